@@ -1,0 +1,30 @@
+# `make demo` and `make test` work on a fresh clone with nothing but Python >= 3.11 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-all lint clean
+
+demo: $(VENV)/.test
+	$(BIN)/python recipes/docstrings/run.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "Python >= 3.11 is needed, $(PYTHON) is older: make PYTHON=python3.11 ..." && false)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

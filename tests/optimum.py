@@ -1,0 +1,142 @@
+"""A problem small enough that everything can be enumerated: the best policy is known, and so is every objective.
+
+Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10. With a tabulated reward
+r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* = β·log Σ π_ref·exp(r/β). What the
+model itself can reach is found by exact gradient ascent on J with the same adapter.
+"""
+
+import copy
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trl_ppo_ext import PPOConfig, PPOTrainer
+
+VOCABULARY, EOS, PAD, BETA, PROMPTS = 10, 1, 0, 0.5, 6
+RESPONSES = [[EOS]] + [[a, b] for a in range(VOCABULARY) if a != EOS for b in range(VOCABULARY)]
+
+
+def tokenizer():
+    inner = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="2"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=str(PAD), eos_token=str(EOS))
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def lora():
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Problem:
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(1000 + seed)
+        first = torch.randperm(VOCABULARY - 2, generator=generator)[:PROMPTS] + 2
+        second = torch.randint(2, VOCABULARY, (PROMPTS,), generator=generator)
+        self.prompts = torch.stack([first, second], 1)
+        self.rewards = torch.randn(PROMPTS, len(RESPONSES), generator=generator)
+        self.index = {tuple(response): i for i, response in enumerate(RESPONSES)}
+        self.prompt_index = {" ".join(map(str, p.tolist())): i for i, p in enumerate(self.prompts)}
+
+    def dataset(self):
+        return Dataset.from_dict({"prompt": list(self.prompt_index)})
+
+    def reward(self, prompts, completion_ids, **kwargs):
+        rows = [self.prompt_index[prompt] for prompt in prompts]
+        return [float(self.rewards[row, self.index[tuple(ids)]]) for row, ids in zip(rows, completion_ids)]
+
+    def logprobs(self, policy):
+        """log π(y|x) of all responses to all prompts, `[prompts, responses]`, by plain forwards of the model."""
+        padded = torch.tensor([response + [PAD] * (2 - len(response)) for response in RESPONSES])
+        counts = torch.tensor([[1, 1] if len(response) == 2 else [1, 0] for response in RESPONSES])
+        ids = torch.cat([self.prompts.repeat_interleave(len(RESPONSES), 0), padded.repeat(PROMPTS, 1)], 1)
+        logits = policy(input_ids=ids).logits[:, 1:3].log_softmax(-1)
+        token = logits.gather(2, ids[:, 2:, None])[..., 0]
+        return (token * counts.repeat(PROMPTS, 1)).sum(1).reshape(PROMPTS, -1)
+
+    def objective(self, logprobs, reference):
+        """J(π) = E[r − β·log(π/π_ref)], averaged over prompts."""
+        return (logprobs.exp() * (self.rewards - BETA * (logprobs - reference))).sum(1).mean()
+
+    def best(self, reference):
+        """J* = β·log Σ π_ref·exp(r/β), averaged over prompts."""
+        return BETA * (reference + self.rewards / BETA).logsumexp(1).mean()
+
+
+def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
+    """The best objective that gradient ascent on J itself reaches with the same adapter."""
+    policy = get_peft_model(copy.deepcopy(base), lora())
+    with torch.no_grad():
+        reference = problem.logprobs(base)
+    optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    for _ in range(steps):
+        loss = -problem.objective(problem.logprobs(policy), reference)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return -loss.item()
+
+
+def gap(seed, output_dir, max_steps=1600, **settings):
+    """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref)."""
+    problem, base = Problem(seed), model(seed)
+    with torch.no_grad():
+        reference = problem.logprobs(base)
+    exact = exact_ascent(problem, base)
+    defaults = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 400,
+        "seed": seed,
+        "learning_rate": 3e-3,
+        "max_steps": max_steps,
+        "max_completion_length": 2,
+        "per_device_train_batch_size": 256,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+        "kl_coef": BETA,
+        "vf_coef": 0.5,
+        "lam": 0.95,
+    }
+    trainer = PPOTrainer(
+        model=base,
+        reward_funcs=problem.reward,
+        args=PPOConfig(str(output_dir), **(defaults | settings)),
+        train_dataset=problem.dataset(),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+    )
+    trainer.train()
+    with torch.no_grad():
+        reached = problem.objective(problem.logprobs(trainer.actor_critic.policy.eval()), reference).item()
+    best, start = problem.best(reference).item(), problem.objective(reference, reference).item()
+    return {
+        "gap": (exact - reached) / (best - start),
+        "ppo": reached,
+        "exact": exact,
+        "best": best,
+        "reference": start,
+    }

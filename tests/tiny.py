@@ -1,0 +1,103 @@
+"""Tiny models, tokenizers and datasets, built from configs: nothing is downloaded."""
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from trl_ppo_ext import PPOConfig
+
+WORDS = [f"w{i}" for i in range(28)]
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<bos> ' + m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos> assistant ' }}{% endif %}"
+)
+
+
+def tokenizer(words=WORDS, chat_template=None):
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        chat_template=chat_template,
+    )
+
+
+def llama(vocab_size=32, seed=0, dtype=torch.float32, hidden_size=32, classifier=False, **kwargs):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=None,
+        **({"num_labels": 1} if classifier else {}) | kwargs,
+    )
+    model = LlamaForSequenceClassification(config) if classifier else LlamaForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def qwen2(vocab_size=32, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=None,
+        **kwargs,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def prompts(rows=16, longest=5):
+    texts = [" ".join(WORDS[(row + k) % len(WORDS)] for k in range(1 + row % longest)) for row in range(rows)]
+    return Dataset.from_dict({"prompt": texts, "target": [row % 7 for row in range(rows)]})
+
+
+def config(output_dir, **kwargs):
+    defaults = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 4,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+    }
+    return PPOConfig(str(output_dir), **(defaults | kwargs))
+
+
+def length_reward(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]

@@ -1,0 +1,235 @@
+"""Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+from trl import is_conversational
+
+PROMPT_IDS = "prompt_ids"
+
+
+class PromptError(ValueError):
+    """Raised when a dataset or a prompt in it cannot be used, before anything is trained on it."""
+
+
+def _check_columns(dataset: Any, name: str) -> None:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
+            "`datasets.Dataset.from_list(rows)` makes one of a list of dicts."
+        )
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if "prompt" not in columns:
+        raise PromptError(
+            f'`{name}` needs a column "prompt" (text, or a list of chat messages); it has {sorted(columns)}. '
+            '`dataset.rename_column("question", "prompt")` renames one.'
+        )
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+
+
+def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if not is_conversational({"prompt": prompt}):
+        raise PromptError(f"A prompt must be text or a list of chat messages, got {prompt!r}.")
+    if tokenizer.chat_template is None:
+        raise PromptError(
+            "The prompts are chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or "
+            "give the prompts as text."
+        )
+    encoded = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+    )
+    return encoded["input_ids"]
+
+
+def _tokenize_rows(
+    rows: dict[str, list],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any],
+    name: str,
+    longest: int | None,
+    max_completion_length: int,
+) -> dict[str, list]:
+    encoded = []
+    for index, prompt in zip(indices, rows["prompt"]):
+        try:
+            ids = _encode(prompt, tokenizer, chat_template_kwargs)
+        except PromptError as error:
+            raise PromptError(f"Row {index} of `{name}`: {error}") from None
+        if not ids or prompt == "":
+            raise PromptError(f"Row {index} of `{name}` has an empty prompt; drop it, or give it at least one token.")
+        if longest is not None and len(ids) > longest:
+            raise PromptError(
+                f"Row {index} of `{name}` has a prompt of {len(ids)} tokens; the model's context of "
+                f"{longest + max_completion_length} less max_completion_length={max_completion_length} leaves "
+                f"{longest}. Drop or shorten it, or lower `max_completion_length`."
+            )
+        encoded.append(ids)
+    return {PROMPT_IDS: encoded}
+
+
+def tokenize_prompts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    max_completion_length: int,
+    context_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Dataset | IterableDataset:
+    """Add the token ids of each prompt as a column, and check every prompt.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Rows with a `"prompt"`: text, or chat messages.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
+        name (`str`): What the dataset is called in error messages.
+        max_completion_length (`int`): Tokens that a completion may add.
+        context_length (`int`, *optional*): Longest sequence that the model takes.
+        chat_template_kwargs (`dict`, *optional*): Keyword arguments of the chat template.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The dataset with a column `"prompt_ids"`.
+
+    Raises:
+        [`PromptError`]: If there is no `"prompt"`, or a prompt is empty or too long.
+    """
+    _check_columns(dataset, name)
+    longest = None if context_length is None else context_length - max_completion_length
+    if longest is not None and longest < 1:
+        raise PromptError(
+            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of "
+            f"{context_length} tokens; lower it."
+        )
+    tokenize = partial(
+        _tokenize_rows,
+        tokenizer=tokenizer,
+        chat_template_kwargs=chat_template_kwargs or {},
+        name=name,
+        longest=longest,
+        max_completion_length=max_completion_length,
+    )
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(tokenize, batched=True, with_indices=True)
+    # one process fills the cache that the others then read
+    with PartialState().main_process_first():
+        return dataset.map(tokenize, batched=True, with_indices=True, desc=f"Tokenizing {name}")
+
+
+class RolloutSampler(Sampler[int]):
+    """Draw the prompts of one rollout after the other, each rollout repeated for all its micro-batches.
+
+    The Trainer asks its dataloader for a batch at every micro-batch; a rollout needs prompts once. So each rollout's
+    prompts come `repeats` times in a row. An incomplete last rollout is filled with prompts from the next permutation:
+    no prompt is dropped, and a dataset may be smaller than a rollout.
+
+    Args:
+        num_rows (`int`): Rows of the dataset.
+        prompts (`int`): Prompts of a rollout, over all processes.
+        num_generations (`int`): Completions for each prompt.
+        repeats (`int`): Times a rollout is repeated.
+        shuffle (`bool`): Whether to draw in random order.
+        seed (`int`): Seed of that order; together with the epoch it determines it.
+    """
+
+    def __init__(self, num_rows: int, prompts: int, num_generations: int, repeats: int, shuffle: bool, seed: int):
+        self.num_rows = num_rows
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts in one pass over the dataset."""
+        return -(-self.num_rows // self.prompts)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation.
+
+        Args:
+            epoch (`int`): Number of the pass over the dataset.
+        """
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rollouts * self.prompts * self.num_generations * self.repeats
+
+    def _order(self) -> list[int]:
+        wanted = self.rollouts * self.prompts
+        order: list[int] = []
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        while len(order) < wanted:
+            rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
+            order += rows.tolist()
+        return order[:wanted]
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        for start in range(0, len(order), self.prompts):
+            rollout = [row for row in order[start : start + self.prompts] for _ in range(self.num_generations)]
+            for _ in range(self.repeats):
+                yield from rollout
+
+
+class RolloutStream(torch.utils.data.IterableDataset):
+    """What [`RolloutSampler`] does, for a dataset that can only be read in its order.
+
+    A stream that ends within a rollout is begun anew to fill it.
+
+    Args:
+        dataset (`IterableDataset`): The stream.
+        prompts (`int`): Prompts of a rollout, over all processes.
+        num_generations (`int`): Completions for each prompt.
+        repeats (`int`): Times a rollout is repeated.
+
+    Raises:
+        [`PromptError`]: If the stream has no row.
+    """
+
+    def __init__(self, dataset: IterableDataset, prompts: int, num_generations: int, repeats: int):
+        self.dataset = dataset
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, so that the stream's own shuffling changes.
+
+        Args:
+            epoch (`int`): Number of the pass over the stream.
+        """
+        self.dataset.set_epoch(epoch)
+
+    def _rollouts(self) -> Iterator[list[dict]]:
+        rollout: list[dict] = []
+        for row in self.dataset:
+            rollout.append(row)
+            if len(rollout) == self.prompts:
+                yield rollout
+                rollout = []
+        while rollout:  # the last one, incomplete
+            for row in self.dataset:
+                rollout.append(row)
+                if len(rollout) == self.prompts:
+                    yield rollout
+                    return
+
+    def __iter__(self) -> Iterator[dict]:
+        empty = True
+        for rollout in self._rollouts():
+            empty = False
+            for _ in range(self.repeats):
+                for row in rollout:
+                    yield from [row] * self.num_generations
+        if empty:
+            raise PromptError("The training stream gave no row; PPO needs at least one prompt.")

@@ -1,0 +1,267 @@
+"""From prompts to a rollout: generate, score, log-probabilities and values, rewards, advantages."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, TrainerState
+from trl import is_conversational
+
+from . import ppo_math
+from .data import PROMPT_IDS
+from .generation import Generator
+from .metrics import Metrics
+from .modeling import ActorCritic
+from .rewards import Reward, ScoringBatch, checked_scores, combine
+from .rollout import Rollout, Sequences
+
+
+class Samples(NamedTuple):
+    """Completions of a batch of prompts, with their scores.
+
+    Args:
+        sequences ([`Sequences`]): Token ids.
+        stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
+        batch ([`ScoringBatch`]): What the rewards were given.
+        rewards (`Tensor` of shape `[batch, rewards]`): Score of each reward, NaN where it does not apply.
+        scores (`Tensor` of shape `[batch]`): What is optimised: weighted sum, clipped, penalised.
+    """
+
+    sequences: Sequences
+    stopped: Tensor
+    batch: ScoringBatch
+    rewards: Tensor
+    scores: Tensor
+
+
+class TokenScores(NamedTuple):
+    """What policy, reference and critic say about sampled tokens: `[batch, response]`, 0 at padding."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    entropies: Tensor
+
+
+def token_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
+    """KL penalty at every token, and the score where the completion ends.
+
+    Args:
+        scores (`Tensor` of shape `[batch]`): Score of each completion.
+        kl (`Tensor` of shape `[batch, response]`): KL of each token.
+        completion_mask (`Tensor` of shape `[batch, response]`): 1 at sampled tokens.
+        kl_coef (`float`): Coefficient of the penalty.
+
+    Returns:
+        `Tensor` of shape `[batch, response]`: Rewards, 0 at padding.
+    """
+    rewards = -kl_coef * kl * completion_mask
+    last = completion_mask.sum(1) - 1  # the token after which nothing was sampled: EOS, or where it was cut off
+    rewards[torch.arange(len(scores), device=scores.device), last] += scores
+    return rewards
+
+
+class Experience:
+    """Collects rollouts.
+
+    Args:
+        actor_critic ([`ActorCritic`]): Policy, reference and critic.
+        generator ([`Generator`]): What samples.
+        rewards (`list[Reward]`): What scores.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
+        args ([`PPOConfig`]): The run's config.
+        accelerator (`Accelerator`): Device and processes of the run.
+    """
+
+    def __init__(
+        self,
+        actor_critic: ActorCritic,
+        generator: Generator,
+        rewards: list[Reward],
+        tokenizer: PreTrainedTokenizerBase,
+        args: Any,
+        accelerator: Accelerator,
+    ):
+        self.actor_critic = actor_critic
+        self.generator = generator
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.args = args
+        self.accelerator = accelerator
+
+    def all_sum(self, total: Tensor) -> Tensor:
+        """Sum over all processes.
+
+        Args:
+            total (`Tensor`): This process's part.
+
+        Returns:
+            `Tensor`: The sum.
+        """
+        return self.accelerator.reduce(total, reduction="sum")
+
+    @contextmanager
+    def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
+
+    def _scoring_batch(self, rows: list[dict], completion_ids: list[list[int]], state: TrainerState) -> ScoringBatch:
+        prompts = [row["prompt"] for row in rows]
+        completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        kept = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids", PROMPT_IDS)]
+        columns = {key: [row[key] for row in rows] for key in kept}
+        return ScoringBatch(prompts, completions, completion_ids, columns, state)
+
+    def _shape(self, rewards: Tensor, stopped: Tensor) -> Tensor:
+        """The score that is optimised: weighted sum of the rewards, clipped, less the penalty for a missing EOS."""
+        scores = combine(rewards, self.args.reward_weights)
+        if self.args.reward_clip_range is not None:
+            scores = scores.clamp(-self.args.reward_clip_range, self.args.reward_clip_range)
+        if self.args.missing_eos_penalty is not None:
+            scores = scores - self.args.missing_eos_penalty * (~stopped)
+        return scores
+
+    def sample(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> Samples:
+        """Generate a completion for each row and score it.
+
+        Args:
+            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            metrics ([`Metrics`]): Where metrics are added.
+            state ([`~transformers.TrainerState`]): State of the run, for reward functions.
+
+        Returns:
+            [`Samples`]: Completions and scores.
+        """
+        device = self.accelerator.device
+        prompt_ids = [row[PROMPT_IDS] for row in rows]
+        with self._timed("generate", metrics):
+            completion_ids = self.generator.generate(prompt_ids)
+        stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
+        batch = self._scoring_batch(rows, completion_ids, state)
+        with self._timed("score", metrics):
+            scores = [checked_scores(reward.name, reward.score(batch), len(batch)) for reward in self.rewards]
+        rewards = torch.stack(scores, 1).to(device)
+        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
+        return Samples(sequences, stopped, batch, rewards, self._shape(rewards, stopped))
+
+    def _forward(self, run: Callable[[Sequences], Tensor | tuple], sequences: Sequences, name: str) -> list[Tensor]:
+        """Run a forward in the micro-batches of the updates, and put the outputs together again."""
+        bar = tqdm(
+            torch.arange(len(sequences)).split(self.args.per_device_train_batch_size),
+            desc=name,
+            leave=False,
+            delay=3,  # only where it takes more than a few seconds
+            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+        )
+        width = sequences.completion_ids.shape[1]
+        outputs = [run(sequences.rows(index)) for index in bar]
+        padded = [[torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in output] for output in outputs]
+        return [torch.cat(parts) for parts in zip(*padded)]
+
+    @torch.no_grad()
+    def score_tokens(self, sequences: Sequences) -> TokenScores:
+        """Log-probabilities, values and entropies, from the very forward that is trained.
+
+        The same code, micro-batches and dtype as in the updates: the ratio of the first update is exactly 1, and
+        with a fresh adapter the KL is exactly 0.
+
+        Args:
+            sequences ([`Sequences`]): Sampled sequences.
+
+        Returns:
+            [`TokenScores`]: One number for each response token.
+        """
+        temperature = self.args.temperature
+
+        def policy(part: Sequences) -> tuple[Tensor, ...]:
+            return tuple(self.actor_critic(part, temperature, with_entropy=True))
+
+        def reference(part: Sequences) -> tuple[Tensor, ...]:
+            return (self.actor_critic(part, temperature).logprobs,)
+
+        logprobs, values, entropies = self._forward(policy, sequences, "Log-probabilities")
+        with self.actor_critic.reference():
+            (ref_logprobs,) = self._forward(reference, sequences, "Reference")
+        return TokenScores(logprobs, ref_logprobs, values, entropies)
+
+    def _log_samples(self, samples: Samples, tokens: TokenScores, metrics: Metrics) -> None:
+        mask = samples.sequences.completion_mask
+        lengths = mask.sum(1)
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
+        # an iteration over rewards adds the same names on every process
+        for reward, scores in zip(self.rewards, samples.rewards.unbind(1)):
+            applies = ~scores.isnan()
+            metrics.mean(f"rewards/{reward.name}/mean", scores, applies)
+            deviation = ppo_math.masked_var(scores.nan_to_num(), applies, self.all_sum).sqrt()
+            metrics.mean(f"rewards/{reward.name}/std", deviation)
+        total = combine(samples.rewards, self.args.reward_weights)
+        metrics.mean("reward", total)
+        metrics.mean("reward_std", ppo_math.masked_var(total, torch.ones_like(total), self.all_sum).sqrt())
+        metrics.mean("kl", kl, mask)
+        metrics.mean("kl_per_completion", (kl * mask).sum(1))
+        metrics.mean("entropy", tokens.entropies, mask)
+        metrics.mean("completions/mean_length", lengths)
+        metrics.maximum("completions/max_length", lengths)
+        metrics.minimum("completions/min_length", lengths)
+        metrics.mean("completions/clipped_ratio", (~samples.stopped).float())
+        metrics.mean("completions/mean_terminated_length", lengths, samples.stopped)
+
+    def collect(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> tuple[Rollout, Samples]:
+        """Collect one rollout.
+
+        Args:
+            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            metrics ([`Metrics`]): Where metrics are added.
+            state ([`~transformers.TrainerState`]): State of the run, for reward functions.
+
+        Returns:
+            `tuple(Rollout, Samples)`: What is learned from, and what was sampled.
+        """
+        args = self.args
+        samples = self.sample(rows, metrics, state)
+        with self._timed("forward", metrics):
+            tokens = self.score_tokens(samples.sequences)
+        self._log_samples(samples, tokens, metrics)
+
+        completion_mask = samples.sequences.completion_mask
+        response_mask = (
+            completion_mask & samples.stopped[:, None] if args.mask_truncated_completions else completion_mask
+        )
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
+        rewards = token_rewards(samples.scores, kl, completion_mask, args.kl_coef)
+        metrics.mean("objective", rewards.sum(1))
+        if args.whiten_rewards:
+            rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
+        advantages, returns = ppo_math.gae(rewards, tokens.values, response_mask, args.gamma, args.lam)
+        unexplained = ppo_math.masked_var(returns - tokens.values, response_mask, self.all_sum)
+        variance = ppo_math.masked_var(returns, response_mask, self.all_sum)
+        metrics.mean("value/explained_variance", 1 - unexplained / variance.clamp(min=1e-8))
+        if args.whiten_advantages:
+            advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
+        rollout = Rollout(samples.sequences, response_mask, tokens.logprobs, tokens.values, advantages, returns)
+        return rollout, samples
+
+    def evaluate(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> Samples:
+        """Sample and score without learning.
+
+        Args:
+            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            metrics ([`Metrics`]): Where metrics are added.
+            state ([`~transformers.TrainerState`]): State of the run, for reward functions.
+
+        Returns:
+            [`Samples`]: What was sampled.
+        """
+        samples = self.sample(rows, metrics, state)
+        with self._timed("forward", metrics):
+            tokens = self.score_tokens(samples.sequences)
+        self._log_samples(samples, tokens, metrics)
+        return samples

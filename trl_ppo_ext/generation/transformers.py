@@ -1,0 +1,113 @@
+"""Sampling with `generate` of transformers."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ..modeling import ActorCritic
+from ..rollout import Sequences
+from .base import cut_at_stop
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
+        generation_config ([`~transformers.GenerationConfig`], *optional*): The model's own.
+
+    Returns:
+        `list[int]`: Sorted token ids.
+    """
+    of_model = getattr(generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id} | set(of_model if isinstance(of_model, list) else [of_model])
+    return sorted(ids - {None})
+
+
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
+    """Give the tokenizer a pad token if it has none and can spare one.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
+        stops (`list[int]`): Tokens that end a completion.
+
+    Raises:
+        `ValueError`: If there is no stop token, or the only one would have to serve as padding too.
+    """
+    if not stops:
+        raise ValueError(
+            "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
+            "end; set `tokenizer.eos_token`."
+        )
+    if tokenizer.pad_token_id is not None:
+        return
+    if stops == [tokenizer.eos_token_id]:
+        raise ValueError(
+            f"The tokenizer has no pad token, and its EOS {tokenizer.eos_token!r} is the only token that ends a "
+            "completion, so it should not serve as padding too. Choose one: `tokenizer.pad_token = "
+            "tokenizer.unk_token`, or any token that is never sampled; set it on purpose to the EOS if you must."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+class TransformersGenerator:
+    """Samples from the actor-critic's policy.
+
+    Args:
+        actor_critic ([`ActorCritic`]): The policy.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
+        args ([`PPOConfig`]): How to sample.
+        accelerator (`Accelerator`): Device and autocast of the run.
+    """
+
+    def __init__(
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+    ):
+        self.actor_critic = actor_critic
+        self.accelerator = accelerator
+        self.batch_size = args.per_device_generation_batch_size
+        self.show_progress = not args.disable_tqdm and accelerator.is_main_process
+        stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config)
+        self.config = GenerationConfig(
+            **{
+                "max_new_tokens": args.max_completion_length,
+                "do_sample": True,
+                "temperature": args.temperature,
+                "top_p": args.top_p,
+                "top_k": args.top_k,
+                "min_p": args.min_p,
+                "repetition_penalty": args.repetition_penalty,
+                "pad_token_id": tokenizer.pad_token_id,
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_id": stops,
+                "use_cache": True,
+            }
+            | (args.generation_kwargs or {})
+        )
+        eos = self.config.eos_token_id
+        self.stop_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
+
+    def _generate_batch(self, prompts: list[list[int]]) -> list[list[int]]:
+        device, pad = self.accelerator.device, self.config.pad_token_id
+        batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
+        with self.accelerator.autocast():
+            ids = self.actor_critic.generate(batch.input_ids, batch.attention_mask, self.config)
+        completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
+        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample a completion for each prompt.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids of each prompt.
+
+        Returns:
+            `list[list[int]]`: Token ids of each completion; it ends with a stop token unless it was cut off.
+        """
+        size = self.batch_size or len(prompts)
+        starts = range(0, len(prompts), size)
+        # the bar appears only where sampling takes more than a few seconds
+        bar = tqdm(starts, desc="Generating", leave=False, delay=3, disable=not self.show_progress or len(starts) < 2)
+        return [completion for start in bar for completion in self._generate_batch(prompts[start : start + size])]

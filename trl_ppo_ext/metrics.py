@@ -1,0 +1,81 @@
+"""Metrics that add up exactly over micro-batches, rollouts and processes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Metrics:
+    """Running sums on the device: nothing is synchronised until [`Metrics.compute`] is called.
+
+    A mean is kept as numerator and denominator, so that tokens, not batches, are averaged, and ranks with more tokens
+    weigh more. All processes must add the same names.
+    """
+
+    def __init__(self):
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Average `values` over the mask.
+
+        Args:
+            name (`str`): Name of the metric.
+            values (`Tensor`): Values of any shape.
+            mask (`Tensor`, *optional*): 1 where a value counts; all count by default.
+        """
+        values = values.detach().float()
+        mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
+        # a NaN at a masked position must not leak into the sum
+        entry = torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
+        self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+
+    def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Keep the largest of `values` over the mask.
+
+        Args:
+            name (`str`): Name of the metric.
+            values (`Tensor`): Values of any shape.
+            mask (`Tensor`, *optional*): 1 where a value counts; all count by default.
+        """
+        values = values.detach().float()
+        if mask is not None:
+            values = values.masked_fill(~mask.bool(), -torch.inf)
+        entry = values.max() if values.numel() else values.new_tensor(-torch.inf)
+        self._maxima[name] = torch.maximum(self._maxima[name], entry) if name in self._maxima else entry
+
+    def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Keep the smallest of `values` over the mask.
+
+        Args:
+            name (`str`): Name of the metric.
+            values (`Tensor`): Values of any shape.
+            mask (`Tensor`, *optional*): 1 where a value counts; all count by default.
+        """
+        self.maximum(f"-{name}", -values, mask)
+
+    def __bool__(self) -> bool:
+        return bool(self._sums or self._maxima)
+
+    def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Reduce over processes, give every metric as a number, and start anew.
+
+        Args:
+            all_sum (`Callable`): Sums a tensor over all processes.
+            all_max (`Callable`): Takes the element-wise maximum over all processes.
+
+        Returns:
+            `dict[str, float]`: The metrics; those over an empty mask are left out.
+        """
+        computed: dict[str, float] = {}
+        if self._sums:
+            totals = all_sum(torch.stack(list(self._sums.values()))).tolist()
+            computed |= {name: total / count for name, (total, count) in zip(self._sums, totals) if count}
+        if self._maxima:
+            largest = all_max(torch.stack(list(self._maxima.values()))).tolist()
+            for name, value in zip(self._maxima, largest):
+                if value != -float("inf"):
+                    computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
+        self._sums, self._maxima = {}, {}
+        return computed

@@ -1,0 +1,116 @@
+"""The README of a saved adapter: how it was trained, and how to load it."""
+
+from importlib.metadata import version
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ model_name }}
+
+A LoRA adapter trained with PPO by [trl_ppo_ext](https://pypi.org/project/trl_ppo_ext)
+{%- if base_model %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
+One frozen base model was policy (this adapter on), reference (adapter off) and critic (`value_head.safetensors`).
+
+## Use it
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{{ base_model or 'path/to/the/base/model' }}")
+model = PeftModel.from_pretrained(base, "{{ adapter }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ adapter }}")
+```
+
+## How it was trained
+
+Rewards: {{ rewards }}.
+
+| hyperparameter | value |
+|---|---|
+{%- for name, value in hyperparameters.items() %}
+| `{{ name }}` | {{ value }} |
+{%- endfor %}
+
+{% if metrics %}Metrics at the end of training (step {{ step }}):
+
+| metric | value |
+|---|---|
+{%- for name, value in metrics.items() %}
+| `{{ name }}` | {{ value }} |
+{%- endfor %}
+{% endif %}
+Versions: {{ versions }}.
+
+PPO: [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347).
+"""
+
+HYPERPARAMETERS = (
+    "learning_rate lr_scheduler_type max_steps num_train_epochs per_device_train_batch_size "
+    "gradient_accumulation_steps num_mini_batches num_ppo_epochs num_generations max_completion_length temperature "
+    "kl_coef kl_estimator cliprange cliprange_value vf_coef entropy_coef gamma lam whiten_rewards whiten_advantages "
+    "reward_clip_range missing_eos_penalty mask_truncated_completions max_grad_norm adam_epsilon bf16 seed"
+).split()
+METRICS = (
+    "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
+    "value/explained_variance"
+).split()
+PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
+
+
+def _one_line(text: str) -> str:
+    """Keep a name from breaking out of the table or the list it stands in."""
+    return " ".join(str(text).replace("|", "\\|").replace("`", "'").split())
+
+
+def model_card(
+    args: Any,
+    base_model: str | None,
+    adapter: str,
+    rewards: list[str],
+    log_history: list[dict[str, float]],
+    step: int,
+    **metadata: Any,
+) -> ModelCard:
+    """Write the card of a trained adapter.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+        base_model (`str`, *optional*): Id or path of the base model.
+        adapter (`str`): Id or path under which the adapter can be loaded.
+        rewards (`list[str]`): Names of the rewards.
+        log_history (`list[dict]`): What the Trainer logged.
+        step (`int`): Optimizer steps done.
+        metadata (`dict`): Further fields of the card's metadata.
+
+    Returns:
+        `ModelCard`: The card.
+    """
+    logged: dict[str, float] = {}
+    for entry in log_history:
+        logged |= entry
+    names = [f"rewards/{name}/mean" for name in rewards]
+    tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *(metadata.pop("tags", None) or [])]
+    card_data = ModelCardData(
+        base_model=base_model,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys(tags)),
+        **{key: value for key, value in metadata.items() if value is not None},
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_str=TEMPLATE,
+        model_name=_one_line(metadata.get("model_name") or adapter.rstrip("/").split("/")[-1]),
+        base_model=base_model,
+        adapter=adapter,
+        rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
+        hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS},
+        metrics={_one_line(name): f"{logged[name]:.4g}" for name in METRICS + names if name in logged},
+        step=step,
+        versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+    )

@@ -1,0 +1,169 @@
+"""From what a user passes as `model` to a PEFT policy on a frozen base."""
+
+from copy import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from .actor_critic import REFERENCE_ADAPTER, ActorCritic
+
+
+def compute_dtype(args: Any) -> torch.dtype:
+    """The dtype in which a frozen base is kept and computes.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `torch.dtype`: bfloat16, float16 or float32.
+    """
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def default_peft_config() -> LoraConfig:
+    """LoRA of rank 16 on every linear layer but the output projection.
+
+    Returns:
+        `LoraConfig`: The config that is used when none is given.
+    """
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _targets_output_projection(peft_config: PeftConfig) -> bool:
+    named = [getattr(peft_config, "target_modules", None), getattr(peft_config, "modules_to_save", None)]
+    return any("lm_head" in names for names in named if isinstance(names, list | set | tuple))
+
+
+def check_model_arguments(
+    model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | None
+) -> None:
+    """Refuse combinations that could not be honoured, before anything is loaded.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`): What the user passed.
+        args ([`PPOConfig`]): The run's config.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
+        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter.
+
+    Raises:
+        `TypeError`: If `model` is none of the three.
+        `ValueError`: If two arguments contradict each other.
+    """
+    if not isinstance(model, str | PreTrainedModel | PeftModel):
+        raise TypeError(
+            f"`model` must be a model id or path, a `PreTrainedModel`, or a `PeftModel`, got {type(model).__name__}."
+        )
+    if not isinstance(model, str):
+        given = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name in (name for name, value in given.items() if value is not None):
+            raise ValueError(
+                f"`{name}` says how to load a model, but `model` is loaded already ({type(model).__name__}); pass the "
+                "model as a string, or load it with these settings yourself."
+            )
+    if isinstance(model, PeftModel) and peft_config is not None:
+        raise ValueError(
+            "`model` is a `PeftModel`: its adapter starts the policy. Leave `peft_config` out, or pass the base model "
+            "(`model.merge_and_unload()` keeps what the adapter learned) to start a new adapter."
+        )
+    if peft_config is not None and peft_config.is_prompt_learning:
+        raise ValueError(
+            f"`peft_config` is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
+            "adapter in the layers, such as `LoraConfig`."
+        )
+    if peft_config is not None and _targets_output_projection(peft_config):
+        raise ValueError(
+            "`peft_config` puts an adapter on the output projection (`lm_head`), but log-probabilities are computed "
+            "from the frozen projection in chunks and would not see it. Take `lm_head` out of `target_modules` and "
+            '`modules_to_save` (`target_modules="all-linear"` leaves it out).'
+        )
+
+
+def _load_base(
+    model_id: str, args: Any, quantization_config: BitsAndBytesConfig | None, device: torch.device
+) -> PreTrainedModel:
+    kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
+    if quantization_config is not None:
+        # quantised weights cannot be moved afterwards
+        kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(model_id, **kwargs | (args.model_init_kwargs or {}))
+
+
+def _keep_gradients_on_cpu(model: nn.Module) -> None:
+    """Keep 4-bit layers of a trained base on the kernel that has a backward.
+
+    On CPUs with AVX512-BF16 bitsandbytes repacks `Linear4bit` weights at the first forward without gradients, and
+    later training forwards silently lose the gradient that should pass through them.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _adapter_keys(policy: PeftModel, name: str) -> list[str]:
+    return [key for key, _ in policy.named_parameters() if name in key.split(".")]
+
+
+def _in_adapter(key: str, name: str, other: str) -> str:
+    return ".".join(other if part == name else part for part in key.split("."))
+
+
+def _add_frozen_copy(policy: PeftModel) -> str:
+    """Copy the policy's adapter, so that the reference is what the policy was."""
+    name = policy.active_adapter
+    policy.add_adapter(REFERENCE_ADAPTER, copy(policy.peft_config[name]))
+    weights = dict(policy.named_parameters())
+    for key in _adapter_keys(policy, name):
+        weights[_in_adapter(key, name, REFERENCE_ADAPTER)].data.copy_(weights[key].data)
+    policy.set_adapter(name)
+    return REFERENCE_ADAPTER
+
+
+def load_actor_critic(
+    model: str | PreTrainedModel | PeftModel,
+    args: Any,
+    quantization_config: BitsAndBytesConfig | None = None,
+    peft_config: PeftConfig | None = None,
+    device: torch.device | str = "cpu",
+) -> ActorCritic:
+    """Build the actor-critic: a frozen base, the policy's adapter, a value head.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            The base model. The adapter of a `PeftModel` starts the policy, and a frozen copy of it is the reference.
+        args ([`PPOConfig`]): The run's config.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base, if `model` is a string.
+        peft_config (`PeftConfig`, *optional*): Config of a new adapter; [`default_peft_config`] if there is none.
+        device (`torch.device`, *optional*, defaults to `"cpu"`): Where a quantised base is loaded.
+
+    Returns:
+        [`ActorCritic`]: Ready to train; only the adapter and the value head require gradients.
+    """
+    check_model_arguments(model, args, quantization_config, peft_config)
+    if isinstance(model, str):
+        model = _load_base(model, args, quantization_config, torch.device(device))
+    reference = None
+    if isinstance(model, PeftModel):
+        reference = _add_frozen_copy(model)
+        policy = model
+    else:
+        policy = get_peft_model(model, peft_config or default_peft_config())
+    policy.requires_grad_(False)
+    weights = dict(policy.named_parameters())
+    for key in _adapter_keys(policy, policy.active_adapter):
+        # adapters learn in float32, whatever the base is kept in: Adam's steps vanish in bfloat16
+        weights[key].data = weights[key].data.float()
+        weights[key].requires_grad_(True)
+    _keep_gradients_on_cpu(policy)
+    _disable_dropout(policy)
+    return ActorCritic(policy, reference)

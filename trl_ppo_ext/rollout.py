@@ -1,0 +1,204 @@
+"""What is sampled and what is learned from it: named tensors with checked shapes, and their minibatches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch_plan import BatchPlan
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, left: bool, device: torch.device | str) -> Tensor:
+    width = max((len(row) for row in rows), default=0)
+    fill = [[pad_token_id] * (width - len(row)) for row in rows]
+    padded = [space + list(row) if left else list(row) + space for row, space in zip(rows, fill)]
+    return torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)
+
+
+def _lengths_to_mask(lengths: Tensor, width: int, left: bool) -> Tensor:
+    positions = torch.arange(width, device=lengths.device)
+    return positions >= width - lengths[:, None] if left else positions < lengths[:, None]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts and the completions sampled for them, as token ids.
+
+    Prompts are padded on the left and completions on the right, so that position `prompt` of every row is the first
+    sampled token. Lengths are kept on the CPU: cutting padding off never waits for the device.
+
+    Args:
+        prompt_ids (`Tensor` of shape `[batch, prompt]`): Token ids of the prompts.
+        completion_ids (`Tensor` of shape `[batch, response]`): Token ids of the completions, EOS included.
+        prompt_lengths (`Tensor` of shape `[batch]`): Tokens of each prompt, on the CPU.
+        completion_lengths (`Tensor` of shape `[batch]`): Tokens of each completion, on the CPU.
+    """
+
+    prompt_ids: Tensor
+    completion_ids: Tensor
+    prompt_lengths: Tensor
+    completion_lengths: Tensor
+
+    @classmethod
+    def from_token_ids(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        pad_token_id: int,
+        device: torch.device | str,
+    ) -> "Sequences":
+        """Pad lists of token ids.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids of each prompt.
+            completions (`list[list[int]]`): Token ids of each completion.
+            pad_token_id (`int`): What padding is filled with; it never counts.
+            device (`torch.device` or `str`): Where the ids live.
+
+        Returns:
+            [`Sequences`]: The padded sequences.
+        """
+        return cls(
+            prompt_ids=_pad(prompts, pad_token_id, left=True, device=device),
+            completion_ids=_pad(completions, pad_token_id, left=False, device=device),
+            prompt_lengths=torch.tensor([len(row) for row in prompts]),
+            completion_lengths=torch.tensor([len(row) for row in completions]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """`[batch, response]`, 1 at sampled tokens."""
+        lengths = self.completion_lengths.to(self.completion_ids.device)
+        return _lengths_to_mask(lengths, self.completion_ids.shape[1], left=False)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """`[batch, prompt + response]`, 1 at real tokens."""
+        lengths = self.prompt_lengths.to(self.prompt_ids.device)
+        prompt_mask = _lengths_to_mask(lengths, self.prompt_ids.shape[1], left=True)
+        return torch.cat([prompt_mask, self.completion_mask], 1).long()
+
+    @property
+    def input_ids(self) -> Tensor:
+        """`[batch, prompt + response]`, prompts followed by completions."""
+        return torch.cat([self.prompt_ids, self.completion_ids], 1)
+
+    def rows(self, index: Tensor) -> "Sequences":
+        """The rows of `index`, without the padding that none of them needs.
+
+        Args:
+            index (`Tensor` of shape `[rows]`): Row numbers, on the CPU.
+
+        Returns:
+            [`Sequences`]: The selected rows.
+        """
+        prompt_lengths, completion_lengths = self.prompt_lengths[index], self.completion_lengths[index]
+        start = self.prompt_ids.shape[1] - int(prompt_lengths.max())
+        end = int(completion_lengths.max())
+        on_device = index.to(self.prompt_ids.device)
+        return Sequences(
+            prompt_ids=self.prompt_ids[on_device, start:],
+            completion_ids=self.completion_ids[on_device, :end],
+            prompt_lengths=prompt_lengths,
+            completion_lengths=completion_lengths,
+        )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled sequences with all that the updates need. Every tensor is `[batch, response]`.
+
+    Args:
+        sequences ([`Sequences`]): Prompts and completions.
+        response_mask (`Tensor`): 1 where the policy sampled a token that counts.
+        old_logprobs (`Tensor`): Log-probabilities under the policy that sampled.
+        old_values (`Tensor`): Values at the time of sampling.
+        advantages (`Tensor`): Advantages.
+        returns (`Tensor`): Targets of the values.
+
+    Raises:
+        `ValueError`: If a tensor does not have the shape of the completions.
+    """
+
+    sequences: Sequences
+    response_mask: Tensor
+    old_logprobs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def __post_init__(self):
+        expected = self.sequences.completion_ids.shape
+        for field in fields(self)[1:]:
+            if (shape := getattr(self, field.name).shape) != expected:
+                raise ValueError(
+                    f"Rollout.{field.name} must have the shape [batch, response] of the completions, "
+                    f"{tuple(expected)}, got {tuple(shape)}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def rows(self, index: Tensor) -> "Rollout":
+        """The rows of `index`, without the padding that none of them needs.
+
+        Args:
+            index (`Tensor` of shape `[rows]`): Row numbers, on the CPU.
+
+        Returns:
+            [`Rollout`]: The selected rows.
+        """
+        sequences = self.sequences.rows(index)
+        on_device, end = index.to(self.response_mask.device), sequences.completion_ids.shape[1]
+        tensors = {field.name: getattr(self, field.name)[on_device, :end] for field in fields(self)[1:]}
+        return Rollout(sequences, **tensors)
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward.
+
+    Args:
+        rollout ([`Rollout`]): The rows.
+        step (`int`): Which of the rollout's optimizer steps this belongs to.
+    """
+
+    rollout: Rollout
+    step: int
+
+
+def schedule(size: int, plan: BatchPlan) -> Tensor:
+    """Draw which rows each micro-batch of a rollout takes.
+
+    The first epoch takes the rows in their order, so that its micro-batches are the very ones in which the old
+    log-probabilities were computed, and its first ratios are exactly 1; later epochs are shuffled.
+
+    Args:
+        size (`int`): Rows of the rollout.
+        plan ([`BatchPlan`]): The run's sizes.
+
+    Returns:
+        `Tensor` of shape `[optimizer steps, gradient_accumulation_steps, micro_batch_size]`: Row numbers.
+    """
+    epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
+    return torch.stack(epochs).reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+
+
+def micro_batches(rollout: Rollout, rows: Tensor, start: int = 0) -> Iterator[MicroBatch]:
+    """Cut a rollout into the micro-batches of its schedule.
+
+    Args:
+        rollout ([`Rollout`]): The rollout of this process.
+        rows (`Tensor`): What [`schedule`] drew.
+        start (`int`, *optional*, defaults to 0): Micro-batches to leave out at the beginning.
+
+    Yields:
+        [`MicroBatch`]: In order.
+    """
+    flat, per_step = rows.flatten(0, 1), rows.shape[1]
+    for position in range(start, len(flat)):
+        yield MicroBatch(rollout.rows(flat[position]), position // per_step)
