@@ -97,7 +97,7 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
     return -loss.item()
 
 
-def gap(seed, output_dir, max_steps=1600, **settings):
+def gap(seed, output_dir, max_steps=1400, **settings):
     """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref)."""
     problem, base = Problem(seed), model(seed)
     with torch.no_grad():
@@ -114,11 +114,11 @@ def gap(seed, output_dir, max_steps=1600, **settings):
         "learning_rate": 3e-3,
         "max_steps": max_steps,
         "max_completion_length": 2,
-        "per_device_train_batch_size": 256,
+        "per_device_train_batch_size": 512,
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,
         "kl_coef": BETA,
-        "vf_coef": 0.5,
+        "vf_coef": 0.1,
         "lam": 0.95,
     }
     trainer = PPOTrainer(

@@ -161,6 +161,11 @@ def test_the_vocabulary_is_projected_for_response_tokens_only(tmp_path, monkeypa
     assert seen == [sum(map(len, COMPLETIONS))]
 
 
+def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
+    built = load_actor_critic(llama(attention_dropout=0.5), config(tmp_path))
+    assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
+
+
 # ---- a 4-bit base
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_trainer import trainer, weights
+from test_trainer import micro_batches_of, rollouts_of, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -103,6 +103,16 @@ def test_resume_between_rollouts_continues_bit_for_bit(base, tmp_path):
     timed = ("time/", "tokens_per_second", "train_", "epoch")
     for one, other in zip(whole.state.log_history, again.state.log_history):
         assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
+
+
+def test_resume_within_a_rollout_takes_its_remaining_steps(base, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
+    trained(base, tmp_path / "whole", **settings)
+    again = PPOTrainer(base, length_reward, config(tmp_path / "again", **settings), prompts())
+    rollouts, seen = rollouts_of(again), micro_batches_of(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert again.state.global_step == 8 and len(rollouts) == 2
+    assert [batch.step for batch in seen] == [3, 0, 1, 2, 3]
 
 
 def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):

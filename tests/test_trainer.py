@@ -349,6 +349,11 @@ def test_evaluation_reports_the_same_metrics_and_trains_nothing(tmp_path):
     assert not any("eval" in name for entry in built.state.log_history[1:] for name in entry)
 
 
+def test_evaluate_takes_a_dataset_that_the_trainer_has_not_seen(tmp_path):
+    metrics = trainer(tmp_path).evaluate(prompts(3))
+    assert metrics["eval_reward"] == metrics["eval_completions/mean_length"]
+
+
 def test_metrics_of_the_design_are_logged(tmp_path):
     built = trainer(tmp_path)
     built.train()

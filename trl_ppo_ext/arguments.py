@@ -73,6 +73,6 @@ def check_trainer_arguments(
             "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
         )
     check_model_arguments(model, args, quantization_config, peft_config)
-    check_reward_arguments(reward_funcs, reward_processing_classes, args.reward_weights)
+    check_reward_arguments(reward_funcs, reward_processing_classes or None, args.reward_weights)
     if train_dataset is not None and isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")

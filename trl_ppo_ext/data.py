@@ -1,5 +1,6 @@
 """Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
 
+from collections import UserList
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
 PROMPT_IDS = "prompt_ids"
+_REWARD_ARGUMENTS = {"prompts", "completions", "trainer_state"}
 
 
 class PromptError(ValueError):
@@ -25,13 +27,18 @@ def _check_columns(dataset: Any, name: str) -> None:
             "`datasets.Dataset.from_list(rows)` makes one of a list of dicts."
         )
     columns = dataset.column_names or list(next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
         raise PromptError(
             f'`{name}` needs a column "prompt" (text, or a list of chat messages); it has {sorted(columns)}. '
             '`dataset.rename_column("question", "prompt")` renames one.'
         )
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+    for taken in _REWARD_ARGUMENTS & set(columns):
+        raise PromptError(
+            f"`{name}` has a column {taken!r}, but reward functions are given an argument of that name; rename it, as "
+            f'`dataset.rename_column("{taken}", "my_{taken}")` does, or drop it.'
+        )
 
 
 def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
@@ -62,10 +69,10 @@ def _tokenize_rows(
     encoded = []
     for index, prompt in zip(indices, rows["prompt"]):
         try:
-            ids = _encode(prompt, tokenizer, chat_template_kwargs)
+            ids = [] if prompt in ("", []) else _encode(prompt, tokenizer, chat_template_kwargs)
         except PromptError as error:
             raise PromptError(f"Row {index} of `{name}`: {error}") from None
-        if not ids or prompt == "":
+        if not ids:
             raise PromptError(f"Row {index} of `{name}` has an empty prompt; drop it, or give it at least one token.")
         if longest is not None and len(ids) > longest:
             raise PromptError(
@@ -121,6 +128,13 @@ def tokenize_prompts(
     # one process fills the cache that the others then read
     with PartialState().main_process_first():
         return dataset.map(tokenize, batched=True, with_indices=True, desc=f"Tokenizing {name}")
+
+
+class Rows(UserList):
+    """A batch of rows as they are, text and all: the collator of [`PPOTrainer`].
+
+    No `list`: whatever moves batches to a device takes it as one object and does not look for tensors in every row.
+    """
 
 
 class RolloutSampler(Sampler[int]):

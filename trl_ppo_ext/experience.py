@@ -1,7 +1,7 @@
 """From prompts to a rollout: generate, score, log-probabilities and values, rewards, advantages."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -111,7 +111,9 @@ class Experience:
         yield
         metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
 
-    def _scoring_batch(self, rows: list[dict], completion_ids: list[list[int]], state: TrainerState) -> ScoringBatch:
+    def _scoring_batch(
+        self, rows: Sequence[dict], completion_ids: list[list[int]], state: TrainerState
+    ) -> ScoringBatch:
         prompts = [row["prompt"] for row in rows]
         completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
@@ -129,11 +131,11 @@ class Experience:
             scores = scores - self.args.missing_eos_penalty * (~stopped)
         return scores
 
-    def sample(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> Samples:
+    def sample(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Samples:
         """Generate a completion for each row and score it.
 
         Args:
-            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            rows (`Sequence[dict]`): Rows of the dataset, with `"prompt_ids"`.
             metrics ([`Metrics`]): Where metrics are added.
             state ([`~transformers.TrainerState`]): State of the run, for reward functions.
 
@@ -192,33 +194,38 @@ class Experience:
             (ref_logprobs,) = self._forward(reference, sequences, "Reference")
         return TokenScores(logprobs, ref_logprobs, values, entropies)
 
-    def _log_samples(self, samples: Samples, tokens: TokenScores, metrics: Metrics) -> None:
-        mask = samples.sequences.completion_mask
-        lengths = mask.sum(1)
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
-        # an iteration over rewards adds the same names on every process
+    def _log_samples(
+        self, samples: Samples, tokens: TokenScores, metrics: Metrics, counted: Tensor | None = None
+    ) -> None:
+        """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""
+        counted = torch.ones_like(samples.stopped) if counted is None else counted
+        mask = samples.sequences.completion_mask & counted[:, None]
+        lengths = samples.sequences.completion_mask.sum(1)
         for reward, scores in zip(self.rewards, samples.rewards.unbind(1)):
-            applies = ~scores.isnan()
+            applies = counted & ~scores.isnan()
             metrics.mean(f"rewards/{reward.name}/mean", scores, applies)
-            deviation = ppo_math.masked_var(scores.nan_to_num(), applies, self.all_sum).sqrt()
-            metrics.mean(f"rewards/{reward.name}/std", deviation)
+            metrics.mean(f"rewards/{reward.name}/std", self._deviation(scores.nan_to_num(), applies))
         total = combine(samples.rewards, self.args.reward_weights)
-        metrics.mean("reward", total)
-        metrics.mean("reward_std", ppo_math.masked_var(total, torch.ones_like(total), self.all_sum).sqrt())
+        metrics.mean("reward", total, counted)
+        metrics.mean("reward_std", self._deviation(total, counted))
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
         metrics.mean("kl", kl, mask)
-        metrics.mean("kl_per_completion", (kl * mask).sum(1))
+        metrics.mean("kl_per_completion", (kl * mask).sum(1), counted)
         metrics.mean("entropy", tokens.entropies, mask)
-        metrics.mean("completions/mean_length", lengths)
-        metrics.maximum("completions/max_length", lengths)
-        metrics.minimum("completions/min_length", lengths)
-        metrics.mean("completions/clipped_ratio", (~samples.stopped).float())
-        metrics.mean("completions/mean_terminated_length", lengths, samples.stopped)
+        metrics.mean("completions/mean_length", lengths, counted)
+        metrics.maximum("completions/max_length", lengths, counted)
+        metrics.minimum("completions/min_length", lengths, counted)
+        metrics.mean("completions/clipped_ratio", ~samples.stopped, counted)
+        metrics.mean("completions/mean_terminated_length", lengths, samples.stopped & counted)
 
-    def collect(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> tuple[Rollout, Samples]:
+    def _deviation(self, x: Tensor, mask: Tensor) -> Tensor:
+        return ppo_math.masked_var(x, mask, self.all_sum).sqrt()
+
+    def collect(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> tuple[Rollout, Samples]:
         """Collect one rollout.
 
         Args:
-            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            rows (`Sequence[dict]`): Rows of the dataset, with `"prompt_ids"`.
             metrics ([`Metrics`]): Where metrics are added.
             state ([`~transformers.TrainerState`]): State of the run, for reward functions.
 
@@ -249,13 +256,14 @@ class Experience:
         rollout = Rollout(samples.sequences, response_mask, tokens.logprobs, tokens.values, advantages, returns)
         return rollout, samples
 
-    def evaluate(self, rows: list[dict], metrics: Metrics, state: TrainerState) -> Samples:
+    def evaluate(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState, counted: int) -> Samples:
         """Sample and score without learning.
 
         Args:
-            rows (`list[dict]`): Rows of the dataset, with `"prompt_ids"`.
+            rows (`Sequence[dict]`): Rows of the dataset, with `"prompt_ids"`.
             metrics ([`Metrics`]): Where metrics are added.
             state ([`~transformers.TrainerState`]): State of the run, for reward functions.
+            counted (`int`): Rows that count; those after them only fill the batch up.
 
         Returns:
             [`Samples`]: What was sampled.
@@ -263,5 +271,6 @@ class Experience:
         samples = self.sample(rows, metrics, state)
         with self._timed("forward", metrics):
             tokens = self.score_tokens(samples.sequences)
-        self._log_samples(samples, tokens, metrics)
+        rows_counted = torch.arange(len(rows), device=samples.stopped.device) < counted
+        self._log_samples(samples, tokens, metrics, rows_counted)
         return samples

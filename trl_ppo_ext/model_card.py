@@ -1,5 +1,6 @@
 """The README of a saved adapter: how it was trained, and how to load it."""
 
+import os
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +13,7 @@ TEMPLATE = """---
 # {{ model_name }}
 
 A LoRA adapter trained with PPO by [trl_ppo_ext](https://pypi.org/project/trl_ppo_ext)
-{%- if base_model %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
+{%- if on_hub %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
 One frozen base model was policy (this adapter on), reference (adapter off) and critic (`value_head.safetensors`).
 
 ## Use it
@@ -95,8 +96,9 @@ def model_card(
         logged |= entry
     names = [f"rewards/{name}/mean" for name in rewards]
     tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *(metadata.pop("tags", None) or [])]
+    on_hub = base_model is not None and not os.path.isdir(base_model)  # a path means nothing to the Hub
     card_data = ModelCardData(
-        base_model=base_model,
+        base_model=base_model if on_hub else None,
         library_name="peft",
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys(tags)),
@@ -107,6 +109,7 @@ def model_card(
         template_str=TEMPLATE,
         model_name=_one_line(metadata.get("model_name") or adapter.rstrip("/").split("/")[-1]),
         base_model=base_model,
+        on_hub=on_hub,
         adapter=adapter,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS},

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,18 +31,13 @@ from .arguments import as_list, check_trainer_arguments
 from .batch_plan import BatchPlan
 from .completions import print_completions
 from .config import PPOConfig
-from .data import RolloutSampler, RolloutStream, tokenize_prompts
+from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience, Samples
 from .generation import TransformersGenerator, ensure_pad_token, stop_token_ids
 from .metrics import Metrics
 from .modeling import compute_dtype, load_actor_critic
 from .rewards import RewardFunc, build_rewards
 from .rollout import MicroBatch, micro_batches, schedule
-
-
-def _rows_as_they_are(rows: list[dict]) -> list[dict]:
-    """The collator: a batch is a list of rows, text and all."""
-    return rows
 
 
 class PPOTrainer(Trainer):
@@ -107,27 +103,40 @@ class PPOTrainer(Trainer):
         peft_config: PeftConfig | None = None,
         **unknown: Any,
     ):
-        model_id = model if isinstance(model, str) else model.config._name_or_path
-        args = args or PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
+        model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        if args is None:
+            args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
         rewards_given, tokenizers = as_list(reward_funcs), as_list(reward_processing_classes)
         check_trainer_arguments(
             model, rewards_given, args, train_dataset, tokenizers, quantization_config, peft_config, unknown
         )
+        if processing_class is None and not model_id:
+            raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
+        if not isinstance(processing_class, PreTrainedTokenizerBase | None):
+            raise TypeError(
+                f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}; "
+                "`AutoTokenizer.from_pretrained` loads one."
+            )
         tokenizer = processing_class or AutoTokenizer.from_pretrained(
             model_id, trust_remote_code=args.trust_remote_code
         )
         context_length = _check_tokenizer(model, tokenizer, args)
 
-        def tokenized(dataset: Any, name: str) -> Any:
-            if isinstance(dataset, dict):
-                return {key: tokenized(value, f"{name}[{key!r}]") for key, value in dataset.items()}
-            if dataset is None:
-                return None
-            kwargs = cast(dict, args.chat_template_kwargs)  # parsed by now, if it came as a string
-            return tokenize_prompts(dataset, tokenizer, name, args.max_completion_length, context_length, kwargs)
-
-        train_dataset = tokenized(train_dataset, "train_dataset")
-        eval_dataset = tokenized(eval_dataset, "eval_dataset")
+        self._tokenize = partial(
+            tokenize_prompts,
+            tokenizer=tokenizer,
+            max_completion_length=args.max_completion_length,
+            context_length=context_length,
+            chat_template_kwargs=cast(dict, args.chat_template_kwargs),  # parsed by now, if it came as a string
+        )
+        if train_dataset is not None:
+            train_dataset = self._tokenize(train_dataset, name="train_dataset")
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {
+                key: self._tokenize(value, name=f"eval_dataset[{key!r}]") for key, value in eval_dataset.items()
+            }
+        elif eval_dataset is not None:
+            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if isinstance(train_dataset, IterableDataset):
             # each process reads the stream itself: the main one could not send text to the others
             args.accelerator_config.dispatch_batches = False
@@ -138,7 +147,7 @@ class PPOTrainer(Trainer):
         super().__init__(
             model=actor_critic,
             args=args,
-            data_collator=_rows_as_they_are,
+            data_collator=Rows,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
@@ -177,11 +186,22 @@ class PPOTrainer(Trainer):
         rows = len(train_dataset if train_dataset is not None else self.train_dataset)
         return RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, args.shuffle_dataset, seed)
 
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        """Dataloader of an evaluation set, given to the trainer or to `evaluate`.
+
+        Args:
+            eval_dataset (`str`, `Dataset` or `IterableDataset`, *optional*): Its name, or the set itself.
+
+        Returns:
+            `DataLoader`: Batches of rows.
+        """
+        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        return super().get_eval_dataloader(eval_dataset)
+
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
-    def training_step(
-        self, model: nn.Module, inputs: list[dict], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch; the first of a rollout collects it."""
         micro_batch = next(self._micro_batches, None)
         if micro_batch is None:
@@ -196,7 +216,7 @@ class PPOTrainer(Trainer):
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         return inputs  # on the device already
 
-    def _collect(self, rows: list[dict]) -> Iterator[MicroBatch]:
+    def _collect(self, rows: Rows) -> Iterator[MicroBatch]:
         """Collect a rollout and cut it into the micro-batches of all its epochs."""
         metrics = self._metrics["train"]
         self.actor_critic.eval()
@@ -261,15 +281,14 @@ class PPOTrainer(Trainer):
     # ---- evaluation and logging ----
 
     def prediction_step(
-        self, model: nn.Module, inputs: list[dict], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Sample, score, and add to the metrics."""
-        gradient_state = self.accelerator.gradient_state
+        gradient_state, counted = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
-            # the last batch was filled up with rows from the beginning; those count once
-            first = self.accelerator.process_index * self.args.eval_batch_size
-            inputs = inputs[: max(gradient_state.remainder - first, 0)] or inputs[:0]
-        self._samples = self.experience.evaluate(inputs, self._metrics["eval"], self.state)
+            # the last batch is filled up with rows from the beginning, which count once
+            counted = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
+        self._samples = self.experience.evaluate(inputs, self._metrics["eval"], self.state, counted)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -304,6 +323,12 @@ class PPOTrainer(Trainer):
             names = [reward.name for reward in self.experience.rewards]
             print_completions(self._samples, names, self.state.global_step, self.args.num_completions_to_print)
             self._samples = None
+
+    def end(self) -> None:
+        """Finish the trackers and leave the process group, once, at the very end of a script."""
+        # a process that tears its group down while another still uses it can leave that one hanging
+        self.accelerator.wait_for_everyone()
+        super().end()
 
     # ---- saving: a plain PEFT adapter, the value head beside it ----
 

@@ -9,7 +9,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..rollout import Sequences
 from .logprobs import token_logprobs
@@ -53,6 +53,7 @@ class ActorCritic(nn.Module):
         self.reference_adapter = reference_adapter
         base = policy.get_base_model()
         self._check_output_projection(base.get_output_embeddings())
+        self._check_logits(base)
         device = base.get_input_embeddings().weight.device
         hidden_size = policy.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=device)
@@ -68,6 +69,21 @@ class ActorCritic(nn.Module):
                 "The adapter sits on the output projection (`lm_head`), but log-probabilities are computed from the "
                 "frozen projection in chunks and would not see it. Take `lm_head` out of `target_modules` and "
                 '`modules_to_save` (`target_modules="all-linear"` leaves it out).'
+            )
+
+    @staticmethod
+    @torch.no_grad()
+    def _check_logits(base: PreTrainedModel) -> None:
+        ids = torch.arange(4, device=base.get_input_embeddings().weight.device)[None]
+        training = base.training
+        base.eval()
+        hidden = getattr(base, base.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
+        logits = base(input_ids=ids, use_cache=False).logits
+        base.train(training)
+        if not torch.equal(base.get_output_embeddings()(hidden), logits):
+            raise ValueError(
+                f"{type(base).__name__} changes its logits after the output projection (a cap or a scale), which "
+                "log-probabilities computed from hidden states would not see; use a model that does not."
             )
 
     @property
@@ -88,6 +104,14 @@ class ActorCritic(nn.Module):
             kwargs (`dict`): Passed on to the base model.
         """
         self.policy.get_base_model().activation_checkpointing_enable(**kwargs)
+
+    def gradient_checkpointing_enable(self, **kwargs) -> None:
+        """The same, under the name that transformers before 5.23 calls.
+
+        Args:
+            kwargs (`dict`): Passed on to the base model.
+        """
+        self.policy.get_base_model().gradient_checkpointing_enable(**kwargs)
 
     def _hidden_states(self, sequences: Sequences) -> Tensor:
         """Last hidden states at the positions that predict response tokens, `[batch, response, hidden]`."""

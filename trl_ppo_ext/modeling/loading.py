@@ -70,6 +70,15 @@ def check_model_arguments(
             "`model` is a `PeftModel`: its adapter starts the policy. Leave `peft_config` out, or pass the base model "
             "(`model.merge_and_unload()` keeps what the adapter learned) to start a new adapter."
         )
+    if not isinstance(model, str) and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"`model` is a {type(model).__name__} without an output projection; PPO needs a causal language model, "
+            "such as `AutoModelForCausalLM` loads."
+        )
+    if not isinstance(peft_config, PeftConfig | None):
+        raise TypeError(
+            f"`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, got {type(peft_config).__name__}."
+        )
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
             f"`peft_config` is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
@@ -108,6 +117,9 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():  # dropout that is a function: attention's rate is a plain attribute
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _adapter_keys(policy: PeftModel, name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Rewards: functions and sequence classifiers."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +36,7 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, weights: 
                 f"A reward must be a function, or a sequence classifier (id, path or model), got {reward!r}."
             )
     for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
-        if values and len(values) != len(reward_funcs):
+        if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
 
 
@@ -69,8 +70,10 @@ def build_rewards(
         else:
             rewards.append(FunctionReward(entry))
     for index, reward in enumerate(rewards):
-        if any(reward.name == other.name for other in rewards[:index]):
-            reward.name = f"{reward.name}_{index}"  # metrics are told apart by name
+        taken = {other.name for other in rewards if other is not reward}
+        if reward.name in {other.name for other in rewards[:index]}:  # metrics are told apart by name
+            numbers = (number for number in count(index) if f"{reward.name}_{number}" not in taken)
+            reward.name = f"{reward.name}_{next(numbers)}"
     return rewards
 
 

@@ -78,13 +78,15 @@ def checked_scores(name: str, scores: Any, expected: int) -> Tensor:
     numbers = []
     for index, score in enumerate(scores):
         try:
+            if isinstance(score, str):
+                raise TypeError
             number = float("nan") if score is None else float(score)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise RewardError(
                 f"The reward `{name}` gave {score!r} for completion {index}; it must give a number, or None where it "
                 "does not apply."
             ) from None
-        if score is not None and not abs(number) < float("inf"):
+        if score is not None and not abs(number) <= torch.finfo(torch.float32).max:
             raise RewardError(
                 f"The reward `{name}` gave {score} for completion {index}; scores must be finite. Give None where it "
                 "does not apply."

@@ -1,0 +1,53 @@
+"""One result, however it is spread over processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
+
+
+def train(processes, output_dir, **settings):
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(TWO_PROCESSES)] if processes == 2 else []
+    command = [sys.executable, *launcher, str(HERE / "train.py"), str(output_dir), json.dumps(settings)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    weights = load_file(output_dir / "adapter_model.safetensors") | load_file(output_dir / "value_head.safetensors")
+    log = json.loads((output_dir / "log.json").read_text())
+    assert log[0]["num_processes"] == processes
+    return weights, log
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train(1, tmp_path_factory.mktemp("single"), per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "processes, settings",
+    [
+        (2, {"per_device_train_batch_size": 4}),
+        (1, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}),
+    ],
+    ids=["2 processes x 4", "8 micro-batches of 1"],
+)
+def test_weights_and_metrics_do_not_depend_on_how_the_batch_is_spread(single, tmp_path, processes, settings):
+    weights, log = train(processes, tmp_path, **settings)
+    for name, expected in single[0].items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    for got, expected in zip(log, single[1]):
+        for name in expected:
+            if (
+                name != "num_processes"
+                and not name.startswith(("time/", "tokens_per", "train_", "eval_time", "eval_runtime"))
+                and "per_s" not in name
+            ):
+                assert got[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
