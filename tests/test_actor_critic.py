@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import config, llama, qwen2, tokenizer
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, GenerationConfig
 
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.rollout import Sequences
@@ -166,6 +166,26 @@ def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
     assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
 
 
+def test_an_adapter_may_be_called_reference_or_like_a_module(tmp_path):
+    for name in ("reference", "model"):
+        built = actor_critic(tmp_path, get_peft_model(llama(), LoraConfig(r=4), adapter_name=name), moved=False)
+        policy = built(sequences()).logprobs
+        with built.reference():
+            assert torch.equal(built(sequences()).logprobs, policy)
+        assert len(trainable(built)) == 2 * 2 * 2 + 2  # A and B of q and v in each layer, and the value head
+
+
+def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
+    model = llama()
+    model.generation_config.min_p, model.generation_config.suppress_tokens = 1.0, list(range(4, 32))
+    built = actor_critic(tmp_path, model)
+    settings = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=4, eos_token_id=1, pad_token_id=0)
+    prompts = torch.full((64, 2), 5)
+    ids = built.generate(prompts, torch.ones_like(prompts), settings)[:, 2:]
+    assert len(ids.unique()) > 10 and (ids >= 4).any()
+    assert model.generation_config.min_p == 1.0
+
+
 # ---- a 4-bit base
 
 
@@ -187,6 +207,8 @@ def nf4(tmp_path_factory):
 def test_base_is_quantised_and_adapters_are_float32(nf4):
     built = nf4(bf16=True)
     assert sum(isinstance(module, bnb.nn.Linear4bit) for module in built.modules()) == 14  # 7 in each layer
+    layers = [module for module in built.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}  # not bitsandbytes' float32
     assert {p.dtype for p in built.parameters() if p.requires_grad} == {torch.float32}
     assert built.policy.get_base_model().get_input_embeddings().weight.dtype == torch.bfloat16
 

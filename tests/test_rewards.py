@@ -1,6 +1,7 @@
 """Rewards: what functions are given, what they may give back, and classifiers that score the same in any batch."""
 
 import functools
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import numpy
@@ -17,9 +18,10 @@ from trl_ppo_ext.rewards import (
     RewardError,
     ScoringBatch,
     build_rewards,
-    checked_scores,
     combine,
     load_classifier,
+    read_scores,
+    score_all,
 )
 from trl_ppo_ext.rewards.model import quantization
 
@@ -29,7 +31,7 @@ NAN = float("nan")
 def batch(*pairs, columns=None, state=None):
     given, completions = zip(*pairs)
     ids = [[1] for _ in given]
-    return ScoringBatch(list(given), list(completions), ids, columns or {}, state)
+    return ScoringBatch(list(given), list(completions), ids, columns or {}, trainer_state=state)
 
 
 # ---- what a reward may give ----
@@ -48,13 +50,13 @@ def batch(*pairs, columns=None, state=None):
     ids=["list", "tuple", "tensor", "bfloat16", "numpy", "mixed"],
 )
 def test_numbers_of_any_kind_are_scores(scores):
-    checked = checked_scores("r", scores, 3)
+    checked = read_scores("r", scores, [4, 1, 2]).totals
     assert checked.dtype == torch.float32
     assert checked.tolist() == [1.0, 2.5, 1.0]
 
 
 def test_none_is_where_a_reward_does_not_apply():
-    checked = checked_scores("r", [None, 2.0, None], 3)
+    checked = read_scores("r", [None, 2.0, None], [4, 1, 2]).totals
     assert checked.isnan().tolist() == [True, False, True]
     assert checked[1] == 2
 
@@ -66,26 +68,26 @@ def test_none_is_where_a_reward_does_not_apply():
         pytest.param([1.0] * 4, r"gave 4 scores for 3 completions; .*exactly one for each", id="too many"),
         pytest.param([], r"gave 0 scores for 3 completions", id="none at all"),
         pytest.param(torch.ones(4), r"gave 4 scores for 3 completions", id="too long a tensor"),
-        pytest.param(torch.tensor(1.0), r"gave 1 scores for 3 completions", id="a tensor without rows"),
+        pytest.param(torch.tensor(1.0), r"gave a Tensor; .*list with one entry", id="a tensor without rows"),
         pytest.param([1.0, "good", 2.0], r"gave 'good' for completion 1; .*a number, or None", id="text"),
         pytest.param([1.0, "2.5", 2.0], r"gave '2.5' for completion 1; .*a number, or None", id="a number as text"),
-        pytest.param("123", r"gave (a str|'1' for completion 0); .*number", id="one text"),
-        pytest.param([[1.0], [2.0], [3.0]], r"gave \[1.0\] for completion 0; .*a number", id="lists"),
-        pytest.param(torch.ones(3, 1), r"gave \[1.0\] for completion 0; .*a number", id="a column"),
+        pytest.param("123", r"gave a str; .*one entry for each", id="one text"),
+        pytest.param([[1.0], [2.0], [3.0]], r"gave 1 token rewards for completion 0, which has 4 tokens", id="lists"),
+        pytest.param(torch.ones(3, 1), r"gave 1 token rewards for completion 0, which has 4", id="a column"),
         pytest.param([1.0, 2.0, NAN], r"gave nan for completion 2; .*finite.*None where it does not apply", id="nan"),
         pytest.param([float("inf"), 1, 2], r"gave inf for completion 0; .*finite", id="inf"),
         pytest.param([-float("inf"), 1, 2], r"gave -inf for completion 0; .*finite", id="minus inf"),
         pytest.param(torch.tensor([1.0, NAN, 1.0]), r"gave nan for completion 1; .*finite", id="nan in a tensor"),
         pytest.param([1.0, 1e39, 2.0], r"gave 1e\+39 for completion 1; .*finite", id="beyond float32"),
-        pytest.param(1.0, r"gave a float; .*list with one number for each of the 3 completions", id="a bare number"),
-        pytest.param(None, r"gave a NoneType; .*list with one number for each of the 3", id="nothing"),
-        pytest.param({"a": 1, "b": 2, "c": 3}, r"gave a dict; .*list with one number", id="a dict"),
-        pytest.param((x for x in (1.0, 2.0, 3.0)), r"gave a generator; .*list with one number", id="a generator"),
+        pytest.param(1.0, r"gave a float; .*list with one entry for each of the 3 completions", id="a bare number"),
+        pytest.param(None, r"gave a NoneType; .*list with one entry for each of the 3", id="nothing"),
+        pytest.param({"a": 1, "b": 2, "c": 3}, r"gave a dict; .*list with one entry", id="a dict"),
+        pytest.param((x for x in (1.0, 2.0, 3.0)), r"gave a generator; .*list with one entry", id="a generator"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_reward(scores, message):
     with pytest.raises(RewardError, match=f"The reward `politeness` (?:{message})"):
-        checked_scores("politeness", scores, 3)
+        raise next(iter(read_scores("politeness", scores, [4, 4, 4]).failures.values()))
 
 
 def test_rewards_are_summed_where_they_apply():
@@ -96,9 +98,10 @@ def test_rewards_are_summed_where_they_apply():
 
 
 def test_a_completion_that_no_reward_applies_to_is_refused():
-    scores = torch.tensor([[1.0, NAN], [NAN, NAN], [NAN, 2.0], [NAN, NAN]])
-    with pytest.raises(RewardError, match=r"2 of 4 completions.*first time at completion 1\. Add a reward"):
-        combine(scores)
+    rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, None], [None, None, 2])]
+    given = batch(*[("p", "c")] * 3)
+    with pytest.raises(RewardError, match=r"1 of 3 completions.*first time at completion 1\. Add a reward"):
+        score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
 
 
 # ---- functions ----
@@ -107,14 +110,15 @@ def test_a_completion_that_no_reward_applies_to_is_refused():
 def test_a_function_gets_everything_by_keyword():
     seen = {}
 
-    def reward(*, prompts, completions, completion_ids, trainer_state, target):
+    def reward(*, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, target):
         seen.update(locals())
         return target
 
     state = object()
-    given = ScoringBatch(["p", "q"], ["c", "d"], [[3], [4, 5]], {"target": [7, 8]}, state)
+    given = ScoringBatch(["p", "q"], ["c", "d"], [[3], [4, 5]], {"target": [7, 8]}, trainer_state=state)
     assert FunctionReward(reward).score(given) == [7, 8]
     seen.pop("seen", None)
+    assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
     assert seen == {
         "prompts": ["p", "q"],
         "completions": ["c", "d"],
@@ -269,7 +273,7 @@ def test_a_classifier_is_frozen_in_eval_mode_and_scores_without_a_graph():
     assert not any(parameter.requires_grad for parameter in model.parameters())
     scores = reward.score(batch(*PAIRS))
     assert all(type(score) is float for score in scores)
-    assert checked_scores(reward.name, scores, len(PAIRS)).shape == (len(PAIRS),)
+    assert read_scores(reward.name, scores, [1] * len(PAIRS)).totals.shape == (len(PAIRS),)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -300,7 +304,9 @@ def saved(tmp_path_factory):
 
 
 def built(path, tmp_path, **kwargs):
-    (reward,) = build_rewards([path], None, config(tmp_path, **kwargs), torch.float32, torch.device("cpu"))
+    (reward,) = build_rewards(
+        [path], None, config(tmp_path, **kwargs), SimpleNamespace(dtype=torch.float32), tokenizer()
+    )
     return reward
 
 
@@ -341,7 +347,7 @@ def test_a_classifier_with_two_labels_is_refused(tmp_path):
         ClassifierReward(model, tokenizer())
     path = str(tmp_path / "preferences")
     model.config.save_pretrained(path)  # the config says it: weights are not looked for
-    with pytest.raises(RewardError, match=r"preferences` has 2 labels; .*one label, or pass a function"):
+    with pytest.raises(RewardError, match=r"preferences` has 2 labels, .*one label, or pass a function"):
         load_classifier(path, torch.float32)
 
 

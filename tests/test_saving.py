@@ -174,7 +174,7 @@ def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeyp
             )()
 
     monkeypatch.setattr("transformers.trainer.hf_api", Recorder)
-    monkeypatch.setattr("trl_ppo_ext.trainer.HfApi", Recorder)
+    monkeypatch.setattr("trl_ppo_ext.hub.HfApi", Recorder)
     built = trained(base, tmp_path / "run", push_to_hub=True, save_strategy="steps", save_steps=2)
     built.push_to_hub()
     wanted = {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"}

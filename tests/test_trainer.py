@@ -4,17 +4,21 @@ import copy
 import itertools
 import json
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
-from transformers import TrainerCallback
+from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.experience import token_rewards
+from trl_ppo_ext.rewards import read_scores
 
 
 def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
-    extra = {k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config") if k in kwargs}
+    extra = {
+        k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config", "monitor_funcs") if k in kwargs
+    }
     return PPOTrainer(
         model=model or llama(),
         reward_funcs=reward_funcs,
@@ -226,7 +230,9 @@ def test_at_ratio_one_the_policy_gradient_is_reinforce(tmp_path):
 def test_score_enters_at_the_last_sampled_token():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     kl = torch.tensor([[0.1, 0.2, 9.0], [0.3, 0.4, 0.5]])
-    rewards = token_rewards(torch.tensor([2.0, -1.0]), kl, mask, kl_coef=0.5)
+    scores = torch.tensor([2.0, -1.0])
+    tokens = read_scores("r", scores, lengths=[2, 3]).tokens
+    rewards = token_rewards(tokens, scores, kl, mask, kl_coef=0.5)
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.15, -0.2, -1.25]]))
 
 
@@ -240,13 +246,15 @@ def test_scores_are_clipped_and_a_missing_eos_is_penalised(tmp_path):
         per_device_train_batch_size=16,
         max_steps=1,
     )
-    rollouts = rollouts_of(built)
+    rollouts, shaped = rollouts_of(built), []
+    shaping = built.experience.shaping
+    built.experience.shaping = lambda *args: shaped.append(shaping(*args)) or shaped[-1]
     built.train()
     samples = rollouts[0][1]
     ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
     assert 0 < ended.sum() < len(ended)
     assert torch.equal(samples.stopped, ended)
-    assert torch.equal(samples.scores, torch.where(ended, 2.0, 1.5))
+    assert torch.equal(shaped[0], torch.where(ended, 2.0, 1.5))
 
 
 def test_rewards_get_columns_and_are_weighted(tmp_path):
@@ -266,7 +274,7 @@ def test_rewards_get_columns_and_are_weighted(tmp_path):
     assert seen[0] == (list(table["prompt"][:8]), list(table["target"][:8]), 0)
     for samples in (samples for _, samples in rollouts):
         short = torch.tensor([len(ids) <= 4 for ids in samples.batch.completion_ids])
-        assert torch.equal(samples.scores, torch.where(short, 3.0, 2.0))
+        assert torch.equal(samples.scored.totals, torch.where(short, 3.0, 2.0))
     assert built.state.log_history[0]["rewards/first/mean"] == 1
 
 
@@ -283,7 +291,7 @@ def test_rollout_is_recomputed_by_hand(tmp_path):
         following, value_after = 0.0, 0.0
         for t in reversed(range(len(ids))):
             reward = -0.3 * (tokens.logprobs[row, t] - tokens.ref_logprobs[row, t]).item()
-            reward += samples.scores[row].item() if t == len(ids) - 1 else 0
+            reward += samples.scored.totals[row].item() if t == len(ids) - 1 else 0
             value = tokens.values[row, t].item()
             following = reward + 0.98 * value_after - value + 0.98 * 0.9 * following
             value_after = value
@@ -379,24 +387,42 @@ def test_completions_are_printed_as_plain_text(tmp_path, capsys):
 # ---- what must not move
 
 
-def test_base_and_reward_model_never_change(tmp_path):
+def numbers(name, module):
+    """Weights as numbers: bitsandbytes may lay the bytes of 4-bit weights out anew for its kernel."""
+    if isinstance(module, bnb.nn.Linear4bit):
+        layout = getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+        assert not layout, f"{name} is packed: its bytes cannot be read"
+        yield f"{name}.weight", bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    else:
+        yield from ((f"{name}.{key}", p) for key, p in module.named_parameters(recurse=False) if not p.requires_grad)
+
+
+def frozen_numbers(*models):
+    modules = [(f"{i}.{name}", m) for i, model in enumerate(models) for name, m in model.named_modules()]
+    return {key: weight.detach().clone() for name, m in modules for key, weight in numbers(name, m)}
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_base_and_reward_model_never_change(tmp_path, nf4):
     base, classifier = llama(hidden_size=64), llama(classifier=True, hidden_size=64, seed=3)
     for name, model in (("base", base), ("reward", classifier)):
         model.save_pretrained(tmp_path / name)
         tokenizer().save_pretrained(tmp_path / name)
-    built = trainer(tmp_path / "run", str(tmp_path / "base"), reward_funcs=str(tmp_path / "reward"), max_steps=4)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
+    args = config(tmp_path / "run", max_steps=4)
+    built = PPOTrainer(
+        str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts(), quantization_config=quantization
+    )
     reward_model = built.experience.rewards[0].model
-
-    def frozen():
-        of_base = {n: p.clone() for n, p in built.actor_critic.named_parameters() if not p.requires_grad}
-        return of_base | {n: p.clone() for n, p in reward_model.named_parameters()}
-
-    before, started = frozen(), weights(built)
-    assert any(p.dtype == torch.uint8 for p in before.values())  # 4-bit
+    for module in reward_model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # so that its bytes stay readable
+    before, started = frozen_numbers(built.actor_critic, reward_model), weights(built)
     built.train()
-    # bitsandbytes may lay 4-bit weights out anew for its kernel, so their scores are compared, not their bytes
-    for name, weight in frozen().items():
-        assert weight.dtype == torch.uint8 or torch.equal(before[name], weight), name
+    after = frozen_numbers(built.actor_critic, reward_model)
+    assert before.keys() == after.keys() and sum("proj" in key for key in before) == 28
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
     for name, weight in weights(built).items():
         assert not torch.equal(started[name], weight), name
 
@@ -409,4 +435,4 @@ def test_four_bit_reward_model_gives_the_same_scores_after_training(tmp_path):
     rollouts = rollouts_of(built)
     built.train()
     first, again = rollouts[0][1], reward.score(rollouts[0][1].batch)
-    assert first.rewards[:, 0].tolist() == again
+    assert first.scored.rewards[:, 0].tolist() == again

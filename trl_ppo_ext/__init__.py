@@ -1,7 +1,33 @@
 """PPO for TRL: one frozen base model plays policy, reference, critic and, if wanted, reward."""
 
-from .config import PPOConfig
-from .modeling import ActorCritic
-from .trainer import PPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ActorCritic", "PPOConfig", "PPOTrainer"]
+if TYPE_CHECKING:
+    from .config import PPOConfig
+    from .modeling import ActorCritic
+    from .rewards import Judge, RemoteReward, RewardAdapter, RewardError
+    from .trainer import PPOTrainer
+
+# public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
+_MODULES = {
+    "ActorCritic": "modeling",
+    "Judge": "rewards",
+    "PPOConfig": "config",
+    "PPOTrainer": "trainer",
+    "RemoteReward": "rewards",
+    "RewardAdapter": "rewards",
+    "RewardError": "rewards",
+}
+
+__all__ = ["ActorCritic", "Judge", "PPOConfig", "PPOTrainer", "RemoteReward", "RewardAdapter", "RewardError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

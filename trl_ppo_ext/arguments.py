@@ -1,12 +1,16 @@
 """Checks of what is passed to [`PPOTrainer`], before anything is loaded."""
 
+import os
 from typing import Any
 
+from datasets import IterableDataset
 from peft import PeftConfig
-from transformers import BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .config import PPOConfig
-from .modeling import check_model_arguments
+from .generation import ensure_pad_token, stop_token_ids
+from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments
 
 # arguments of the PPOTrainer that TRL had until 1.12, and what they have become
@@ -35,36 +39,47 @@ def as_list(value: Any) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
+    """Name what has become of an argument that there is none of.
+
+    Args:
+        unknown (`dict`): The arguments.
+
+    Raises:
+        `TypeError`: If there is one.
+    """
+    for name in unknown:
+        remedy = REMOVED_ARGUMENTS.get(name)
+        if remedy:
+            raise TypeError(f"PPOTrainer has no argument `{name}` (TRL's old PPOTrainer had): {remedy}.")
+        raise TypeError(f"PPOTrainer has no argument `{name}`; `help(PPOTrainer)` lists those it has.")
+
+
 def check_trainer_arguments(
     model: Any,
     reward_funcs: list,
+    monitor_funcs: list,
     args: PPOConfig,
     train_dataset: Any,
     reward_processing_classes: list,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
-    unknown: dict[str, Any],
 ) -> None:
     """Check the arguments of [`PPOTrainer`].
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): The base model.
         reward_funcs (`list`): The rewards.
+        monitor_funcs (`list`): The rewards that are only watched.
         args ([`PPOConfig`]): The run's config.
         train_dataset (`Dataset` or `IterableDataset`): The prompts.
         reward_processing_classes (`list`, *optional*): Tokenizers of the rewards.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
         peft_config (`PeftConfig`, *optional*): Config of the adapter.
-        unknown (`dict`): Arguments that there are none of.
 
     Raises:
         `TypeError` or `ValueError`: Says what was given, what was needed, and what to do.
     """
-    for name in unknown:
-        remedy = REMOVED_ARGUMENTS.get(name)
-        if remedy:
-            raise TypeError(f"PPOTrainer has no argument `{name}` (TRL's old PPOTrainer had): {remedy}.")
-        raise TypeError(f"PPOTrainer has no argument `{name}`.")
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     if args.n_gpu > 1:
@@ -72,7 +87,57 @@ def check_trainer_arguments(
             f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
             "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
         )
+    if is_deepspeed_zero3_enabled() or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        raise ValueError(
+            "The base model would be sharded (DeepSpeed ZeRO-3 or FSDP), which PPOTrainer does not support: sampling "
+            "and log-probabilities use it whole. Use DDP or ZeRO-1/2, with a 4-bit base where memory is short."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
+            "mix rollouts; set it to 0 or 1 for a streaming dataset."
+        )
     check_model_arguments(model, args, quantization_config, peft_config)
-    check_reward_arguments(reward_funcs, reward_processing_classes or None, args.reward_weights)
+    check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
+    if monitor_funcs:
+        check_reward_arguments(monitor_funcs, None, args, weighted=False)
     if train_dataset is not None and isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
+
+
+def load_tokenizer(
+    model: Any, model_id: str, processing_class: Any, args: PPOConfig
+) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """The policy's tokenizer, checked, and the model's context length; no weights are loaded for it.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`): The base model.
+        model_id (`str`): Its name, empty if it has none.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): What the user passed.
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `tuple(PreTrainedTokenizerBase, int or None)`: Tokenizer and context length.
+
+    Raises:
+        `TypeError` or `ValueError`: If there is none, or completions could not end.
+    """
+    if processing_class is None and not model_id:
+        raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
+    if not isinstance(processing_class, PreTrainedTokenizerBase | None):
+        raise TypeError(
+            f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}; "
+            "`AutoTokenizer.from_pretrained` loads one."
+        )
+    kwargs = hub_kwargs(args)
+    tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, **kwargs)
+        try:
+            generation_config = GenerationConfig.from_pretrained(model, **kwargs)
+        except OSError:  # a model need not have one
+            generation_config = None
+    else:
+        config, generation_config = model.config, model.generation_config
+    ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config))
+    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -1,16 +1,19 @@
 """Saving and loading: a plain PEFT adapter, and the value head beside it as safetensors."""
 
+import json
 import os
 from copy import copy
+from typing import Any
 
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .modeling import ActorCritic
+from .modeling import ActorCritic, check_fit
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
+STATE = "ppo_state.json"
 
 
 class CheckpointError(ValueError):
@@ -49,15 +52,12 @@ def _read(directory: str, file: str) -> dict[str, Tensor]:
 
 
 def _check_fit(file: str, given: dict[str, Tensor], needed: dict[str, Tensor]) -> None:
-    shapes = {key: tuple(tensor.shape) for key, tensor in given.items()}
-    for key, tensor in needed.items():
-        if shapes.get(key) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{file} does not fit the model: `{key}` is {shapes.get(key, 'missing')}, the model has "
-                f"{tuple(tensor.shape)}. It belongs to another base model or another `peft_config`."
-            )
-    for key in shapes.keys() - needed.keys():
-        raise CheckpointError(f"{file} does not fit the model, which has no `{key}`.")
+    try:
+        check_fit(needed=needed, given=given)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
+        ) from None
 
 
 def load_adapter(actor_critic: ActorCritic, directory: str) -> None:
@@ -80,3 +80,36 @@ def load_adapter(actor_critic: ActorCritic, directory: str) -> None:
     _check_fit(VALUE_HEAD, head, actor_critic.value_head.state_dict())
     set_peft_model_state_dict(policy, weights, adapter_name=name)
     actor_critic.value_head.load_state_dict(head)
+
+
+def save_state(state: dict[str, Any], output_dir: str) -> None:
+    """Write what the run remembers besides weights: running statistics of the rewards.
+
+    Args:
+        state (`dict`): Numbers.
+        output_dir (`str`): An existing directory.
+    """
+    with open(os.path.join(output_dir, STATE), "w") as file:
+        json.dump(state, file, indent=2)
+
+
+def load_state(directory: str) -> dict[str, Any]:
+    """Read what [`save_state`] wrote.
+
+    Args:
+        directory (`str`): The checkpoint.
+
+    Returns:
+        `dict`: The numbers.
+
+    Raises:
+        [`CheckpointError`]: If the file is missing or no JSON.
+    """
+    path = os.path.join(directory, STATE)
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"`{path}` cannot be read ({error}); it is not a checkpoint that PPOTrainer wrote."
+        ) from None

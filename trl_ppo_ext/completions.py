@@ -28,8 +28,11 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     table.add_column("completion", style="bright_green")
     for name in [*reward_names, "score"]:
         table.add_column(Text(name), justify="right", style="bold cyan")
+    for name in samples.extra:
+        table.add_column(Text(name))
     for row in range(min(rows, len(samples.batch))):
-        scores = [*samples.rewards[row].tolist(), samples.scores[row].item()]
+        scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
         texts = [_plain(samples.batch.prompts[row]), _plain(samples.batch.completions[row])]
-        table.add_row(*texts, *(f"{score:.2f}" for score in scores))
+        extra = [Text(str(values[row])) for values in samples.extra.values()]
+        table.add_row(*texts, *(f"{score:.2f}" for score in scores), *extra)
     Console().print(table)

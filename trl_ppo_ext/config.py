@@ -1,10 +1,11 @@
 """What a user of [`PPOTrainer`] sets."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .batch_plan import BatchPlan, accumulation_for
@@ -74,6 +75,17 @@ class PPOConfig(TrainingArguments):
             How reward models given as strings are loaded: `"nf4"`, `"fp4"`, `"int8"`, or `"none"`.
         per_device_reward_batch_size (`int`, *optional*, defaults to `16`):
             Completions a reward model scores at a time.
+        reward_label (`int`, *optional*):
+            Which label is the reward, for reward models with several; counted from 0.
+        reward_on_error (`str`, *optional*, defaults to `"raise"`):
+            What happens where a reward fails: `"raise"` ends the run, `"skip"` leaves the completion out of the update
+            and of the statistics, a number stands in for the score.
+        max_reward_failures (`float`, *optional*, defaults to `0.5`):
+            Share of a rollout's completions that a reward may fail for; with more the run ends.
+        reward_baseline (`str`, *optional*):
+            `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
+        normalize_rewards (`bool`, *optional*, defaults to `False`):
+            Shift and scale scores by their running mean and deviation over the run.
         reward_clip_range (`float`, *optional*):
             Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*):
@@ -165,6 +177,21 @@ class PPOConfig(TrainingArguments):
     per_device_reward_batch_size: int = field(
         default=16, metadata={"help": "Completions a reward model scores at a time."}
     )
+    reward_label: int | None = field(
+        default=None, metadata={"help": "Which label is the reward, for reward models with several."}
+    )
+    reward_on_error: str = field(
+        default="raise", metadata={"help": "Where a reward fails: raise, skip the completion, or a number."}
+    )
+    max_reward_failures: float = field(
+        default=0.5, metadata={"help": "Share of a rollout that a reward may fail for before the run ends."}
+    )
+    reward_baseline: str | None = field(
+        default=None, metadata={"help": "'reference' subtracts the mean score of the first rollout."}
+    )
+    normalize_rewards: bool = field(
+        default=False, metadata={"help": "Shift and scale scores by their running mean and deviation."}
+    )
     reward_clip_range: float | None = field(default=None, metadata={"help": "Clip the score to plus or minus this."})
     missing_eos_penalty: float | None = field(
         default=None, metadata={"help": "Subtracted from the score of a completion without EOS."}
@@ -196,6 +223,10 @@ class PPOConfig(TrainingArguments):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         self._check_values()
         super().__post_init__()
+        for name in set(self.generation_kwargs or {}) - vars(GenerationConfig()).keys():
+            raise ValueError(
+                f"`generation_kwargs` holds `{name}`, but `transformers.GenerationConfig` has no such field."
+            )
         for name in _SET_AS_FIELDS & set(self.generation_kwargs or {}):
             raise ValueError(
                 f"`generation_kwargs` holds `{name}`, but log-probabilities and shapes depend on it: set the field "
@@ -210,15 +241,20 @@ class PPOConfig(TrainingArguments):
 
     def _check_values(self) -> None:
         _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _check_choice("reward_baseline", self.reward_baseline, ("reference", None))
+        self.reward_on_error = _read_on_error(self.reward_on_error)
         _check_choice("reward_quantization", self.reward_quantization, REWARD_QUANTIZATIONS)
         for name, (fits, needed) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not fits(value):
                 raise ValueError(f"`{name}` must {needed}, got {value}.")
-        if self.auto_find_batch_size:
+        for name, (off, why) in _NOT_HONOURED.items():
+            if getattr(self, name, off) not in (off, None, False):
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is not supported: {why}. Leave it at {off!r}.")
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError(
-                "`auto_find_batch_size=True` would change the size of the rollout in the middle of a run; set "
-                "`per_device_train_batch_size` and, to keep the rollout, `generation_batch_size` instead."
+                "`load_best_model_at_end=True` needs `metric_for_best_model`, such as 'eval_reward': there is no "
+                "evaluation loss in PPO."
             )
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns=True` would take the columns that rewards need; leave it False.")
@@ -246,18 +282,50 @@ _RANGES = {
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print "
         "gradient_accumulation_steps per_device_train_batch_size",
-        lambda value: value >= 1,
-        "be at least 1",
+        lambda value: value >= 1 and value == int(value),
+        "be a whole number, at least 1",
     ),
     **_of(
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value",
-        lambda value: value > 0,
+        lambda value: 0 < value < math.inf,
         "be above 0",
     ),
-    **_of("top_k missing_eos_penalty kl_coef vf_coef", lambda value: value >= 0, "not be negative"),
-    **_of("gamma lam top_p min_p", lambda value: 0 <= value <= 1, "lie between 0 and 1"),
+    **_of("top_k missing_eos_penalty kl_coef vf_coef", lambda value: 0 <= value < math.inf, "not be negative"),
+    **_of("entropy_coef", math.isfinite, "be finite"),
+    **_of("top_p", lambda value: 0 < value <= 1, "lie above 0 and at most at 1"),
+    **_of("gamma lam min_p max_reward_failures", lambda value: 0 <= value <= 1, "lie between 0 and 1"),
 }
-_SET_AS_FIELDS = {"temperature", "max_new_tokens", "max_length", "num_return_sequences", "num_beams"}
+_SET_AS_FIELDS = set(
+    "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
+    "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings".split()
+)
+# what the Trainer would do to a model of its own, or to its data, and this trainer does not
+_NOT_HONOURED = {
+    "label_smoothing_factor": (0.0, "PPO has no labels"),
+    "train_sampling_strategy": ("random", "rollouts of prompts are drawn by `shuffle_dataset`"),
+    "neftune_noise_alpha": (None, "old and new log-probabilities must come from the same forward"),
+    "torch_compile": (False, "old and new log-probabilities must come from the same forward"),
+    "use_liger_kernel": (False, "log-probabilities are fused here already"),
+    "auto_find_batch_size": (
+        False,
+        "it would change the size of the rollout in the middle of a run; set `per_device_train_batch_size` and, to "
+        "keep the rollout, `generation_batch_size` instead",
+    ),
+    "include_num_input_tokens_seen": ("no", "`num_tokens` is logged anyway"),
+}
+
+
+def _read_on_error(value: Any) -> str:
+    """`"raise"`, `"skip"`, or a finite number; kept as text, as it comes from a command line."""
+    if value in ("raise", "skip"):
+        return value
+    try:
+        finite = math.isfinite(float(value))
+    except (TypeError, ValueError):
+        finite = False
+    if not finite:
+        raise ValueError(f"`reward_on_error` must be 'raise', 'skip' or a finite number, got {value!r}.")
+    return str(float(value))
 
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
 PROMPT_IDS = "prompt_ids"
-_REWARD_ARGUMENTS = {"prompts", "completions", "trainer_state"}
+_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 class PromptError(ValueError):

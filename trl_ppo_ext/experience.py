@@ -17,7 +17,7 @@ from .data import PROMPT_IDS
 from .generation import Generator
 from .metrics import Metrics
 from .modeling import ActorCritic
-from .rewards import Reward, ScoringBatch, checked_scores, combine
+from .rewards import Reward, RewardShaping, Scored, ScoringBatch, monitor, score_all
 from .rollout import Rollout, Sequences
 
 
@@ -28,15 +28,17 @@ class Samples(NamedTuple):
         sequences ([`Sequences`]): Token ids.
         stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
         batch ([`ScoringBatch`]): What the rewards were given.
-        rewards (`Tensor` of shape `[batch, rewards]`): Score of each reward, NaN where it does not apply.
-        scores (`Tensor` of shape `[batch]`): What is optimised: weighted sum, clipped, penalised.
+        scored ([`Scored`]): What the rewards gave.
+        monitored (`Tensor` of shape `[batch, monitors]`): What the monitored rewards gave.
+        extra (`dict[str, list]`): Columns that reward functions added to the table of completions.
     """
 
     sequences: Sequences
     stopped: Tensor
     batch: ScoringBatch
-    rewards: Tensor
-    scores: Tensor
+    scored: Scored
+    monitored: Tensor
+    extra: dict[str, list]
 
 
 class TokenScores(NamedTuple):
@@ -48,11 +50,12 @@ class TokenScores(NamedTuple):
     entropies: Tensor
 
 
-def token_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
-    """KL penalty at every token, and the score where the completion ends.
+def token_rewards(tokens: Tensor, shaped: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
+    """Rewards where they enter, what shaping changed where the completion ends, and the KL penalty at every token.
 
     Args:
-        scores (`Tensor` of shape `[batch]`): Score of each completion.
+        tokens (`Tensor` of shape `[batch, response]`): Weighted sum of the rewards, at the tokens where they enter.
+        shaped (`Tensor` of shape `[batch]`): Score that is optimised; the sum of `tokens` if nothing shapes it.
         kl (`Tensor` of shape `[batch, response]`): KL of each token.
         completion_mask (`Tensor` of shape `[batch, response]`): 1 at sampled tokens.
         kl_coef (`float`): Coefficient of the penalty.
@@ -60,9 +63,9 @@ def token_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: 
     Returns:
         `Tensor` of shape `[batch, response]`: Rewards, 0 at padding.
     """
-    rewards = -kl_coef * kl * completion_mask
+    rewards = tokens - kl_coef * kl * completion_mask
     last = completion_mask.sum(1) - 1  # the token after which nothing was sampled: EOS, or where it was cut off
-    rewards[torch.arange(len(scores), device=scores.device), last] += scores
+    rewards[torch.arange(len(tokens), device=tokens.device), last] += shaped - tokens.sum(1)
     return rewards
 
 
@@ -73,6 +76,7 @@ class Experience:
         actor_critic ([`ActorCritic`]): Policy, reference and critic.
         generator ([`Generator`]): What samples.
         rewards (`list[Reward]`): What scores.
+        monitors (`list[Reward]`): What scores and is only watched.
         tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
         args ([`PPOConfig`]): The run's config.
         accelerator (`Accelerator`): Device and processes of the run.
@@ -83,6 +87,7 @@ class Experience:
         actor_critic: ActorCritic,
         generator: Generator,
         rewards: list[Reward],
+        monitors: list[Reward],
         tokenizer: PreTrainedTokenizerBase,
         args: Any,
         accelerator: Accelerator,
@@ -90,9 +95,11 @@ class Experience:
         self.actor_critic = actor_critic
         self.generator = generator
         self.rewards = rewards
+        self.monitors = monitors
         self.tokenizer = tokenizer
         self.args = args
         self.accelerator = accelerator
+        self.shaping = RewardShaping(args)
 
     def all_sum(self, total: Tensor) -> Tensor:
         """Sum over all processes.
@@ -112,24 +119,31 @@ class Experience:
         metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
 
     def _scoring_batch(
-        self, rows: Sequence[dict], completion_ids: list[list[int]], state: TrainerState
+        self,
+        rows: Sequence[dict],
+        completion_ids: list[list[int]],
+        state: TrainerState,
+        metrics: Metrics,
+        extra: dict[str, list],
     ) -> ScoringBatch:
+        def log_metric(name: str, value: float) -> None:
+            metrics.mean(name, torch.tensor(float(value), device=self.accelerator.device))
+
         prompts = [row["prompt"] for row in rows]
         completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        kept = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids", PROMPT_IDS)]
-        columns = {key: [row[key] for row in rows] for key in kept}
-        return ScoringBatch(prompts, completions, completion_ids, columns, state)
-
-    def _shape(self, rewards: Tensor, stopped: Tensor) -> Tensor:
-        """The score that is optimised: weighted sum of the rewards, clipped, less the penalty for a missing EOS."""
-        scores = combine(rewards, self.args.reward_weights)
-        if self.args.reward_clip_range is not None:
-            scores = scores.clamp(-self.args.reward_clip_range, self.args.reward_clip_range)
-        if self.args.missing_eos_penalty is not None:
-            scores = scores - self.args.missing_eos_penalty * (~stopped)
-        return scores
+        kept = [key for key in rows[0] if key not in ("prompt", PROMPT_IDS)]
+        return ScoringBatch(
+            prompts,
+            completions,
+            completion_ids,
+            columns={key: [row[key] for row in rows] for key in kept},
+            prompt_ids=[row[PROMPT_IDS] for row in rows],
+            trainer_state=state,
+            log_extra=extra.__setitem__,
+            log_metric=log_metric,
+        )
 
     def sample(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Samples:
         """Generate a completion for each row and score it.
@@ -147,12 +161,23 @@ class Experience:
         with self._timed("generate", metrics):
             completion_ids = self.generator.generate(prompt_ids)
         stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
-        batch = self._scoring_batch(rows, completion_ids, state)
+        extra: dict[str, list] = {}
+        batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
+        args = self.args
         with self._timed("score", metrics):
-            scores = [checked_scores(reward.name, reward.score(batch), len(batch)) for reward in self.rewards]
-        rewards = torch.stack(scores, 1).to(device)
+            scored = score_all(
+                self.rewards,
+                batch,
+                args.reward_weights,
+                args.reward_on_error,
+                args.max_reward_failures,
+                self.all_sum,
+                device,
+            )
+            nothing = scored.rewards[:, :0]
+            monitored = monitor(self.monitors, batch, device) if self.monitors else nothing
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
-        return Samples(sequences, stopped, batch, rewards, self._shape(rewards, stopped))
+        return Samples(sequences, stopped, batch, scored, monitored, extra)
 
     def _forward(self, run: Callable[[Sequences], Tensor | tuple], sequences: Sequences, name: str) -> list[Tensor]:
         """Run a forward in the micro-batches of the updates, and put the outputs together again."""
@@ -198,16 +223,19 @@ class Experience:
         self, samples: Samples, tokens: TokenScores, metrics: Metrics, counted: Tensor | None = None
     ) -> None:
         """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""
-        counted = torch.ones_like(samples.stopped) if counted is None else counted
-        mask = samples.sequences.completion_mask & counted[:, None]
-        lengths = samples.sequences.completion_mask.sum(1)
-        for reward, scores in zip(self.rewards, samples.rewards.unbind(1)):
-            applies = counted & ~scores.isnan()
+        scored = samples.scored
+        if counted is None:
+            counted = torch.ones_like(samples.stopped)
+        for reward, scores, failed in zip(self.rewards, scored.rewards.unbind(1), scored.failed.unbind(1)):
+            applies = counted & ~scores.isnan() & ~failed
             metrics.mean(f"rewards/{reward.name}/mean", scores, applies)
             metrics.mean(f"rewards/{reward.name}/std", self._deviation(scores.nan_to_num(), applies))
-        total = combine(samples.rewards, self.args.reward_weights)
-        metrics.mean("reward", total, counted)
-        metrics.mean("reward_std", self._deviation(total, counted))
+            metrics.total(f"rewards/{reward.name}/failed", failed & counted)
+        counted = counted & scored.usable
+        mask = samples.sequences.completion_mask & counted[:, None]
+        lengths = samples.sequences.completion_mask.sum(1)
+        metrics.mean("reward", scored.totals, counted)
+        metrics.mean("reward_std", self._deviation(scored.totals, counted))
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
         metrics.mean("kl", kl, mask)
         metrics.mean("kl_per_completion", (kl * mask).sum(1), counted)
@@ -217,6 +245,25 @@ class Experience:
         metrics.minimum("completions/min_length", lengths, counted)
         metrics.mean("completions/clipped_ratio", ~samples.stopped, counted)
         metrics.mean("completions/mean_terminated_length", lengths, samples.stopped & counted)
+        self._log_hacking(samples, lengths.float(), counted, metrics)
+
+    def _log_hacking(self, samples: Samples, lengths: Tensor, counted: Tensor, metrics: Metrics) -> None:
+        """What shows that a reward is climbed and its purpose is not."""
+        scored, device = samples.scored, counted.device
+        correlation = ppo_math.masked_correlation(scored.totals, lengths, counted, self.all_sum)
+        metrics.mean("reward/length_correlation", correlation)
+        first = {text: row for row, text in reversed(list(enumerate(map(str, samples.batch.completions))))}
+        repeated = [first[str(text)] < row for row, text in enumerate(samples.batch.completions)]
+        metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=device), counted)
+        applies = ~scored.rewards.isnan()
+        if len(self.rewards) > 1:
+            mean = scored.rewards.nanmean(1, keepdim=True)
+            squares = ((scored.rewards - mean) ** 2).nansum(1) / (applies.sum(1) - 1).clamp(min=1)
+            metrics.mean("rewards/disagreement", squares.sqrt(), counted & (applies.sum(1) > 1))
+        for reward, scores in zip(self.monitors, samples.monitored.unbind(1)):
+            applies = counted & ~scores.isnan()
+            metrics.mean(f"monitor/{reward.name}/mean", scores, applies)
+            metrics.mean(f"monitor/{reward.name}/gap", scored.totals - scores, applies)
 
     def _deviation(self, x: Tensor, mask: Tensor) -> Tensor:
         return ppo_math.masked_var(x, mask, self.all_sum).sqrt()
@@ -239,12 +286,14 @@ class Experience:
         self._log_samples(samples, tokens, metrics)
 
         completion_mask = samples.sequences.completion_mask
-        response_mask = (
-            completion_mask & samples.stopped[:, None] if args.mask_truncated_completions else completion_mask
-        )
+        response_mask = completion_mask & samples.scored.usable[:, None]
+        if args.mask_truncated_completions:
+            response_mask = response_mask & samples.stopped[:, None]
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
-        rewards = token_rewards(samples.scores, kl, completion_mask, args.kl_coef)
-        metrics.mean("objective", rewards.sum(1))
+        scored = samples.scored
+        shaped = self.shaping(scored.totals, samples.stopped, scored.usable, self.all_sum)
+        rewards = token_rewards(scored.tokens, shaped, kl, completion_mask, args.kl_coef)
+        metrics.mean("objective", rewards.sum(1), scored.usable)
         if args.whiten_rewards:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
         advantages, returns = ppo_math.gae(rewards, tokens.values, response_mask, args.gamma, args.lam)

@@ -15,6 +15,7 @@ class Metrics:
 
     def __init__(self):
         self._sums: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
@@ -30,6 +31,16 @@ class Metrics:
         # a NaN at a masked position must not leak into the sum
         entry = torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
         self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+
+    def total(self, name: str, values: Tensor) -> None:
+        """Sum `values`.
+
+        Args:
+            name (`str`): Name of the metric.
+            values (`Tensor`): Values of any shape.
+        """
+        entry = values.detach().float().sum()
+        self._totals[name] = self._totals[name] + entry if name in self._totals else entry
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Keep the largest of `values` over the mask.
@@ -56,7 +67,7 @@ class Metrics:
         self.maximum(f"-{name}", -values, mask)
 
     def __bool__(self) -> bool:
-        return bool(self._sums or self._maxima)
+        return bool(self._sums or self._totals or self._maxima)
 
     def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Reduce over processes, give every metric as a number, and start anew.
@@ -72,10 +83,12 @@ class Metrics:
         if self._sums:
             totals = all_sum(torch.stack(list(self._sums.values()))).tolist()
             computed |= {name: total / count for name, (total, count) in zip(self._sums, totals) if count}
+        if self._totals:
+            computed |= zip(self._totals, all_sum(torch.stack(list(self._totals.values()))).tolist())
         if self._maxima:
             largest = all_max(torch.stack(list(self._maxima.values()))).tolist()
             for name, value in zip(self._maxima, largest):
                 if value != -float("inf"):
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
-        self._sums, self._maxima = {}, {}
+        self._sums, self._totals, self._maxima = {}, {}, {}
         return computed

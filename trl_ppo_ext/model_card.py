@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftConfig
 
 TEMPLATE = """---
 {{ card_data }}
@@ -12,9 +13,10 @@ TEMPLATE = """---
 
 # {{ model_name }}
 
-A LoRA adapter trained with PPO by [trl_ppo_ext](https://pypi.org/project/trl_ppo_ext)
+A {{ adapter_type }} adapter trained with PPO by [trl_ppo_ext](https://pypi.org/project/trl_ppo_ext)
 {%- if on_hub %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
-One frozen base model was policy (this adapter on), reference (adapter off) and critic (`value_head.safetensors`).
+One frozen base model was policy (this adapter on), reference ({{ reference }}) and critic
+(`value_head.safetensors`).
 
 ## Use it
 
@@ -53,14 +55,20 @@ PPO: [Proximal Policy Optimization Algorithms](https://huggingface.co/papers/170
 HYPERPARAMETERS = (
     "learning_rate lr_scheduler_type max_steps num_train_epochs per_device_train_batch_size "
     "gradient_accumulation_steps num_mini_batches num_ppo_epochs num_generations max_completion_length temperature "
+    "top_p top_k min_p repetition_penalty reward_weights reward_quantization "
     "kl_coef kl_estimator cliprange cliprange_value vf_coef entropy_coef gamma lam whiten_rewards whiten_advantages "
     "reward_clip_range missing_eos_penalty mask_truncated_completions max_grad_norm adam_epsilon bf16 seed"
 ).split()
+ADAPTER = ("r", "lora_alpha", "target_modules")
 METRICS = (
     "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
     "value/explained_variance"
 ).split()
 PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
+
+
+def _plain(value: Any) -> Any:
+    return ", ".join(sorted(value)) if isinstance(value, set) else value
 
 
 def _one_line(text: str) -> str:
@@ -75,6 +83,8 @@ def model_card(
     rewards: list[str],
     log_history: list[dict[str, float]],
     step: int,
+    peft_config: PeftConfig,
+    started_from_adapter: bool = False,
     **metadata: Any,
 ) -> ModelCard:
     """Write the card of a trained adapter.
@@ -86,6 +96,9 @@ def model_card(
         rewards (`list[str]`): Names of the rewards.
         log_history (`list[dict]`): What the Trainer logged.
         step (`int`): Optimizer steps done.
+        peft_config (`PeftConfig`): Config of the adapter.
+        started_from_adapter (`bool`, *optional*, defaults to `False`):
+            Whether the policy started from a trained adapter, a copy of which is the reference.
         metadata (`dict`): Further fields of the card's metadata.
 
     Returns:
@@ -112,7 +125,10 @@ def model_card(
         on_hub=on_hub,
         adapter=adapter,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
-        hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS},
+        adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
+        reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
+        hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS}
+        | {name: _plain(getattr(peft_config, name)) for name in ADAPTER if hasattr(peft_config, name)},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in METRICS + names if name in logged},
         step=step,
         versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),

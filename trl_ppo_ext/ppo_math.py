@@ -212,6 +212,25 @@ def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], 
     return (whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum)) * mask.to(x.dtype)
 
 
+def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+    """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 where one of them is constant.
+
+    Args:
+        x (`Tensor`): Values.
+        y (`Tensor`): Values, same shape.
+        mask (`Tensor`): 1 where a pair counts, same shape.
+        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+
+    Returns:
+        `Tensor`: Scalar between -1 and 1.
+    """
+    _same_shape(x=x, y=y, mask=mask)
+    mask = mask.to(x.dtype)
+    x, y = (x - masked_mean(x, mask, all_sum)) * mask, (y - masked_mean(y, mask, all_sum)) * mask
+    together, of_x, of_y = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
+    return together / (of_x * of_y).sqrt().clamp(min=1e-12)
+
+
 def aggregate_loss(
     per_token: Tensor, response_mask: Tensor, mode: Aggregation, denominator: float | Tensor | None = None
 ) -> Tensor:

@@ -9,33 +9,30 @@ from typing import Any, cast
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
-from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
-    AutoConfig,
-    AutoTokenizer,
     BitsAndBytesConfig,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy
-from transformers.utils import PushInProgress
+from transformers.trainer_utils import EvalLoopOutput
 
 from . import checkpoint, ppo_math
-from .arguments import as_list, check_trainer_arguments
+from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
 from .batch_plan import BatchPlan
 from .completions import print_completions
 from .config import PPOConfig
 from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience, Samples
-from .generation import TransformersGenerator, ensure_pad_token, stop_token_ids
+from .generation import TransformersGenerator
+from .hub import push_in_background
 from .metrics import Metrics
-from .modeling import compute_dtype, load_actor_critic
+from .model_card import model_card
+from .modeling import load_actor_critic
 from .rewards import RewardFunc, build_rewards
 from .rollout import MicroBatch, micro_batches, schedule
 
@@ -66,9 +63,10 @@ class PPOTrainer(Trainer):
         model (`str`, `PreTrainedModel` or `PeftModel`):
             The base model. A string is loaded in the run's dtype with `args.model_init_kwargs`. The adapter of a
             `PeftModel` starts the policy, and a frozen copy of it is the reference.
-        reward_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these):
-            Functions with TRL's signature, and sequence classifiers; a classifier given as a string is loaded frozen
-            and quantised (`args.reward_quantization`). Several are summed with `args.reward_weights`.
+        reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
+            Functions with TRL's signature, sequence classifiers (given as a string, loaded frozen and quantised, see
+            `args.reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
+            with `args.reward_weights`.
         args ([`PPOConfig`], *optional*): The run's config.
         train_dataset (`Dataset` or `IterableDataset`):
             Rows with a `"prompt"`, text or chat messages; their other columns reach the reward functions.
@@ -79,6 +77,8 @@ class PPOTrainer(Trainer):
         optimizers (`tuple`, *optional*): Optimizer and scheduler; AdamW with a linear schedule by default.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base, if `model` is a string.
         peft_config (`PeftConfig`, *optional*): Config of the policy's adapter; LoRA of rank 16 by default.
+        monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
+            Rewards that are scored and logged, never optimised: where they fall while the reward rises, it is hacked.
 
     Raises:
         `TypeError` or `ValueError`: If an argument cannot be honoured, before anything is trained and, where that can
@@ -101,27 +101,19 @@ class PPOTrainer(Trainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
+        monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
         **unknown: Any,
     ):
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
-        rewards_given, tokenizers = as_list(reward_funcs), as_list(reward_processing_classes)
+        rewards_given, monitors_given = as_list(reward_funcs), as_list(monitor_funcs)
+        tokenizers = as_list(reward_processing_classes)
+        refuse_unknown_arguments(unknown)
         check_trainer_arguments(
-            model, rewards_given, args, train_dataset, tokenizers, quantization_config, peft_config, unknown
+            model, rewards_given, monitors_given, args, train_dataset, tokenizers, quantization_config, peft_config
         )
-        if processing_class is None and not model_id:
-            raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
-        if not isinstance(processing_class, PreTrainedTokenizerBase | None):
-            raise TypeError(
-                f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}; "
-                "`AutoTokenizer.from_pretrained` loads one."
-            )
-        tokenizer = processing_class or AutoTokenizer.from_pretrained(
-            model_id, trust_remote_code=args.trust_remote_code
-        )
-        context_length = _check_tokenizer(model, tokenizer, args)
-
+        tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,
@@ -137,13 +129,13 @@ class PPOTrainer(Trainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        if isinstance(train_dataset, IterableDataset):
-            # each process reads the stream itself: the main one could not send text to the others
-            args.accelerator_config.dispatch_batches = False
+        # each process reads a stream itself: the main one could not send text to the others
+        args.accelerator_config.dispatch_batches = False
 
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is made
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
-        rewards = build_rewards(rewards_given, tokenizers, args, compute_dtype(args), args.device)
+        rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
+        monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
         super().__init__(
             model=actor_critic,
             args=args,
@@ -158,7 +150,7 @@ class PPOTrainer(Trainer):
         self.actor_critic = actor_critic
         self.plan = BatchPlan.from_config(args, args.world_size)
         generator = TransformersGenerator(actor_critic, tokenizer, args, self.accelerator)
-        self.experience = Experience(actor_critic, generator, rewards, tokenizer, args, self.accelerator)
+        self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
         self._micro_batches: Iterator[MicroBatch] = iter(())
         self._tokens_per_step = torch.zeros(0)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
@@ -338,18 +330,18 @@ class PPOTrainer(Trainer):
             return
         os.makedirs(output_dir, exist_ok=True)
         checkpoint.save_adapter(self.actor_critic, output_dir, state_dict)
+        checkpoint.save_state(self.experience.shaping.state_dict(), output_dir)
         self.processing_class.save_pretrained(output_dir)
         self._card(output_dir).save(os.path.join(output_dir, "README.md"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoint.load_adapter(self.actor_critic, resume_from_checkpoint)
+        self.experience.shaping.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         checkpoint.load_adapter(self.actor_critic, self.state.best_model_checkpoint)
 
     def _card(self, output_dir: str, **metadata: Any):
-        from .model_card import model_card
-
         return model_card(
             self.args,
             self.actor_critic.config._name_or_path or None,
@@ -357,6 +349,8 @@ class PPOTrainer(Trainer):
             [reward.name for reward in self.experience.rewards],
             self.state.log_history,
             self.state.global_step,
+            self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
+            self.actor_critic.reference_adapter is not None,
             **metadata,
         )
 
@@ -370,48 +364,4 @@ class PPOTrainer(Trainer):
             self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push in the background, as the Trainer does, but without its pickled arguments, and with the value head."""
-        strategy, busy = (
-            self.args.hub_strategy,
-            self.push_in_progress is not None and not self.push_in_progress.is_done(),
-        )
-        if not self.is_world_process_zero() or strategy == HubStrategy.END:
-            return
-        if busy and not self.args.hub_always_push:
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._save(self.args.output_dir)
-        jobs = [self._upload(self.args.output_dir, ignore_patterns=["_*", "checkpoint-*"])]
-        if strategy == HubStrategy.CHECKPOINT:
-            jobs.append(self._upload(checkpoint_folder, path_in_repo="last-checkpoint"))
-        elif strategy == HubStrategy.ALL_CHECKPOINTS:
-            jobs.append(self._upload(checkpoint_folder, path_in_repo=os.path.basename(checkpoint_folder)))
-        if busy:
-            self.push_in_progress.jobs.extend(jobs)
-        else:
-            self.push_in_progress = PushInProgress(jobs)
-
-    def _upload(self, folder: str, **kwargs: Any):
-        return HfApi().upload_folder(
-            repo_id=self.hub_model_id,
-            folder_path=folder,
-            commit_message=f"Training in progress, step {self.state.global_step}",
-            token=self.args.hub_token,
-            run_as_future=True,
-            revision=self.args.hub_revision,
-            **kwargs,
-        )
-
-
-def _check_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> int | None:
-    """Check that completions can end, and give the context length, without loading weights."""
-    if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-        try:
-            generation_config = GenerationConfig.from_pretrained(model)
-        except OSError:  # a model need not have one
-            generation_config = None
-    else:
-        config, generation_config = model.config, model.generation_config
-    ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config))
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+        push_in_background(self, checkpoint_folder)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
 from ..modeling import ActorCritic
 from ..rollout import Sequences
@@ -52,6 +54,17 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
     tokenizer.pad_token = tokenizer.eos_token
 
 
+class _Progress(StoppingCriteria):
+    """Moves a bar with every token; stops nothing."""
+
+    def __init__(self, bar: tqdm):
+        self.bar = bar
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.bar.update()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 class TransformersGenerator:
     """Samples from the actor-critic's policy.
 
@@ -89,11 +102,11 @@ class TransformersGenerator:
         eos = self.config.eos_token_id
         self.stop_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
 
-    def _generate_batch(self, prompts: list[list[int]]) -> list[list[int]]:
+    def _generate_batch(self, prompts: list[list[int]], bar: tqdm) -> list[list[int]]:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         with self.accelerator.autocast():
-            ids = self.actor_critic.generate(batch.input_ids, batch.attention_mask, self.config)
+            ids = self.actor_critic.generate(batch.input_ids, batch.attention_mask, self.config, [_Progress(bar)])
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
@@ -107,7 +120,8 @@ class TransformersGenerator:
             `list[list[int]]`: Token ids of each completion; it ends with a stop token unless it was cut off.
         """
         size = self.batch_size or len(prompts)
-        starts = range(0, len(prompts), size)
+        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        tokens = len(parts) * self.config.max_new_tokens
         # the bar appears only where sampling takes more than a few seconds
-        bar = tqdm(starts, desc="Generating", leave=False, delay=3, disable=not self.show_progress or len(starts) < 2)
-        return [completion for start in bar for completion in self._generate_batch(prompts[start : start + size])]
+        with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
+            return [completion for part in parts for completion in self._generate_batch(part, bar)]

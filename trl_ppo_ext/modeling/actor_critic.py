@@ -1,20 +1,40 @@
 """One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head on the trunk)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..rollout import Sequences
 from .logprobs import token_logprobs
 
 REFERENCE_ADAPTER = "reference"
+
+
+def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Check that tensors read from a file are those that a model has.
+
+    Args:
+        needed (`Mapping[str, Tensor]`): Tensors of the model, by name.
+        given (`Mapping[str, Tensor]`): Tensors of the file, by name.
+
+    Raises:
+        `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
+    """
+    for key, tensor in needed.items():
+        if key not in given or given[key].shape != tensor.shape:
+            shape = tuple(given[key].shape) if key in given else "missing"
+            raise ValueError(f"`{key}` is {shape}, the model has {tuple(tensor.shape)}.")
+    for key in given.keys() - needed.keys():
+        raise ValueError(f"the model has no `{key}`.")
 
 
 class TokenOutputs(NamedTuple):
@@ -38,7 +58,7 @@ class ActorCritic(nn.Module):
     else: PEFT freezes whatever adapter is not active, so every switch restores what is trained.
 
     Args:
-        policy (`PeftModel`): Causal language model with an adapter, as [`load_policy`] makes it.
+        policy (`PeftModel`): Causal language model with an adapter, as [`load_actor_critic`] makes it.
         reference_adapter (`str`, *optional*):
             Name of the frozen adapter that is the reference. By default the reference is the base alone.
 
@@ -90,6 +110,11 @@ class ActorCritic(nn.Module):
     def config(self):
         """Config of the base model."""
         return self.policy.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which the base computes, also a quantised one."""
+        return self.policy.get_base_model().get_input_embeddings().weight.dtype
 
     @property
     def trunk(self) -> nn.Module:
@@ -164,36 +189,91 @@ class ActorCritic(nn.Module):
 
         return TokenOutputs(spread(logprobs), spread(values), None if entropies is None else spread(entropies))
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Within this context the model is the reference: the base alone, or its frozen adapter."""
+        return self.adapter(self.reference_adapter)
+
+    @contextmanager
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Within this context another adapter is active, or none.
+
+        Args:
+            name (`str`, *optional*): Name of the adapter; `None` is the base alone.
+        """
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         try:
-            if self.reference_adapter is None:
+            if name is None:
                 with self.policy.disable_adapter():
                     yield
             else:
-                self.policy.set_adapter(self.reference_adapter)
+                self.policy.set_adapter(name)
                 yield
         finally:
-            if self.reference_adapter is not None:
+            if name is not None:
                 self.policy.set_adapter(self.policy_adapter)
             self.policy.requires_grad_(False)
             for parameter in trained:
                 parameter.requires_grad_(True)
 
+    def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
+        """Load another adapter onto the base; it is never trained.
+
+        Args:
+            name (`str`): What it may be called.
+            config (`PeftConfig`): Its config.
+            weights (`dict[str, Tensor]`): Its weights, as PEFT saves them, without heads.
+
+        Returns:
+            `str`: What it is called.
+
+        Raises:
+            `ValueError`: If its weights do not fit the base.
+        """
+        name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
+        config = copy(config)
+        config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", True
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self.policy.add_adapter(name, config)
+        needed = get_peft_model_state_dict(self.policy, adapter_name=name, save_embedding_layers=False)
+        check_fit(needed=needed, given=weights)
+        set_peft_model_state_dict(self.policy, weights, adapter_name=name)
+        self.policy.set_adapter(self.policy_adapter)
+        self.policy.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        return name
+
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        generation_config: GenerationConfig,
+        stopping_criteria: list[StoppingCriteria] | None = None,
+    ) -> Tensor:
         """Sample from the policy.
 
         Args:
             input_ids (`Tensor` of shape `[batch, prompt]`): Token ids, padded on the left.
             attention_mask (`Tensor` of shape `[batch, prompt]`): 1 at real tokens.
             generation_config ([`~transformers.GenerationConfig`]): How to sample.
+            stopping_criteria (`list[StoppingCriteria]`, *optional*): Called after every token.
 
         Returns:
             `Tensor` of shape `[batch, prompt + response]`: The prompts with their completions.
         """
-        return self.policy.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config
-        )
+        # what a config leaves open, transformers would fill in from the model's own: sampling would differ from what
+        # is scored, and nobody had said so
+        models = (self.policy, self.policy.get_base_model())
+        of_models = [model.generation_config for model in models]
+        self.policy.generation_config = GenerationConfig()
+        try:
+            return self.policy.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=generation_config,
+                stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
+            )
+        finally:
+            for model, own in zip(models, of_models):
+                model.generation_config = own

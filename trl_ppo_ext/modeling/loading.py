@@ -1,10 +1,11 @@
 """From what a user passes as `model` to a PEFT policy on a frozen base."""
 
+import os
 from copy import copy
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -65,6 +66,11 @@ def check_model_arguments(
                 f"`{name}` says how to load a model, but `model` is loaded already ({type(model).__name__}); pass the "
                 "model as a string, or load it with these settings yourself."
             )
+    if isinstance(model, str) and os.path.isfile(os.path.join(model, "adapter_config.json")):
+        raise ValueError(
+            f"`model={model!r}` is a saved adapter; load it on its base with `PeftModel.from_pretrained(base, "
+            f"{model!r})` and pass that: the adapter then starts the policy."
+        )
     if isinstance(model, PeftModel) and peft_config is not None:
         raise ValueError(
             "`model` is a `PeftModel`: its adapter starts the policy. Leave `peft_config` out, or pass the base model "
@@ -79,9 +85,20 @@ def check_model_arguments(
         raise TypeError(
             f"`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, got {type(peft_config).__name__}."
         )
+    _check_adapter(model, peft_config)
+
+
+def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
+    if isinstance(model, PeftModel):
+        peft_config = model.peft_config[model.active_adapter]
+    elif getattr(peft_config, "init_lora_weights", True) not in (True, "gaussian"):
+        raise ValueError(
+            f"`init_lora_weights={getattr(peft_config, 'init_lora_weights', None)!r}` changes the base or starts away "
+            "from it, so the reference would not be your model; use True or 'gaussian'."
+        )
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
-            f"`peft_config` is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
+            f"The adapter is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
             "adapter in the layers, such as `LoraConfig`."
         )
     if peft_config is not None and _targets_output_projection(peft_config):
@@ -92,11 +109,28 @@ def check_model_arguments(
         )
 
 
+def hub_kwargs(args: Any) -> dict[str, Any]:
+    """What says where a model's files are: the same for its weights, config and tokenizer.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `dict`: Keyword arguments of `from_pretrained`.
+    """
+    places = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
+    given = args.model_init_kwargs or {}
+    return {"trust_remote_code": args.trust_remote_code} | {key: given[key] for key in places if key in given}
+
+
 def _load_base(
     model_id: str, args: Any, quantization_config: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
     kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
     if quantization_config is not None:
+        quantization_config = copy(quantization_config)
+        if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
+            quantization_config.bnb_4bit_compute_dtype = kwargs["dtype"]
         # quantised weights cannot be moved afterwards
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
     return AutoModelForCausalLM.from_pretrained(model_id, **kwargs | (args.model_init_kwargs or {}))
@@ -123,22 +157,29 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 def _adapter_keys(policy: PeftModel, name: str) -> list[str]:
-    return [key for key, _ in policy.named_parameters() if name in key.split(".")]
+    """Parameters of an adapter: those that PEFT saves, under their names in the model."""
+    saved = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
+    here = {tensor.data_ptr() for tensor in saved.values()}
+    return [key for key, weight in policy.named_parameters() if weight.data_ptr() in here]
 
 
 def _in_adapter(key: str, name: str, other: str) -> str:
-    return ".".join(other if part == name else part for part in key.split("."))
+    head, _, tail = key.rpartition(f".{name}")  # the last part of that name: a module may be called the same
+    return f"{head}.{other}{tail}"
 
 
 def _add_frozen_copy(policy: PeftModel) -> str:
     """Copy the policy's adapter, so that the reference is what the policy was."""
     name = policy.active_adapter
-    policy.add_adapter(REFERENCE_ADAPTER, copy(policy.peft_config[name]))
+    reference = REFERENCE_ADAPTER
+    while reference in policy.peft_config:
+        reference += "_"
+    policy.add_adapter(reference, copy(policy.peft_config[name]))
     weights = dict(policy.named_parameters())
     for key in _adapter_keys(policy, name):
-        weights[_in_adapter(key, name, REFERENCE_ADAPTER)].data.copy_(weights[key].data)
+        weights[_in_adapter(key, name, reference)].data.copy_(weights[key].data)
     policy.set_adapter(name)
-    return REFERENCE_ADAPTER
+    return reference
 
 
 def load_actor_critic(

@@ -1,74 +1,102 @@
-"""Rewards: functions and sequence classifiers."""
+"""Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .base import Reward, RewardError, ScoringBatch, checked_scores, combine
+from ..modeling import ActorCritic
+from .adapter import AdapterReward, RewardAdapter
+from .base import Reward, RewardError, Scores, ScoringBatch, combine, read_scores
 from .function import FunctionReward
-from .model import ClassifierReward, load_classifier
+from .judge import Judge, JudgeError
+from .model import ClassifierReward, checked_label, load_classifier
+from .remote import RemoteReward, RemoteRewardError
+from .scoring import Scored, monitor, score_all
+from .shaping import RewardShaping, RunningMoments
 
-RewardFunc: TypeAlias = str | PreTrainedModel | Callable[..., Any]
+RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
 
-def check_reward_arguments(reward_funcs: Any, processing_classes: Any, weights: Sequence[float] | None) -> None:
-    """Check rewards before anything is loaded.
+def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any, weighted: bool = True) -> None:
+    """Check rewards before weights are loaded.
 
     Args:
         reward_funcs (`list`): Strings, classifiers and functions.
         processing_classes (`list`, *optional*): Tokenizers, one for each reward.
-        weights (`list[float]`, *optional*): Weights, one for each reward.
+        args ([`PPOConfig`]): The run's config.
+        weighted (`bool`, *optional*, defaults to `True`): Whether `args.reward_weights` are these rewards'.
 
     Raises:
         `TypeError`: If one is neither a string nor a classifier nor a function.
-        `ValueError`: If there is none, or the lengths differ.
+        `ValueError`: If there is none, the lengths differ, or a reward model has several labels.
     """
+    weights = args.reward_weights if weighted else None
     if not reward_funcs:
         raise ValueError(
             "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them."
         )
     for reward in reward_funcs:
-        if not isinstance(reward, str | PreTrainedModel) and not callable(reward):
+        if not (isinstance(reward, str | RewardAdapter | PeftModel) or _is_function(reward) or _is_reward(reward)):
             raise TypeError(
-                f"A reward must be a function, or a sequence classifier (id, path or model), got {reward!r}."
+                "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
+                f"object with `name` and `score` such as `Judge`, got {reward!r}."
             )
     for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
+    for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
+        checked_label(model_id, config.num_labels, args.reward_label)
+
+
+def _is_function(entry: Any) -> bool:
+    return callable(entry) and (isinstance(entry, PreTrainedModel) or not isinstance(entry, nn.Module))
+
+
+def _is_reward(entry: Any) -> bool:
+    return hasattr(entry, "name") and callable(getattr(entry, "score", None)) and not isinstance(entry, nn.Module)
 
 
 def build_rewards(
     reward_funcs: Sequence[RewardFunc],
     processing_classes: Sequence[PreTrainedTokenizerBase | None] | None,
     args: Any,
-    dtype: torch.dtype,
-    device: torch.device,
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[Reward]:
-    """Turn what a user passed into rewards, loading models that are named.
+    """Turn what a user passed into rewards, loading models and adapters that are named.
 
     Args:
-        reward_funcs (`list`): Strings, classifiers and functions.
+        reward_funcs (`list`): Strings, classifiers, adapters, functions and rewards.
         processing_classes (`list`, *optional*): Tokenizers of the classifiers.
         args ([`PPOConfig`]): The run's config.
-        dtype (`torch.dtype`): The policy's compute dtype.
-        device (`torch.device`): This process's device.
+        actor_critic ([`ActorCritic`]): The policy, on whose base reward adapters are loaded.
+        tokenizer (`PreTrainedTokenizerBase`): The policy's tokenizer.
 
     Returns:
         `list[Reward]`: The rewards, under names that differ.
     """
     rewards: list[Reward] = []
-    for entry, tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
+    device, size, label = args.device, args.per_device_reward_batch_size, args.reward_label
+    for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, dtype, args.reward_quantization, device, args.trust_remote_code)
-        if isinstance(entry, PreTrainedModel):
+            entry = load_classifier(
+                entry, actor_critic.dtype, args.reward_quantization, device, args.trust_remote_code, label
+            )
+        if isinstance(entry, PreTrainedModel | PeftModel):
             if not getattr(entry, "is_quantized", False):
                 entry = entry.to(device)
-            rewards.append(ClassifierReward(entry, tokenizer, args.per_device_reward_batch_size))
+            rewards.append(ClassifierReward(entry, own_tokenizer, size, label))
+        elif isinstance(entry, RewardAdapter):
+            rewards.append(AdapterReward(entry, actor_critic, tokenizer, size, label))
+        elif _is_reward(entry):
+            rewards.append(cast(Reward, entry))
         else:
-            rewards.append(FunctionReward(entry))
+            rewards.append(FunctionReward(cast(Callable, entry)))
     for index, reward in enumerate(rewards):
         taken = {other.name for other in rewards if other is not reward}
         if reward.name in {other.name for other in rewards[:index]}:  # metrics are told apart by name
@@ -78,15 +106,27 @@ def build_rewards(
 
 
 __all__ = [
+    "AdapterReward",
     "ClassifierReward",
     "FunctionReward",
+    "Judge",
+    "JudgeError",
+    "RemoteReward",
+    "RemoteRewardError",
     "Reward",
+    "RewardAdapter",
     "RewardError",
     "RewardFunc",
+    "RewardShaping",
+    "RunningMoments",
+    "Scored",
+    "Scores",
     "ScoringBatch",
     "build_rewards",
     "check_reward_arguments",
-    "checked_scores",
     "combine",
     "load_classifier",
+    "monitor",
+    "read_scores",
+    "score_all",
 ]

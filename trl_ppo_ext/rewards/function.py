@@ -1,6 +1,8 @@
 """Rewards that are Python functions, with TRL's signature."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .base import ScoringBatch
@@ -15,34 +17,44 @@ def function_name(function: Callable) -> str:
     Returns:
         `str`: Its name.
     """
-    inner = getattr(function, "func", function)  # what a partial wraps
-    return getattr(inner, "__name__", type(inner).__name__)
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _is_async(function: Callable) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 class FunctionReward:
-    """A function `f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]`.
+    """A function `f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list`.
 
     Args:
-        function (`Callable`): The function; everything is passed by keyword.
+        function (`Callable`): The function, synchronous or asynchronous; everything is passed by keyword.
     """
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.name = function_name(function)
+        self.is_async = _is_async(function)
 
-    def score(self, batch: ScoringBatch) -> Sequence[float | None]:
+    def score(self, batch: ScoringBatch) -> Any:
         """Call the function.
 
         Args:
             batch ([`ScoringBatch`]): Prompts and completions.
 
         Returns:
-            `list[float or None]`: What the function gives.
+            `list` or `Coroutine`: What the function gives.
         """
         return self.function(
             prompts=batch.prompts,
             completions=batch.completions,
             completion_ids=batch.completion_ids,
             trainer_state=batch.trainer_state,
+            log_extra=batch.log_extra,
+            log_metric=batch.log_metric,
             **batch.columns,
         )

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -39,34 +41,62 @@ def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | N
     )
 
 
+def checked_label(name: str, num_labels: int, label: int | None) -> int:
+    """Which output of a classifier's head is the reward.
+
+    Args:
+        name (`str`): Name of the reward, for the error message.
+        num_labels (`int`): Labels of the classifier.
+        label (`int`, *optional*): The one that was picked; needed where there are several.
+
+    Returns:
+        `int`: Index of the label.
+
+    Raises:
+        [`RewardError`]: If there are several and none was picked, or there is no such label.
+    """
+    if label is None:
+        if num_labels == 1:
+            return 0
+        raise RewardError(
+            f"The reward model `{name}` has {num_labels} labels, but a reward is one number. Pick one with "
+            f"`reward_label` (0 to {num_labels - 1}), use a model with one label, or pass a function that makes a "
+            "score of its labels."
+        )
+    if not 0 <= label < num_labels:
+        raise RewardError(
+            f"`reward_label={label}` picks a label that the reward model `{name}` does not have; it has {num_labels}, "
+            "counted from 0."
+        )
+    return label
+
+
 def load_classifier(
     model_id: str,
     dtype: torch.dtype,
     quantize: str | None = "nf4",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    label: int | None = None,
 ) -> PreTrainedModel:
     """Load a reward model.
 
     Args:
-        model_id (`str`): Id or path of a sequence classifier with one label.
+        model_id (`str`): Id or path of a sequence classifier.
         dtype (`torch.dtype`): Compute dtype, the policy's.
         quantize (`str`, *optional*, defaults to `"nf4"`): `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
         device (`torch.device`, *optional*, defaults to `"cpu"`): This process's device.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether the model may run code of its own.
+        label (`int`, *optional*): Which of several labels will be the reward.
 
     Returns:
         `PreTrainedModel`: The classifier.
 
     Raises:
-        [`RewardError`]: If it has not exactly one label.
+        [`RewardError`]: If it has several labels and none was picked.
     """
     config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    if config.num_labels != 1:
-        raise RewardError(
-            f"The reward model `{model_id}` has {config.num_labels} labels; a reward is one number. Use a model with "
-            "one label, or pass a function that makes a score of its labels."
-        )
+    checked_label(model_id, config.num_labels, label)
     return AutoModelForSequenceClassification.from_pretrained(
         model_id,
         config=config,
@@ -77,40 +107,36 @@ def load_classifier(
     )
 
 
-class ClassifierReward:
-    """A sequence classifier that reads the prompt with the completion.
+class SequenceScorer:
+    """Scores the text of a prompt with its completion, at its last token.
 
-    The text is tokenised anew with the classifier's own tokenizer, as TRL's `RewardTrainer` does it: text gets the
-    tokenizer's special tokens and its EOS at the end, chat messages the chat template. The score is read at the last
-    real token, on whichever side the padding is, and also where padding and EOS are the same token.
+    The text is tokenised anew, as TRL's `RewardTrainer` does it: text gets the tokenizer's special tokens and its EOS
+    at the end, chat messages the chat template.
 
     Args:
-        model (`PreTrainedModel`): Classifier with one label; it is frozen here.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; loaded from the model's id by default.
-        batch_size (`int`, *optional*, defaults to 16): Completions scored at a time.
+        name (`str`): Name of the reward.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer with which the scorer was trained.
+        batch_size (`int`): Completions scored at a time.
+        context_length (`int`, *optional*): Longest text that it takes, in tokens.
 
     Raises:
         [`RewardError`]: If the tokenizer can neither pad nor end a text.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, batch_size: int = 16):
-        model_id = model.config._name_or_path
-        self.name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
-        self.model = model.requires_grad_(False).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(model_id) if tokenizer is None else tokenizer
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int | None = None
+    ):
+        self.name = name
+        self.context_length = context_length
+        self.tokenizer = tokenizer
         self.batch_size = batch_size
-        if model.config.num_labels != 1:
-            raise RewardError(
-                f"The reward model `{self.name}` has {model.config.num_labels} labels; it must have one."
-            )
-        if self.tokenizer.pad_token_id is None:
-            if self.tokenizer.eos_token_id is None:
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
                 raise RewardError(
-                    f"The tokenizer of the reward model `{self.name}` has neither a pad nor an EOS token; set "
+                    f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token; set "
                     "`tokenizer.pad_token` and pass it in `reward_processing_classes`."
                 )
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+            tokenizer.pad_token = tokenizer.eos_token
 
     def _encode(self, batch: ScoringBatch) -> list[list[int]]:
         if is_conversational({"prompt": batch.prompts[0]}):
@@ -120,28 +146,25 @@ class ClassifierReward:
         end = self.tokenizer.eos_token or ""
         return self.tokenizer([p + c + end for p, c in zip(batch.prompts, batch.completions)])["input_ids"]
 
+    def _check_lengths(self, encoded: list[list[int]]) -> None:
+        longest = max(range(len(encoded)), key=lambda row: len(encoded[row]))
+        if self.context_length is not None and len(encoded[longest]) > self.context_length:
+            raise RewardError(
+                f"Completion {longest} with its prompt has {len(encoded[longest])} tokens; the reward model "
+                f"`{self.name}` takes {self.context_length}. Lower `max_completion_length`, or drop long prompts."
+            )
+
     def _batches(self, encoded: list[list[int]]) -> Iterator[list[int]]:
         by_length = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))  # little padding in each batch
         for start in range(0, len(by_length), self.batch_size):
             yield by_length[start : start + self.batch_size]
 
-    @torch.inference_mode()
-    def _score_ids(self, encoded: list[list[int]]) -> Tensor:
-        device = self.model.get_input_embeddings().weight.device
+    def _padded(self, encoded: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         inputs = self.tokenizer.pad({"input_ids": encoded}, padding=True, return_tensors="pt").to(device)
-        mask = inputs["attention_mask"]
-        head = getattr(self.model, "score", None)
-        if not isinstance(head, nn.Module):  # an encoder pools by itself
-            return self.model(input_ids=inputs["input_ids"], attention_mask=mask).logits[:, 0]
-        trunk = getattr(self.model, self.model.base_model_prefix)
-        hidden = trunk(
-            input_ids=inputs["input_ids"],
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state
-        last = (torch.arange(mask.shape[1], device=device) * mask).argmax(1)
-        return head(hidden[torch.arange(len(encoded), device=device), last])[:, 0]
+        return inputs["input_ids"], inputs["attention_mask"]
+
+    def _score_ids(self, encoded: list[list[int]]) -> Tensor:
+        raise NotImplementedError
 
     def score(self, batch: ScoringBatch) -> list[float]:
         """Score completions in batches of similar length.
@@ -150,10 +173,77 @@ class ClassifierReward:
             batch ([`ScoringBatch`]): Prompts and completions.
 
         Returns:
-            `list[float]`: The classifier's logit for each completion.
+            `list[float]`: A score for each completion.
         """
         encoded = self._encode(batch)
+        self._check_lengths(encoded)
         scores = torch.empty(len(encoded))
-        for rows in self._batches(encoded):
+        # a bar where scoring takes more than a few seconds
+        for rows in tqdm(list(self._batches(encoded)), desc=f"Scoring with {self.name}", leave=False, delay=3):
             scores[rows] = self._score_ids([encoded[row] for row in rows]).float().cpu()
         return scores.tolist()
+
+
+def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Hidden state of the last real token, on whichever side the padding is, whatever token the padding is.
+
+    Args:
+        trunk (`nn.Module`): Model without its head.
+        input_ids (`Tensor` of shape `[batch, length]`): Token ids.
+        mask (`Tensor` of shape `[batch, length]`): 1 at real tokens.
+
+    Returns:
+        `Tensor` of shape `[batch, hidden]`: The states.
+    """
+    hidden = trunk(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+    ).last_hidden_state
+    last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
+    return hidden[torch.arange(len(last), device=mask.device), last]
+
+
+class ClassifierReward(SequenceScorer):
+    """A sequence classifier that reads the prompt with the completion.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The classifier; it is frozen here.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; loaded from the model's id by default.
+        batch_size (`int`, *optional*, defaults to 16): Completions scored at a time.
+        label (`int`, *optional*): Which of several labels is the reward.
+
+    Raises:
+        [`RewardError`]: If it has several labels and none was picked, or there is no tokenizer to be had.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_size: int = 16,
+        label: int | None = None,
+    ):
+        model_id = model.config._name_or_path
+        name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
+        self.label = checked_label(name, model.config.num_labels, label)
+        if tokenizer is None and not model_id:
+            raise RewardError(
+                f"The reward model `{name}` has no id to load a tokenizer from; pass one in "
+                "`reward_processing_classes`."
+            )
+        context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        super().__init__(name, tokenizer or AutoTokenizer.from_pretrained(model_id), batch_size, context_length)
+        self.model = model.requires_grad_(False).eval()
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    @torch.inference_mode()
+    def _score_ids(self, encoded: list[list[int]]) -> Tensor:
+        input_ids, mask = self._padded(encoded, self.model.get_input_embeddings().weight.device)
+        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        head = getattr(model, "score", None)
+        if not isinstance(head, nn.Module):  # an encoder pools by itself
+            return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
+        trunk = getattr(model, model.base_model_prefix)
+        return head(last_states(trunk, input_ids, mask))[:, self.label]

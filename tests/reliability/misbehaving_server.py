@@ -1,0 +1,158 @@
+"""A server of rewards and chat completions that does what the first part of the path says; prints its port.
+
+`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/score` scores a batch. The right score is the length of
+the completion; a judge finds it after "COMPLETION ".
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+attempts: Counter[str] = Counter()
+counting = threading.Lock()
+
+
+class Misbehaving(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body in one packet: else each answer waits 40 ms for an acknowledgement
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.reply(json.dumps(attempts).encode())
+
+    def do_POST(self):
+        self.request_body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with counting:
+            attempts[self.path] += 1
+            self.attempt = attempts[self.path]
+        mode = self.path.split("/")[1]
+        getattr(self, mode.replace("-", "_"))()
+
+    # ---- answers ----
+
+    def reply(self, content, status=200, headers=()):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+
+    def completions(self):
+        if self.path.endswith("/score"):
+            return self.request_body["completions"]
+        return [self.request_body["messages"][-1]["content"].rpartition("COMPLETION ")[2]]
+
+    def answer(self, text=None, scores=None, **choice):
+        """A right answer, unless text or scores are given."""
+        right = [len(completion) for completion in self.completions()]
+        if self.path.endswith("/score"):
+            return json.dumps({"scores": right if scores is None else scores(right)}).encode()
+        text = f"There are 3 points to make. Score: {right[0]}/1000" if text is None else text
+        return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"} | choice]}).encode()
+
+    # ---- modes ----
+
+    def ok(self):  # compressed, as servers do it where a client does not object
+        self.reply(self.answer()) if self.headers["Accept-Encoding"] == "identity" else self.zipped()
+
+    def slow(self):
+        time.sleep(0.2)
+        self.ok()
+
+    def broken_twice(self):
+        self.reply(b"busy", 503) if self.attempt <= 2 else self.ok()
+
+    def broken(self):
+        self.reply(b"CUDA out of memory", 500)
+
+    def broken_for_x(self):
+        self.broken() if any("x" in completion for completion in self.completions()) else self.ok()
+
+    def limited(self):
+        self.reply(b"slow down", 429, [("Retry-After", "1")]) if self.attempt == 1 else self.ok()
+
+    def limited_until(self):
+        date = formatdate(time.time() + 2, usegmt=True)
+        self.reply(b"slow down", 429, [("Retry-After", date)]) if self.attempt == 1 else self.ok()
+
+    def limited_for_an_hour(self):
+        self.reply(b"slow down", 429, [("Retry-After", "3600")])
+
+    def silent(self):
+        time.sleep(30)
+
+    def trickle(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        for _ in range(300):
+            self.wfile.write(b" ")
+            self.wfile.flush()
+            time.sleep(0.1)
+
+    def half_json(self):
+        content = self.answer()
+        self.reply(content[: len(content) // 2])
+
+    def hangs_up(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{")
+        self.close_connection = True
+
+    def numberless(self):
+        self.reply(self.answer("I would rather not say."))
+
+    def nan(self):
+        self.reply(self.answer("Score: nan", lambda right: [float("nan"), *right[1:]]))
+
+    def cut_off(self):
+        self.reply(self.answer("Of 10 points,", finish_reason="length"))
+
+    def wrong_count(self):
+        self.reply(self.answer("Score: 99999", lambda right: right[1:]))
+
+    def odd(self):
+        self.reply(self.answer(None, lambda right: [None, "4", True, 10**400, *right[4:]]))
+
+    def another_shape(self):
+        self.reply(b'["hello"]')
+
+    def huge(self):
+        self.reply(b'"' + b"x" * 2**23 + b'"')
+
+    def zipped(self):
+        self.reply(b"\x1f\x8b", headers=[("Content-Encoding", "gzip")])
+
+    def redirect(self):
+        self.reply(b"", 307, [("Location", "http://user:pw@example.com:81/elsewhere?a=b")])
+
+    def wrong_key(self):
+        self.reply(f"no such key: {self.headers['Authorization']}".encode(), 401)
+
+    def needs_key(self):  # its address has the key backwards
+        key = self.path.split("/")[2][::-1]
+        self.ok() if self.headers["Authorization"] == f"Bearer {key}" else self.reply(b"", 401)
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    daemon_threads = True
+
+    def handle_error(self, *args):
+        pass  # clients hang up on purpose
+
+
+if __name__ == "__main__":
+    server = Server(("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0), Misbehaving)
+    print(server.server_port, flush=True)
+    server.serve_forever()

@@ -1,0 +1,132 @@
+"""Reward adapters on the policy's base."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_trainer import trainer
+from tiny import WORDS, config, llama, prompts, tokenizer
+from transformers import LlamaForSequenceClassification
+
+from trl_ppo_ext import PPOTrainer, RewardAdapter, RewardError
+from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch
+
+PAIRS = ScoringBatch([f"w{i} w{i + 1}" for i in range(6)], [" w3" * (1 + i) for i in range(6)], [[1]] * 6)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """A reward adapter as people train them: PEFT on a sequence classifier of the same base."""
+    torch.manual_seed(5)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.2)
+    model.save_pretrained(tmp_path / "polite")
+    tokenizer().save_pretrained(tmp_path / "polite")
+    return str(tmp_path / "polite")
+
+
+def alone(base, adapter):
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    return ClassifierReward(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer())
+
+
+def run(base, adapter, output_dir, **kwargs):
+    return PPOTrainer(base, RewardAdapter(adapter), config(output_dir, **kwargs), prompts())
+
+
+def test_scores_are_those_of_the_adapter_loaded_alone_before_and_after_training(base, adapter, tmp_path):
+    built = run(base, adapter, tmp_path / "run")
+    reward, expected = built.experience.rewards[0], alone(base, adapter).score(PAIRS)
+    assert reward.name == "polite" and max(expected) - min(expected) > 0.01
+    assert reward.score(PAIRS) == pytest.approx(expected, abs=1e-5)
+    before = {n: p.clone() for n, p in built.actor_critic.named_parameters() if "frozen_" in n}
+    built.train()
+    assert reward.score(PAIRS) == pytest.approx(expected, abs=1e-5)
+    after = dict(built.actor_critic.named_parameters())
+    assert before and all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert not any(after[name].requires_grad for name in before)
+
+
+def test_policy_trains_on_after_reward_passes_and_saves_its_own_adapter_alone(base, adapter, tmp_path):
+    built = run(base, adapter, tmp_path / "run")
+    built.train()
+    moved = [p for n, p in built.actor_critic.named_parameters() if "lora_B" in n and p.requires_grad]
+    assert moved and all(p.any() for p in moved)
+    built.save_model()
+    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    assert not any("frozen" in key or "score" in key for key in saved)
+
+
+def test_memory_grows_by_the_adapter_alone(tmp_path):
+    """A model of a size at which the adapter's share means something."""
+    big = llama(vocab_size=2000, hidden_size=256)
+    big.config._name_or_path = "big"
+    classifier = llama(vocab_size=2000, hidden_size=256, classifier=True)
+    model = get_peft_model(
+        copy.deepcopy(classifier), LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")
+    )
+    model.save_pretrained(tmp_path / "reward")
+
+    def size(reward_funcs, folder):
+        built = trainer(tmp_path / folder, copy.deepcopy(big), reward_funcs=reward_funcs)
+        return sum(p.numel() * p.element_size() for p in built.actor_critic.parameters())
+
+    without = size(lambda **kwargs: [], "without")
+    assert without < size(RewardAdapter(str(tmp_path / "reward"), check_base=False), "with") < 1.05 * without
+
+
+def edit_config(path, **fields):
+    file = f"{path}/adapter_config.json"
+    with open(file) as stream:
+        settings = json.load(stream)
+    with open(file, "w") as stream:
+        json.dump(settings | fields, stream)
+
+
+def other_base(path):
+    edit_config(path, base_model_name_or_path="somebody/else")
+
+
+def other_tokenizer(path):
+    tokenizer(WORDS[:-1]).save_pretrained(path)
+
+
+def no_head(path):
+    weights = load_file(f"{path}/adapter_model.safetensors")
+    save_file({k: x for k, x in weights.items() if "score" not in k}, f"{path}/adapter_model.safetensors")
+
+
+def other_shapes(path):
+    weights = load_file(f"{path}/adapter_model.safetensors")
+    key = next(key for key in weights if "lora_A" in key)
+    weights[key] = weights[key][:, :-1].contiguous()
+    save_file(weights, f"{path}/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (other_base, "was trained on 'somebody/else', the policy's base is"),
+        (other_tokenizer, r"another tokenizer \(31 tokens\) than the policy's \(32 tokens\)"),
+        (no_head, "has no score head"),
+        (other_shapes, r"does not fit the policy's base: `.*lora_A.weight` is \(4, 63\), the model has \(4, 64\)"),
+    ],
+)
+def test_adapter_that_does_not_fit_is_refused_by_name(base, adapter, tmp_path, damage, message):
+    damage(adapter)
+    with pytest.raises(RewardError, match=message):
+        run(base, adapter, tmp_path / "run")

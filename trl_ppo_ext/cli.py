@@ -1,0 +1,57 @@
+"""The console script `trl-ppo`. A sub-command's module is imported when it is chosen, so that help comes at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+# sub-command: (module with `add_arguments(parser)` and `main(args)`, line of help)
+COMMANDS = {
+    "check-reward": ("check_reward", "compare a reward model in full precision and in 4-bit on preference pairs"),
+    "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
+}
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser.
+
+    Args:
+        command (`str`, *optional*): Sub-command whose arguments are added; the others are only listed.
+
+    Returns:
+        `argparse.ArgumentParser`: The parser; `args.run` is the chosen command's `main`.
+    """
+    root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, line) in COMMANDS.items():
+        sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if name == command:
+            module = import_module(f".{module_name}", "trl_ppo_ext")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.main)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command.
+
+    Args:
+        argv (`list[str]`, *optional*): Arguments; the process's by default.
+
+    Returns:
+        `int`: Exit status: 0, or 2 where the user can put it right.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parser(argv[0] if argv else None).parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:  # wrong arguments, a model that is not there, a port that is taken
+        print(f"trl-ppo {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
