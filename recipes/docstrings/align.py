@@ -6,7 +6,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset
+from harvest import first_words
 from peft import LoraConfig
+from pep257 import verdict
 from sft import to_prompt
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,6 +17,7 @@ from trl_ppo_ext import PPOConfig, PPOTrainer
 
 SHOWN = {
     "reward": "reward {:5.2f}",
+    "monitor/ruff/mean": "ruff {:4.0%}",
     "kl_per_completion": "KL {:5.2f} nats",
     "entropy": "entropy {:.2f}",
     "completions/mean_length": "length {:4.1f} tokens",
@@ -31,7 +34,7 @@ def align(
     **settings,
 ) -> list[dict[str, float]]:
     """
-    Trains an adapter on the supervised model with PPO, evaluates it on held-out signatures, and saves it.
+    Train an adapter on the supervised model with PPO, evaluates it on held-out signatures, and saves it.
 
     A run that was interrupted goes on from its last checkpoint; one that was complete is repeated.
 
@@ -71,6 +74,11 @@ def align(
         "missing_eos_penalty": 2.0,
         "kl_coef": 0.1,
     }
+    known = {word for word, count in first_words(corpus).items() if count >= 2}
+
+    def ruff(completions, **kwargs):
+        return [float(passed) for passed in verdict(completions, known)]
+
     complete = Path(output_dir) / "complete"
     if PartialState().is_main_process and complete.exists():
         shutil.rmtree(output_dir)
@@ -82,6 +90,7 @@ def align(
         train_dataset=prompts(corpus),
         eval_dataset=prompts(held_out),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        monitor_funcs=ruff,  # watched, never optimised
         callbacks=[OneLine()],
     )
     trainer.remove_callback(PrinterCallback)  # it prints all metrics
@@ -94,7 +103,7 @@ def align(
 
 
 class OneLine(TrainerCallback):
-    """Prints the metrics to watch, a line a log."""
+    """Print the metrics to watch, a line a log."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and "reward" in logs:
@@ -103,5 +112,5 @@ class OneLine(TrainerCallback):
 
 
 def prompts(rows: list[dict[str, str]]) -> Dataset:
-    """Returns the signatures of rows as prompts."""
+    """Return the signatures of rows as prompts."""
     return Dataset.from_list([{"prompt": to_prompt(row["signature"])} for row in rows])

@@ -17,7 +17,7 @@ BLOCKS = ("body", "orelse", "handlers", "finalbody")
 
 def harvest(cache_file: str | os.PathLike) -> list[dict[str, str]]:
     """
-    Collects (signature, summary line) pairs from the standard library and the installed packages.
+    Collect (signature, summary line) pairs from the standard library and the installed packages.
 
     The first call parses every source file, which takes about half a minute, and writes `cache_file`; later calls read
     it.
@@ -45,7 +45,7 @@ def harvest(cache_file: str | os.PathLike) -> list[dict[str, str]]:
 
 
 def source_files() -> list[tuple[str, str]]:
-    """Lists `(root, path below it)` of the sources of the standard library and of the installed packages."""
+    """List `(root, path below it)` of the sources of the standard library and of the installed packages."""
     paths = sysconfig.get_paths()
     roots = dict.fromkeys(paths[key] for key in ("stdlib", "purelib", "platlib"))
     files = []
@@ -59,7 +59,7 @@ def source_files() -> list[tuple[str, str]]:
 
 
 def read_file(file: tuple[str, str]) -> list[dict[str, str]]:
-    """Reads the documented functions of one source file, or nothing where it does not parse."""
+    """Read the documented functions of one source file, or nothing where it does not parse."""
     root, path = file
     module = path.removesuffix(".py").replace(os.sep, ".")
     source = Path(root, path).read_bytes()
@@ -80,7 +80,7 @@ def read_file(file: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def functions(node: ast.AST):
-    """Yields the functions below `node`, looking into statements only, never into expressions."""
+    """Yield the functions below `node`, looking into statements only, never into expressions."""
     for block in BLOCKS:
         for child in getattr(node, block, ()):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -89,7 +89,7 @@ def functions(node: ast.AST):
 
 
 def summary_line(docstring: str | None) -> str | None:
-    """Returns the first paragraph of a docstring if it is one plain ASCII line of prose, and `None` otherwise."""
+    """Return the first paragraph of a docstring if it is one plain ASCII line of prose, and `None` otherwise."""
     if docstring is None:
         return None
     line = docstring.strip().split("\n\n")[0].rstrip()
@@ -99,7 +99,7 @@ def summary_line(docstring: str | None) -> str | None:
 
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Renders the head of a function on one line: no annotations, and the last parameters cut where it gets long."""
+    """Render the head of a function on one line: no annotations, and the last parameters cut where it gets long."""
     arguments = function.args
     every = arguments.posonlyargs + arguments.args + arguments.kwonlyargs + [arguments.vararg, arguments.kwarg]
     for argument in every:
@@ -114,7 +114,7 @@ def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def unique(rows) -> list[dict[str, str]]:
-    """Keeps the first row of each docstring and of each signature."""
+    """Keep the first row of each docstring and of each signature."""
     seen, kept = set(), []
     for row in rows:
         keys = {("docstring", row["docstring"]), ("signature", row["signature"])}
@@ -126,7 +126,7 @@ def unique(rows) -> list[dict[str, str]]:
 
 def split(corpus: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """
-    Splits the corpus into a training part and a held-out tenth.
+    Split the corpus into a training part and a held-out tenth.
 
     The hash of the signature alone decides, so that a function stays on its side whatever else is installed.
     """
@@ -138,5 +138,5 @@ def split(corpus: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict
 
 
 def first_words(corpus: list[dict[str, str]]) -> Counter:
-    """Counts the words that open the docstrings, lower-cased."""
+    """Count the words that open the docstrings, lower-cased."""
     return Counter(row["docstring"].split()[0].lower() for row in corpus)

@@ -13,7 +13,7 @@ MAX_NEW_TOKENS = 48
 
 def sample(model_dir: str | os.PathLike, signatures: list[str], batch_size: int = 128) -> list[str | None]:
     """
-    Samples one docstring per signature from the model's own distribution, at temperature 1.
+    Sample one docstring per signature from the model's own distribution, at temperature 1.
 
     Args:
         model_dir (`str` or `os.PathLike`):
@@ -51,7 +51,7 @@ def measure(
     known_first_words: set[str],
 ) -> dict[str, float]:
     """
-    Measures completions. Those that did not come to an end fail the verdict and have neither score nor length.
+    Measure completions. Those that did not come to an end fail the verdict and have neither score nor length.
 
     Args:
         completions (`list[str | None]`):

@@ -19,7 +19,7 @@ MIN_COUNT = 3
 
 
 def third_person(verb: str) -> str:
-    """Inflects a verb: `get` to `gets`, `try` to `tries`, `process` to `processes`."""
+    """Inflect a verb: `get` to `gets`, `try` to `tries`, `process` to `processes`."""
     if re.search(r"[^aeiou]y$", verb):
         return verb[:-1] + "ies"
     return verb + ("es" if re.search(r"(s|x|z|ch|sh|o)$", verb) else "s")
@@ -27,7 +27,7 @@ def third_person(verb: str) -> str:
 
 def bare_verbs(corpus: list[dict[str, str]]) -> set[str]:
     """
-    Finds the bare verbs of a corpus by how people use them.
+    Find the bare verbs of a corpus by how people use them.
 
     A word that opens docstrings counts as a verb if its third person opens docstrings too. It also counts if it opens
     function names, and its third person occurs somewhere. Nouns may pass either test ("Names of ...", `name_of(...)`),
@@ -62,7 +62,7 @@ def bare_verbs(corpus: list[dict[str, str]]) -> set[str]:
 
 def follows_pep257(docstring: str, verbs: set[str]) -> bool:
     """
-    Tells whether a summary line is one sentence in the imperative mood, from its capital letter to its period.
+    Tell whether a summary line is one sentence in the imperative mood, from its capital letter to its period.
 
     Args:
         docstring (`str`):
@@ -85,7 +85,7 @@ def follows_pep257(docstring: str, verbs: set[str]) -> bool:
 
 def verdict(completions: list[str], known_first_words: set[str]) -> list[bool]:
     """
-    Asks ruff's pydocstyle rules about summary lines.
+    Ask ruff's pydocstyle rules about summary lines.
 
     Ruff lets pass what it does not know as a word, so that a garbled first word would count as imperative: the verdict
     also asks for a first word that opens real docstrings. A line that is empty or longer than one line fails.
@@ -119,5 +119,5 @@ def verdict(completions: list[str], known_first_words: set[str]) -> list[bool]:
 
 
 def escape(text: str) -> str:
-    """Writes a text so that it stays one line between triple quotes: every special character is escaped."""
+    """Write a text so that it stays one line between triple quotes: every special character is escaped."""
     return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')

@@ -8,12 +8,12 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
 
-CURVES = ["reward", "kl", "entropy", "completions/mean_length", "loss/policy", "loss/value"]
+CURVES = ["reward", "monitor/ruff/mean", "kl_per_completion", "entropy", "completions/mean_length", "loss/value"]
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:
     """
-    Prints one row per measure and one column per model.
+    Print one row per measure and one column per model.
 
     Args:
         columns (`dict[str, dict[str, float]]`):
@@ -29,7 +29,7 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 def print_samples(signatures: list[str], before: list[str | None], after: list[str | None], width: int = 56) -> None:
     """
-    Prints completions of the same signatures side by side.
+    Print completions of the same signatures side by side.
 
     Args:
         signatures (`list[str]`):
@@ -51,7 +51,7 @@ def print_samples(signatures: list[str], before: list[str | None], after: list[s
 
 def plot_curves(log_history: list[dict[str, float]], path: str | os.PathLike) -> None:
     """
-    Draws the curves of a training run.
+    Draw the curves of a training run.
 
     Args:
         log_history (`list[dict[str, float]]`):

@@ -16,7 +16,7 @@ from trl import RewardConfig, RewardTrainer
 
 def pairs(corpus: list[dict[str, str]], verbs: set[str], num_pairs: int) -> list[dict[str, str]]:
     """
-    Pairs real docstrings that follow PEP 257 with real docstrings that do not, each after its own signature.
+    Pair real docstrings that follow PEP 257 with real docstrings that do not, each after its own signature.
 
     Both sides of a pair are about equally long. People who leave out the period tend to write shorter lines, and a
     reward model that learnt to like long ones would be pushed there by PPO.
@@ -49,7 +49,7 @@ def train_reward_model(
     corpus: list[dict[str, str]], sft_dir: str | os.PathLike, output_dir: str | os.PathLike
 ) -> None:
     """
-    Trains the reward model, starting from the weights of the supervised model, and saves it with its tokenizer.
+    Train the reward model, starting from the weights of the supervised model, and saves it with its tokenizer.
 
     Args:
         corpus (`list[dict[str, str]]`):
@@ -91,7 +91,7 @@ def train_reward_model(
 
 def score(reward_dir: str | os.PathLike, texts: list[str], batch_size: int = 64, **kwargs) -> list[float]:
     """
-    Scores texts, each a prompt and its completion, with a saved reward model.
+    Score texts, each a prompt and its completion, with a saved reward model.
 
     Args:
         reward_dir (`str` or `os.PathLike`):

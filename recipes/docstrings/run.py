@@ -30,7 +30,7 @@ NUM_EVALUATED = 512
 
 
 def main() -> None:
-    """Runs the stages that have not been completed yet, then PPO and the verdict."""
+    """Run the stages that have not been completed yet, then PPO and the verdict."""
     parser = argparse.ArgumentParser(description="RLHF on docstrings, from scratch.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/docstrings"))
     output_dir = parser.parse_args().output_dir
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def give_verdict(corpus: list[dict], rows: list[dict], output_dir: Path, log_history: list[dict]) -> None:
-    """Samples from the models before and after PPO, prints the comparison and saves it in `output_dir`."""
+    """Sample from the models before and after PPO, prints the comparison and saves it in `output_dir`."""
     reward_dir = output_dir / "reward_model"
     # Words that open one docstring only are too often typing errors.
     known = {word for word, count in first_words(corpus).items() if count >= 2}
@@ -89,7 +89,7 @@ def give_verdict(corpus: list[dict], rows: list[dict], output_dir: Path, log_his
 
 
 def once(directory: Path, train: Callable[[], None]) -> None:
-    """Runs a training stage unless it has been completed. One that was interrupted starts anew."""
+    """Run a training stage unless it has been completed. One that was interrupted goes on from its last checkpoint."""
     marker = directory / "complete"
     if marker.exists():
         say(f"already complete: {directory}")
@@ -104,7 +104,7 @@ def once(directory: Path, train: Callable[[], None]) -> None:
 
 @contextmanager
 def timed(title: str):
-    """Says what happens and how long it took."""
+    """Say what happens and how long it took."""
     say(f"\n== {title}")
     start = time.monotonic()
     yield
@@ -112,7 +112,7 @@ def timed(title: str):
 
 
 def say(text: str) -> None:
-    """Prints on the main process."""
+    """Print on the main process."""
     if PartialState(cpu=True).is_main_process:
         print(text, flush=True)
 

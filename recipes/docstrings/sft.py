@@ -15,13 +15,13 @@ MAX_LENGTH = 96
 
 
 def to_prompt(signature: str) -> str:
-    """Turns a signature into the text after which the model writes the docstring."""
+    """Turn a signature into the text after which the model writes the docstring."""
     return signature + OPENING
 
 
 def train_tokenizer(corpus: list[dict[str, str]]) -> PreTrainedTokenizerFast:
     """
-    Trains a byte-level BPE tokenizer on signatures and docstrings.
+    Train a byte-level BPE tokenizer on signatures and docstrings.
 
     The opening quotes are one token of their own: nothing merges with them, so that the tokens of a prompt always open
     the tokens of prompt and completion.
@@ -43,7 +43,7 @@ def train_tokenizer(corpus: list[dict[str, str]]) -> PreTrainedTokenizerFast:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Returns a small Llama with random weights."""
+    """Return a small Llama with random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -62,7 +62,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def train_sft(corpus: list[dict[str, str]], output_dir: str | os.PathLike) -> None:
     """
-    Trains the supervised model and saves it with its tokenizer.
+    Train the supervised model and saves it with its tokenizer.
 
     Args:
         corpus (`list[dict[str, str]]`):

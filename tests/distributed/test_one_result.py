@@ -22,7 +22,7 @@ def train(processes, output_dir, **settings):
     weights = load_file(output_dir / "adapter_model.safetensors") | load_file(output_dir / "value_head.safetensors")
     log = json.loads((output_dir / "log.json").read_text())
     assert log[0]["num_processes"] == processes
-    return weights, log
+    return weights, log, json.loads((output_dir / "ppo_state.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def single(tmp_path_factory):
     ids=["2 processes x 4", "8 micro-batches of 1"],
 )
 def test_weights_and_metrics_do_not_depend_on_how_the_batch_is_spread(single, tmp_path, processes, settings):
-    weights, log = train(processes, tmp_path, **settings)
+    weights, log, state = train(processes, tmp_path, **settings)
+    assert state == pytest.approx(single[2], rel=1e-9)  # running statistics of the rewards
+    assert state["count"] == 4 * 8
     for name, expected in single[0].items():
         # by norm: Adam turns the rounding of a gradient near zero into a step of any size
         assert (weights[name] - expected).norm() <= 1e-4 * expected.norm(), name

@@ -25,7 +25,16 @@ def main(output_dir, settings):
     trainer = PPOTrainer(
         llama(),
         reward,
-        config(output_dir, num_mini_batches=1, num_ppo_epochs=2, max_steps=8, entropy_coef=0.01, **settings),
+        config(
+            output_dir,
+            num_mini_batches=1,
+            num_ppo_epochs=2,
+            max_steps=8,
+            entropy_coef=0.01,
+            normalize_rewards=True,
+            reward_baseline="reference",
+            **settings,
+        ),
         prompts(),
         eval_dataset=prompts(5),
         processing_class=tokenizer(),

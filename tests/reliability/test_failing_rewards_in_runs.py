@@ -1,0 +1,78 @@
+"""Runs whose judge fails: they stop with the cause and a usable checkpoint, or go on with exact counts."""
+
+import time
+
+import pytest
+import torch
+from test_http_rewards import judge, remote, serving
+from test_trainer import rollouts_of, trainer, weights
+from tiny import SPECIAL, WORDS, length_reward, prompts, tokenizer
+from transformers import TrainerCallback
+
+from trl_ppo_ext import RewardError
+
+WORDS_WITH_X = [*WORDS[:20], *(f"x{i}" for i in range(8))]
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving() as (_, port):
+        yield port
+
+
+class BreaksAfter(TrainerCallback):
+    """From some step on, the judge's address is that of a server that misbehaves."""
+
+    def __init__(self, reward, port, mode, step):
+        self.reward, self.address, self.step = reward, f"http://127.0.0.1:{port}/{mode}/run", step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.reward.client.url = f"{self.address}/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "mode, cause", [("broken", "500"), ("silent", "answer"), ("half_json", "JSON"), ("nan", "number|finite")]
+)
+def test_raise_names_the_judge_and_the_cause_and_leaves_a_usable_checkpoint(tmp_path, port, mode, cause):
+    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+    reward = judge(port, "ok", timeout=0.5, max_retries=1)
+    broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **settings)
+    start = time.perf_counter()
+    with pytest.raises(RewardError, match=f"`rubric`.*(?:{cause})"):
+        broken.train()
+    assert time.perf_counter() - start < 10
+    assert broken.state.global_step == 4
+    again = trainer(tmp_path / "again", reward_funcs=judge(port, "ok"), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    whole = trainer(tmp_path / "whole", reward_funcs=judge(port, "ok"), **settings)
+    whole.train()
+    assert all(torch.equal(weights(again)[name], weight) for name, weight in weights(whole).items())
+
+
+@pytest.mark.parametrize("make", [judge, remote])
+def test_skip_goes_on_and_its_counts_are_exact(tmp_path, port, make):
+    settings = {"batch_size": 1} if make is remote else {}
+    reward = make(port, "broken_for_x", max_retries=0, **settings)
+    built = trainer(
+        tmp_path,
+        reward_funcs=reward,
+        processing_class=tokenizer(WORDS_WITH_X),
+        reward_on_error="skip",
+        max_reward_failures=1.0,
+        max_steps=8,
+    )
+    rollouts = rollouts_of(built)
+    built.train()
+    assert built.state.global_step == 8
+    first_x = len(SPECIAL) + 20
+    failed = [sum(max(ids) >= first_x for ids in samples.batch.completion_ids) for _, samples in rollouts]
+    logged = [e[f"rewards/{reward.name}/failed"] for e in built.state.log_history if "reward_std" in e]
+    assert logged == failed and 0 < sum(failed) < 16
+
+
+def test_too_many_failures_end_the_run_with_the_first_cause(tmp_path, port):
+    reward = judge(port, "broken", timeout=0.5, max_retries=0)
+    built = trainer(tmp_path, reward_funcs=[length_reward, reward], reward_on_error="skip", dataset=prompts(8))
+    with pytest.raises(RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*500"):
+        built.train()
