@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import trl.rewards
 from test_trainer import rollouts_of, trainer, weights
 from tiny import length_reward, prompts
 
@@ -272,3 +273,29 @@ def test_a_prompt_repeats_its_completion_when_sampling_is_greedy(tmp_path):
     built = trainer(tmp_path, dataset=prompts(1), top_k=1, max_steps=1)
     built.train()
     assert built.state.log_history[0]["completions/repeated_ratio"] == pytest.approx(7 / 8)
+
+
+# ---- TRL's own
+
+
+@pytest.mark.parametrize(
+    "name, arguments, expected",
+    [
+        ("accuracy_reward", None, [1.0, 0.0]),
+        ("reasoning_accuracy_reward", None, [1.0, 0.0]),
+        ("get_cosine_scaled_reward", {"max_len": 10}, None),
+        ("think_format_reward", None, [1.0, 0.0]),
+        ("get_repetition_penalty_reward", {"ngram_size": 2}, None),
+        ("get_soft_overlong_punishment", {"max_completion_len": 6, "soft_punish_cache": 2}, [0.0, -1.0]),
+    ],
+)
+def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
+    function = getattr(trl.rewards, name) if arguments is None else getattr(trl.rewards, name)(**arguments)
+    completions = [[{"role": "assistant", "content": text}] for text in (r"<think>a</think>\boxed{4}", r"\boxed{5}")]
+    given = ScoringBatch(
+        [[{"role": "user", "content": "2 + 2"}]] * 2, completions, [[5] * 4, [5] * 9], {"solution": [r"\boxed{4}"] * 2}
+    )
+    scored = score_all([FunctionReward(function)], given, None, "raise", 1.0, **ALONE)
+    if expected is None:
+        expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
+    assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
