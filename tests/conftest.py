@@ -5,6 +5,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where something else is running
 
 
 def pytest_collection_modifyitems(items):

@@ -20,7 +20,7 @@ def test_closed_form_is_the_best_policy():
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_ppo_reaches_what_exact_gradient_ascent_reaches(seed, tmp_path):
+def test_ppo_reaches_what_exact_gradient_ascent_reaches(seed, tmp_path, all_cores):
     result = gap(seed, tmp_path)
     way = result["best"] - result["reference"]
     assert result["exact"] <= result["best"] and result["ppo"] <= result["best"], result

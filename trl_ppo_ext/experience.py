@@ -1,5 +1,6 @@
 """From prompts to a rollout: generate, score, log-probabilities and values, rewards, advantages."""
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -249,12 +250,10 @@ class Experience:
 
     def _log_hacking(self, samples: Samples, lengths: Tensor, counted: Tensor, metrics: Metrics) -> None:
         """What shows that a reward is climbed and its purpose is not."""
-        scored, device = samples.scored, counted.device
+        scored = samples.scored
         correlation = ppo_math.masked_correlation(scored.totals, lengths, counted, self.all_sum)
         metrics.mean("reward/length_correlation", correlation)
-        first = {text: row for row, text in reversed(list(enumerate(map(str, samples.batch.completions))))}
-        repeated = [first[str(text)] < row for row, text in enumerate(samples.batch.completions)]
-        metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=device), counted)
+        metrics.mean("completions/repeated_ratio", self._repeated(samples.batch.completions, counted))
         applies = ~scored.rewards.isnan()
         if len(self.rewards) > 1:
             mean = scored.rewards.nanmean(1, keepdim=True)
@@ -264,6 +263,14 @@ class Experience:
             applies = counted & ~scores.isnan()
             metrics.mean(f"monitor/{reward.name}/mean", scores, applies)
             metrics.mean(f"monitor/{reward.name}/gap", scored.totals - scores, applies)
+
+    def _repeated(self, completions: list, counted: Tensor) -> Tensor:
+        """Share of completions, over all processes, that occurred before; digests travel, not texts."""
+        digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
+        numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
+        everyone = self.accelerator.gather(torch.tensor(numbers, device=counted.device))
+        kept = everyone[self.accelerator.gather(counted)]
+        return 1 - torch.tensor(len(kept.unique()) / max(len(kept), 1), device=counted.device)
 
     def _deviation(self, x: Tensor, mask: Tensor) -> Tensor:
         return ppo_math.masked_var(x, mask, self.all_sum).sqrt()

@@ -318,8 +318,11 @@ class PPOTrainer(Trainer):
 
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""
-        # a process that tears its group down while another still uses it can leave that one hanging
         self.accelerator.wait_for_everyone()
+        # DDP's reducer must not be the last to hold the process group: it would take the group down while it holds the
+        # interpreter's lock, and wait for threads that need it
+        self.model_wrapped = self.model
+        self.accelerator.free_memory()
         super().end()
 
     # ---- saving: a plain PEFT adapter, the value head beside it ----

@@ -36,16 +36,16 @@ class BreaksAfter(TrainerCallback):
 )
 def test_raise_names_the_judge_and_the_cause_and_leaves_a_usable_checkpoint(tmp_path, port, mode, cause):
     settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
-    reward = judge(port, "ok", timeout=0.5, max_retries=1)
+    reward = judge(port, "ok", timeout=2.0, max_retries=1)
     broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **settings)
     start = time.perf_counter()
     with pytest.raises(RewardError, match=f"`rubric`.*(?:{cause})"):
         broken.train()
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 20
     assert broken.state.global_step == 4
-    again = trainer(tmp_path / "again", reward_funcs=judge(port, "ok"), **settings)
+    again = trainer(tmp_path / "again", reward_funcs=judge(port, "ok", timeout=10.0), **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    whole = trainer(tmp_path / "whole", reward_funcs=judge(port, "ok"), **settings)
+    whole = trainer(tmp_path / "whole", reward_funcs=judge(port, "ok", timeout=10.0), **settings)
     whole.train()
     assert all(torch.equal(weights(again)[name], weight) for name, weight in weights(whole).items())
 
@@ -53,7 +53,7 @@ def test_raise_names_the_judge_and_the_cause_and_leaves_a_usable_checkpoint(tmp_
 @pytest.mark.parametrize("make", [judge, remote])
 def test_skip_goes_on_and_its_counts_are_exact(tmp_path, port, make):
     settings = {"batch_size": 1} if make is remote else {}
-    reward = make(port, "broken_for_x", max_retries=0, **settings)
+    reward = make(port, "broken_for_x", max_retries=0, timeout=10.0, **settings)
     built = trainer(
         tmp_path,
         reward_funcs=reward,
@@ -72,7 +72,7 @@ def test_skip_goes_on_and_its_counts_are_exact(tmp_path, port, make):
 
 
 def test_too_many_failures_end_the_run_with_the_first_cause(tmp_path, port):
-    reward = judge(port, "broken", timeout=0.5, max_retries=0)
+    reward = judge(port, "broken", timeout=10.0, max_retries=0)
     built = trainer(tmp_path, reward_funcs=[length_reward, reward], reward_on_error="skip", dataset=prompts(8))
     with pytest.raises(RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*500"):
         built.train()
