@@ -10,7 +10,15 @@ from test_trainer import rollouts_of, trainer, weights
 from tiny import length_reward, prompts
 
 from trl_ppo_ext import RewardError
-from trl_ppo_ext.rewards import FunctionReward, RewardShaping, RunningMoments, ScoringBatch, read_scores, score_all
+from trl_ppo_ext.rewards import (
+    FunctionReward,
+    RewardShaping,
+    RunningMoments,
+    ScoringBatch,
+    monitor,
+    read_scores,
+    score_all,
+)
 from trl_ppo_ext.rewards.scoring import ask
 
 NAN = float("nan")
@@ -148,6 +156,15 @@ def test_too_many_failures_end_the_run_with_the_first_cause():
     with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
         score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
     score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
+
+
+def test_a_wrong_count_fails_all_completions_and_stops_no_monitor():
+    short = gives(1.0)
+    with pytest.raises(RewardError, match="gave 1 scores for 3 completions"):
+        score_all([short], batch(), None, "raise", 1.0, **ALONE)
+    skipped = score_all([short, gives(1.0, 1.0, 1.0)], batch(), None, "skip", 1.0, **ALONE)
+    assert skipped.failed.tolist() == [[True, False]] * 3 and not skipped.usable.any()
+    assert monitor([short], batch(), ALONE["device"]).isnan().all()
 
 
 def test_an_exception_in_a_function_names_the_reward_and_keeps_its_cause():

@@ -71,6 +71,13 @@ def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Any]:
     return answers
 
 
+def _read(reward: Reward, given: Any, lengths: list[int]) -> Scores:
+    try:
+        return read_scores(reward.name, given, lengths)
+    except RewardError as failure:  # of the whole answer: nobody can tell whose scores these are
+        return read_scores(reward.name, failure, lengths)
+
+
 def score_all(
     rewards: Sequence[Reward],
     batch: ScoringBatch,
@@ -99,7 +106,7 @@ def score_all(
             completion.
     """
     lengths = [len(ids) for ids in batch.completion_ids]
-    all_scores = [read_scores(reward.name, given, lengths) for reward, given in zip(rewards, ask(rewards, batch))]
+    all_scores = [_read(reward, given, lengths) for reward, given in zip(rewards, ask(rewards, batch))]
     if on_error == "raise":
         for failures in (scores.failures for scores in all_scores if scores.failures):
             raise next(iter(failures.values()))
@@ -167,5 +174,5 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
         `Tensor` of shape `[batch, monitors]`: Scores, NaN where one does not apply or failed.
     """
     lengths = [len(ids) for ids in batch.completion_ids]
-    all_scores = [read_scores(m.name, given, lengths) for m, given in zip(monitors, ask(monitors, batch))]
+    all_scores = [_read(reward, given, lengths) for reward, given in zip(monitors, ask(monitors, batch))]
     return torch.stack([scores.totals for scores in all_scores], 1).to(device)
