@@ -63,8 +63,8 @@ def align(
         "logging_steps": 8,
         "save_steps": 40,
         "save_total_limit": 1,
-        "learning_rate": 1e-3,
-        "max_steps": 200,
+        "learning_rate": 1.5e-3,
+        "max_steps": 240,
         "generation_batch_size": 128,
         "per_device_train_batch_size": 32,
         "per_device_eval_batch_size": 128,
@@ -72,7 +72,7 @@ def align(
         "num_ppo_epochs": 2,
         "max_completion_length": 48,
         "missing_eos_penalty": 2.0,
-        "kl_coef": 0.1,
+        "kl_coef": 0.03,
     }
     known = {word for word, count in first_words(corpus).items() if count >= 2}
 
