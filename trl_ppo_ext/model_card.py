@@ -13,7 +13,7 @@ TEMPLATE = """---
 
 # {{ model_name }}
 
-A {{ adapter_type }} adapter trained with PPO by [trl_ppo_ext](https://pypi.org/project/trl_ppo_ext)
+A {{ adapter_type }} adapter trained with PPO by trl_ppo_ext
 {%- if on_hub %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
 One frozen base model was policy (this adapter on), reference ({{ reference }}) and critic
 (`value_head.safetensors`).
