@@ -125,7 +125,7 @@ def test_reference_restores_the_policy_after_an_error(tmp_path):
 
 def gradients(built, batch):
     built.zero_grad()
-    outputs = built(batch, with_entropy=True, entropy_needs_grad=True)
+    outputs = built(batch, with_entropy=True)
     (outputs.logprobs.sum() + outputs.values.sum() + outputs.entropies.sum()).backward()
     return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
 

@@ -40,7 +40,7 @@ def build(tmp_path, given, **settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kl_estimator": "k4"}, r"`kl_estimator` must be one of 'k1', 'k2', 'k3', got 'k4'"),
+        ({"kl_estimator": "k4"}, r"`kl_estimator` must be one of 'k1', 'k2', 'k3', 'exact', got 'k4'"),
         ({"reward_quantization": "int4"}, r"`reward_quantization` must be one of 'nf4', 'fp4', 'int8', .*got 'int4'"),
         ({"temperature": 0}, r"`temperature` must be above 0, got 0"),
         ({"temperature": -1.0}, r"`temperature` must be above 0, got -1.0"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import threading
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 
 from trl_ppo_ext.ppo_math import (
+    LOG_RATIO_BOUND,
     aggregate_loss,
     clipped_policy_loss,
     clipped_value_loss,
+    exact_kl,
     gae,
     kl_estimate,
+    length_adaptive_lambda,
     masked_mean,
     masked_var,
     scale_to_unit_variance,
+    sequence_logprobs,
     whiten,
 )
 
@@ -194,6 +199,147 @@ def test_gae_of_a_row_in_which_nothing_counts_is_zero():
     assert not returns.any()
 
 
+def test_gae_with_one_lambda_for_all_rows_is_gae_with_that_number():
+    rewards, values = normal(*MASK.shape, seed=13), normal(*MASK.shape, seed=14)
+    expected = gae(rewards, values, MASK, 0.97, 0.95)
+    actual = gae(rewards, values, MASK, 0.97, torch.full((len(MASK),), 0.95, dtype=torch.float64))
+    for of_tensor, of_number in zip(actual, expected):
+        close(of_tensor, of_number)
+
+
+def test_decoupled_lambdas_give_the_critic_monte_carlo_targets_whatever_the_policy_takes():
+    rewards, values = normal(*MASK.shape, seed=15), normal(*MASK.shape, seed=16)
+    lam = length_adaptive_lambda(MASK.double(), alpha=0.5)
+    advantages, coupled_returns = gae(rewards, values, MASK, 1.0, lam)
+    _, returns = gae(rewards, values, MASK, 1.0, 1.0)
+    to_come = (rewards * MASK).flip(1).cumsum(1).flip(1)
+    close(returns, to_come * MASK)
+    assert (coupled_returns - returns).abs().max() > 0.1
+    close(advantages, (coupled_returns - values) * MASK)
+
+
+# ---- length-adaptive lambda ----
+
+
+def test_length_adaptive_lambda_by_hand():
+    # lengths 7, 4, 5, 4, 3, 1 of the rows of MASK
+    lam = length_adaptive_lambda(MASK.double(), alpha=0.25)
+    close(lam, [1 - 4 / 7, 0.0, 1 - 4 / 5, 0.0, 0.0, 0.0])
+    close(length_adaptive_lambda(torch.ones(1, 1000, dtype=torch.float64), alpha=0.05), [0.98])
+
+
+def test_length_adaptive_lambda_makes_the_weights_of_gae_sum_to_a_share_of_the_response():
+    alpha = 0.05
+    for length in (100, 1000):
+        lam = length_adaptive_lambda(torch.ones(1, length, dtype=torch.float64), alpha)
+        weights = lam ** torch.arange(100 * length)
+        close(weights.sum(), alpha * length, 1e-9)
+
+
+def test_length_adaptive_lambda_of_no_token_is_zero_and_none_is_ever_outside_zero_to_one():
+    mask = torch.tensor([[0] * 6, [1] * 6])
+    for alpha in (1e-9, 0.05, 1.0, 1e9, math.inf):
+        lam = length_adaptive_lambda(mask, alpha)
+        assert lam.shape == (2,)
+        assert lam[0] == 0
+        assert 0 <= lam[1] <= 1
+
+
+def test_length_adaptive_lambda_counts_tokens_and_not_positions():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 1]])
+    close(length_adaptive_lambda(mask.double(), 1.0), [0.8, 0.8])
+    for kind in (torch.bool, torch.int64, torch.float32):
+        torch.testing.assert_close(length_adaptive_lambda(mask.to(kind), 1.0), torch.tensor([0.8, 0.8]))
+
+
+def test_gae_with_length_adaptive_lambda_becomes_monte_carlo_as_alpha_grows():
+    rewards, values = normal(*MASK.shape, seed=17), normal(*MASK.shape, seed=18)
+    monte_carlo, _ = gae(rewards, values, MASK, 1.0, 1.0)
+
+    def distance(alpha):
+        advantages, _ = gae(rewards, values, MASK, 1.0, length_adaptive_lambda(MASK.double(), alpha))
+        return (advantages - monte_carlo).abs().max().item()
+
+    assert distance(1.0) > 0.1
+    assert distance(1e9) < 1e-7
+    assert distance(math.inf) == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, -0.05, math.nan])
+def test_an_alpha_that_is_not_above_zero_is_refused(alpha):
+    with pytest.raises(ValueError, match=rf"`alpha` must be above 0, got {alpha}"):
+        length_adaptive_lambda(MASK, alpha)
+
+
+# ---- log-probabilities of whole sequences ----
+
+
+def near_policies(seed=1):
+    """Log-probabilities, with gradients, and old ones near them: no ratio of a sequence is outside 1 ± 0.3."""
+    old_logprobs = -normal(*MASK.shape, seed=seed).abs()
+    logprobs = (old_logprobs + 0.1 * normal(*MASK.shape, seed=seed + 1)).requires_grad_()
+    return logprobs, old_logprobs
+
+
+def test_sequence_ratio_is_the_geometric_mean_of_the_ratios_of_its_tokens():
+    logprobs, old_logprobs = near_policies()
+    log_ratio = sequence_logprobs(logprobs, old_logprobs, MASK) - old_logprobs
+    for row, mask in enumerate(MASK.bool()):
+        ratios = (logprobs[row] - old_logprobs[row])[mask].exp()
+        close(log_ratio[row].exp(), (ratios.prod() ** (1 / len(ratios))).expand(MASK.shape[1]))
+
+
+def test_sequence_logprobs_of_one_token_are_those_of_the_token():
+    logprobs, old_logprobs = near_policies()
+    mask = torch.nn.functional.one_hot(torch.arange(len(MASK)), MASK.shape[1])
+    close(sequence_logprobs(logprobs, old_logprobs, mask)[mask.bool()], logprobs[mask.bool()])
+
+
+def test_sequence_logprobs_are_the_old_ones_where_nothing_moved_or_nothing_counts():
+    old_logprobs = near_policies()[1].float()
+    assert torch.equal(sequence_logprobs(old_logprobs, old_logprobs, MASK), old_logprobs)
+    assert torch.equal(sequence_logprobs(old_logprobs + 1, old_logprobs, 0 * MASK), old_logprobs)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence_mean"])
+def test_gradient_of_the_loss_with_sequence_ratios(mode):
+    """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s and one advantage."""
+    logprobs, old_logprobs = near_policies()
+    of_sequence = normal(len(MASK), 1, seed=3)
+    per_token = clipped_policy_loss(
+        sequence_logprobs(logprobs, old_logprobs, MASK), old_logprobs, of_sequence.expand(MASK.shape), 0.5, 0.5
+    )
+    aggregate_loss(per_token, MASK, mode).backward()
+    lengths = MASK.double().sum(1, keepdim=True)
+    ratio = (((logprobs.detach() - old_logprobs) * MASK).sum(1, keepdim=True) / lengths).exp()
+    share = 1 / lengths.sum() if mode == "token" else 1 / (lengths * len(MASK))
+    close(logprobs.grad, -ratio * of_sequence * share * MASK)
+
+
+def test_a_sequence_beyond_the_clip_range_loses_the_gradient_of_all_its_tokens():
+    logprobs, old_logprobs = near_policies()
+    mean = (((logprobs - old_logprobs) * MASK).sum(1) / MASK.sum(1)).detach()
+    threshold = mean.sort().values[2:4].mean()  # half of the sequences are beyond it
+    advantages = torch.ones_like(old_logprobs)
+    levelled = sequence_logprobs(logprobs, old_logprobs, MASK)
+    loss = clipped_policy_loss(levelled, old_logprobs, advantages, 0.9, (threshold.exp() - 1).item())
+    aggregate_loss(loss, MASK, "token").backward()
+    alive = logprobs.grad.abs() > 0
+    assert torch.equal(alive, MASK.bool() & (mean < threshold)[:, None])
+
+
+def test_sequence_logprobs_do_not_read_masked_positions():
+    logprobs, old_logprobs = near_policies()
+    expected = sequence_logprobs(logprobs, old_logprobs, MASK)[MASK.bool()]
+    for seed in (1, 2):
+        other = garbage(logprobs.detach(), MASK, seed).requires_grad_()
+        actual = sequence_logprobs(other, garbage(old_logprobs, MASK, seed + 10), MASK)
+        assert torch.equal(actual[MASK.bool()], expected)
+        actual.sum().backward()
+        assert not other.grad[~MASK.bool()].any()
+        assert other.grad[MASK.bool()].all()
+
+
 # ---- policy loss ----
 
 
@@ -249,6 +395,29 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_and_nothing_else():
     assert (dual[bounded] < plain[bounded]).all()
 
 
+def test_log_ratios_are_bounded_and_untouched_within_the_bound():
+    log_ratios = torch.tensor([[-1e4, -100.0, -21.0, -19.0, 0.0, 19.0, 21.0, 100.0, 1e4]], dtype=torch.float64)
+    logprobs, old_logprobs = log_ratios.clone().requires_grad_(), torch.zeros_like(log_ratios)
+    advantages = torch.full_like(log_ratios, -1.0)  # so that a large ratio is not clipped
+    loss = clipped_policy_loss(logprobs, old_logprobs, advantages, 1.0, 0.2)
+    loss.sum().backward()
+    within = log_ratios.abs() <= LOG_RATIO_BOUND
+    edge = (LOG_RATIO_BOUND * log_ratios.sign()).exp()
+    close(loss, torch.where(within, log_ratios.exp(), edge))
+    close(logprobs.grad, torch.where(within, log_ratios.exp(), 0))
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_policies_far_apart_give_finite_losses_and_gradient_norms_in_single_precision(advantage, dual_clip):
+    logprobs = torch.tensor([[-1e4, -90.0, 0.0, 50.0, 90.0, 1e4]], requires_grad=True)
+    advantages = torch.full((1, 6), advantage)
+    loss = clipped_policy_loss(logprobs, torch.zeros(1, 6), advantages, 0.2, 0.2, dual_clip)
+    (loss * torch.tensor([[0, 1, 1, 1, 1, 0]])).sum().backward()
+    assert loss.isfinite().all()
+    assert logprobs.grad.norm().isfinite()
+
+
 # ---- value loss ----
 
 
@@ -299,11 +468,68 @@ def policies():
     return logits, logits.log_softmax(-1), normal(3, 9, seed=2).log_softmax(-1)
 
 
+def expected_estimate(policy, reference, estimator):
+    return (policy.exp() * kl_estimate(policy, reference, estimator)).sum(-1)
+
+
+def test_exact_kl_is_the_sum_over_the_vocabulary():
+    _, policy, reference = policies()
+    kl = exact_kl(policy, reference)
+    close(kl, torch.nn.functional.kl_div(reference, policy, log_target=True, reduction="none").sum(-1))
+    for row in range(len(kl)):
+        pairs = zip(policy[row].exp().tolist(), reference[row].exp().tolist())
+        close(kl[row], sum(p * math.log(p / q) for p, q in pairs))
+
+
+def test_exact_kl_takes_any_leading_dimensions():
+    policy, reference = normal(2, 3, 4, 9, seed=1).log_softmax(-1), normal(2, 3, 4, 9, seed=2).log_softmax(-1)
+    kl = exact_kl(policy, reference)
+    assert kl.shape == (2, 3, 4)
+    close(kl[1, 2, 3], exact_kl(policy[1, 2, 3], reference[1, 2, 3]))
+    assert (kl > 0).all()
+    assert not exact_kl(policy, policy).any()
+
+
+def test_tokens_the_policy_never_takes_add_nothing_to_the_exact_kl_nor_to_its_gradient():
+    logits = normal(1, 5, seed=1)
+    never = torch.tensor([[0, 1, 0, 0, 1]]).bool()
+    reference = normal(1, 5, seed=2).masked_fill(torch.tensor([[0, 1, 0, 0, 0]]).bool(), -torch.inf).log_softmax(-1)
+    logits = logits.masked_fill(never, -torch.inf).requires_grad_()
+    kl = exact_kl(logits.log_softmax(-1), reference)
+    kept = logits.detach()[~never].requires_grad_()
+    alone = exact_kl(kept.log_softmax(-1), reference[~never])
+    close(kl[0], alone)
+    kl.sum().backward()
+    alone.backward()
+    close(logits.grad[~never], kept.grad)
+    assert not logits.grad[never].any()
+
+
+def test_exact_kl_is_infinite_where_only_the_reference_never_takes_a_token():
+    policy = torch.tensor([0.5, 0.5]).log()
+    assert exact_kl(policy, torch.tensor([1.0, 0.0]).log()) == torch.inf
+    close(exact_kl(torch.tensor([1.0, 0.0]).log(), policy), math.log(2), 1e-6)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased(estimator):
     _, policy, reference = policies()
-    expectation = (policy.exp() * kl_estimate(policy, reference, estimator)).sum(-1)
-    close(expectation, torch.nn.functional.kl_div(reference, policy, log_target=True, reduction="none").sum(-1))
+    close(expected_estimate(policy, reference, estimator), exact_kl(policy, reference))
+
+
+def test_k2_is_biased():
+    _, policy, reference = policies()
+    bias = expected_estimate(policy, reference, "k2") / exact_kl(policy, reference) - 1
+    assert (bias.abs() > 0.01).all()
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k3", True), ("k2", False)])
+def test_mean_of_samples_is_the_exact_kl_within_four_standard_errors(estimator, unbiased):
+    policy, reference = (x.detach()[0] for x in policies()[1:])
+    samples = torch.multinomial(policy.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(3))
+    estimates = kl_estimate(policy[samples], reference[samples], estimator)
+    standard_errors = (estimates.mean() - exact_kl(policy, reference)) / (estimates.std() / len(samples) ** 0.5)
+    assert (abs(standard_errors.item()) < 4) == unbiased
 
 
 def test_k2_has_the_right_size_where_the_policies_are_near():
@@ -326,6 +552,12 @@ def test_gradient_of_a_kl_estimator_under_sampling_from_the_policy(estimator, gr
         "forward KL": p - q,  # ∂KL(π_ref ‖ π)/∂logits
     }
     close(logits.grad, expected[gradient_of])
+    divergence = {
+        "nothing": lambda policy: 0 * policy.sum(),
+        "reverse KL": lambda policy: exact_kl(policy, reference).sum(),
+        "forward KL": lambda policy: exact_kl(reference, policy).sum(),
+    }
+    close(logits.grad, torch.autograd.grad(divergence[gradient_of](logits.log_softmax(-1)), logits)[0])
 
 
 def test_k2_and_k3_are_never_negative_and_zero_only_where_the_policies_agree():
@@ -469,6 +701,9 @@ def test_the_loss_of_no_token_is_zero(mode):
         (lambda a, b: gae(a, a, b, 1.0, 1.0), ["rewards", "values", "response_mask"]),
         (lambda a, b: gae(a, b, a, 1.0, 1.0), ["rewards", "values", "response_mask"]),
         (lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2), ["logprobs", "old_logprobs", "advantages"]),
+        (lambda a, b: sequence_logprobs(a, b, a), ["logprobs", "old_logprobs", "response_mask"]),
+        (lambda a, b: sequence_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
+        (lambda a, b: exact_kl(a, b), ["logprobs", "ref_logprobs"]),
         (lambda a, b: clipped_value_loss(a, b, a, 0.2), ["values", "old_values", "returns"]),
         (lambda a, b: kl_estimate(a, b, "k1"), ["logprobs", "ref_logprobs"]),
         (lambda a, b: masked_mean(a, b), ["x", "mask"]),

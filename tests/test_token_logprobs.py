@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from trl_ppo_ext.modeling import logprobs as module
 from trl_ppo_ext.modeling import token_logprobs
@@ -21,14 +22,40 @@ def problem(dtype=torch.float64):
     return hidden, weight, bias, torch.randint(VOCABULARY, (ROWS,))
 
 
+def near(hidden, by=0.3):
+    return hidden.detach() + by * torch.randn_like(hidden)
+
+
 def plain(hidden, weight, bias, tokens):
     log_p = ((hidden @ weight.T + bias) / TEMPERATURE).log_softmax(-1)
     return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+def plain_kl(hidden, ref_hidden, weight, bias=None, temperature=TEMPERATURE):
+    """By autograd, in float64."""
+    logits, ref_logits = (F.linear(h.double(), weight.double(), bias) / temperature for h in (hidden, ref_hidden))
+    return F.kl_div(F.log_softmax(ref_logits, -1), F.log_softmax(logits, -1), reduction="none", log_target=True).sum(
+        -1
+    )
+
+
+def everything(hidden, ref_hidden, weight, bias, tokens):
+    return token_logprobs(
+        hidden,
+        weight,
+        tokens,
+        TEMPERATURE,
+        bias,
+        with_entropy=True,
+        entropy_needs_grad=True,
+        ref_hidden=ref_hidden,
+        kl_needs_grad=True,
+    )
+
+
 def test_equals_the_plain_projection(chunk_size):
     hidden, weight, bias, tokens = problem(torch.float32)
-    logprobs, entropies = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True)
+    logprobs, entropies, _ = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True)
     expected_logprobs, expected_entropies = plain(hidden, weight, bias, tokens)
     torch.testing.assert_close(logprobs, expected_logprobs)
     torch.testing.assert_close(entropies, expected_entropies)
@@ -38,21 +65,136 @@ def test_gradient_equals_autograd_through_the_plain_projection(chunk_size):
     hidden, weight, bias, tokens = problem(torch.float32)
     along = torch.randn(2, ROWS)
     fused = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True, entropy_needs_grad=True)
-    (got,) = torch.autograd.grad((along[0] * fused[0] + along[1] * fused[1]).sum(), hidden)
+    (got,) = torch.autograd.grad((along[0] * fused.logprobs + along[1] * fused.entropies).sum(), hidden)
     logprobs, entropies = plain(hidden, weight, bias, tokens)
     (expected,) = torch.autograd.grad((along[0] * logprobs + along[1] * entropies).sum(), hidden)
     torch.testing.assert_close(got, expected)
 
 
-def test_entropy_without_gradient_leaves_none():
+def test_what_was_not_asked_for_is_none():
+    hidden, weight, _, tokens = problem(torch.float32)
+    assert token_logprobs(hidden, weight, tokens)[1:] == (None, None)
+    assert token_logprobs(hidden, weight, tokens, ref_hidden=near(hidden)).entropies is None
+    assert token_logprobs(hidden, weight, tokens, with_entropy=True, kl_needs_grad=True).kls is None
+
+
+def test_no_gradient_flows_through_what_needs_none():
     hidden, weight, bias, tokens = problem(torch.float32)
-    logprobs, entropies = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True)
-    assert not entropies.requires_grad and logprobs.requires_grad
-    assert token_logprobs(hidden, weight, tokens)[1] is None
+    logprobs, entropies, kls = token_logprobs(hidden, weight, tokens, with_entropy=True, ref_hidden=near(hidden))
+    assert logprobs.requires_grad and not entropies.requires_grad and not kls.requires_grad
+    with torch.no_grad():
+        of_nothing = everything(hidden, near(hidden), weight, bias, tokens)
+    assert not any(statistic.requires_grad for statistic in of_nothing)
 
 
-def test_no_tensor_over_rows_and_vocabulary_exists(monkeypatch):
-    """The largest tensor that any operation of forward and backward makes is one chunk of logits."""
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_kl_and_its_gradient_equal_autograd_in_float64(chunk_size, temperature, with_bias):
+    hidden, weight, bias, tokens = problem()
+    bias = bias if with_bias else None
+    ref_hidden, along = near(hidden), torch.randn(ROWS, dtype=torch.float64)
+    fused = token_logprobs(hidden, weight, tokens, temperature, bias, ref_hidden=ref_hidden, kl_needs_grad=True)
+    expected = plain_kl(hidden, ref_hidden, weight, bias, temperature)
+    assert fused.kls.dtype == torch.float32 and fused.kls.shape == (ROWS,)
+    # the normalisers, about 10, are rounded to float32
+    torch.testing.assert_close(fused.kls.double(), expected, rtol=1e-5, atol=3e-6)
+    (got,) = torch.autograd.grad((along * fused.kls).sum(), hidden)
+    torch.testing.assert_close(got, torch.autograd.grad((along * expected).sum(), hidden)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_kl_gradient_equals_finite_differences():
+    hidden, weight, bias, tokens = problem()
+    ref_hidden, epsilon = near(hidden), 1e-5
+    kls = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, ref_hidden=ref_hidden, kl_needs_grad=True).kls
+    (got,) = torch.autograd.grad(kls.sum(), hidden)
+    for at in range(HIDDEN):
+        step = torch.zeros_like(hidden)
+        step[:, at] = epsilon  # rows are independent: one step serves all
+        ahead, behind = (plain_kl(hidden + sign * step, ref_hidden, weight, bias) for sign in (1, -1))
+        torch.testing.assert_close(got[:, at], ((ahead - behind) / (2 * epsilon)).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_kl_of_two_known_distributions():
+    """From (3/4, 1/4) to (1/2, 1/2): ¾·log(3/2) + ¼·log(1/2). From the other side the number is another."""
+    logit = torch.tensor([[3.0]]).log()
+    weight, token = torch.tensor([[1.0], [0.0]]), torch.tensor([0])
+    got = token_logprobs(logit, weight, token, ref_hidden=torch.zeros(1, 1)).kls
+    torch.testing.assert_close(got, 0.75 * torch.tensor([1.5]).log() + 0.25 * torch.tensor([0.5]).log())
+    back = token_logprobs(torch.zeros(1, 1), weight, token, ref_hidden=logit).kls
+    torch.testing.assert_close(back, 0.5 * torch.tensor([2 / 3]).log() + 0.5 * torch.tensor([2.0]).log())
+
+
+def test_gradients_of_all_three_statistics_add_up(chunk_size):
+    hidden, weight, bias, tokens = problem(torch.float32)
+    ref_hidden, along = near(hidden), torch.randn(3, ROWS)
+    fused = everything(hidden, ref_hidden, weight, bias, tokens)
+    expected = (*plain(hidden, weight, bias, tokens), plain_kl(hidden, ref_hidden, weight, bias.double()))
+    for got, value in zip(fused, expected):
+        torch.testing.assert_close(got, value.float())
+    (got,) = torch.autograd.grad(sum((a * f).sum() for a, f in zip(along, fused)), hidden)
+    (gradient,) = torch.autograd.grad(sum((a * e).sum() for a, e in zip(along, expected)), hidden)
+    torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 5003])
+def test_kl_from_the_same_hidden_states_is_exactly_zero(chunk_size, dtype, vocabulary):
+    hidden, _, _, tokens = problem(dtype)
+    weight, bias = torch.randn(vocabulary, HIDDEN, dtype=dtype), torch.randn(vocabulary, dtype=dtype)
+    kls = everything(hidden, hidden.detach().clone(), weight, bias, tokens).kls
+    assert torch.equal(kls, torch.zeros(ROWS))
+    assert not torch.autograd.grad(kls.sum(), hidden)[0].any()
+    away = everything(hidden, near(hidden), weight, bias, tokens).kls
+    assert (away > 0).all()
+
+
+def test_a_row_depends_on_its_own_reference_alone():
+    hidden, weight, bias, tokens = problem(torch.float32)
+    ref_hidden = near(hidden)
+    kls = everything(hidden, ref_hidden, weight, bias, tokens).kls
+    ref_hidden[5] += 1
+    assert (everything(hidden, ref_hidden, weight, bias, tokens).kls != kls).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("size", [1, 2 * VOCABULARY, 6 * VOCABULARY])
+def test_chunking_changes_no_bit_where_products_are_exact(monkeypatch, size):
+    """In small integers no product of matrices rounds, whatever the order of its sums."""
+    hidden, weight, bias, tokens = (x if x.dtype == torch.int64 else x.detach().mul(4).round() for x in problem())
+    numbers = hidden.float(), near(hidden, 2).round().float(), weight.float() / 32, bias.float(), tokens
+    whole = everything(*numbers)
+    monkeypatch.setitem(module.CHUNK_LOGITS, "cpu", size)
+    for in_chunks, at_once in zip(everything(*numbers), whole):
+        assert torch.equal(in_chunks, at_once)
+
+
+def test_log_probabilities_and_entropies_do_not_feel_the_reference(chunk_size):
+    hidden, weight, bias, tokens = problem(torch.float32)
+    alone = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True)
+    beside = everything(hidden, near(hidden), weight, bias, tokens)
+    torch.testing.assert_close(beside.logprobs, alone.logprobs)
+    torch.testing.assert_close(beside.entropies, alone.entropies)
+
+
+def test_no_gradient_flows_to_the_reference():
+    hidden, weight, bias, tokens = problem(torch.float32)
+    ref_hidden = near(hidden).requires_grad_()
+    everything(hidden, ref_hidden, weight, bias, tokens).kls.sum().backward()
+    assert ref_hidden.grad is None and hidden.grad.any()
+    assert not everything(hidden.detach(), ref_hidden, weight, bias, tokens).kls.requires_grad
+
+
+def test_a_reference_of_other_positions_is_refused():
+    hidden, weight, _, tokens = problem(torch.float32)
+    with pytest.raises(ValueError, match=r"`ref_hidden`.*\(13, 8\), got \(1, 8\)"):
+        token_logprobs(hidden, weight, tokens, ref_hidden=hidden[:1])
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_no_tensor_over_rows_and_vocabulary_exists(monkeypatch, with_reference):
+    """The largest tensor that any operation of forward and backward makes is one chunk of logits.
+
+    A reference shares the chunk: half the rows for each.
+    """
     monkeypatch.setitem(module.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
     largest = 0
 
@@ -67,17 +209,57 @@ def test_no_tensor_over_rows_and_vocabulary_exists(monkeypatch):
             return out
 
     hidden, weight, bias, tokens = problem(torch.float32)
+    ref_hidden = near(hidden) if with_reference else None
     with Watch():
-        logprobs, entropies = token_logprobs(
-            hidden, weight, tokens, bias=bias, with_entropy=True, entropy_needs_grad=True
+        statistics = everything(hidden, ref_hidden, weight, bias, tokens)
+        sum(statistic for statistic in statistics if statistic is not None).sum().backward()
+    assert largest == (2 if with_reference else 4) * VOCABULARY
+
+
+@pytest.mark.parametrize(("entropy_needs_grad", "kl_needs_grad"), [(False, False), (False, True), (True, True)])
+def test_the_backward_keeps_a_derivative_for_each_statistic_that_needs_it(entropy_needs_grad, kl_needs_grad):
+    hidden, weight, _, tokens = problem(torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda x: x):
+        statistics = token_logprobs(
+            hidden,
+            weight,
+            tokens,
+            with_entropy=True,
+            entropy_needs_grad=entropy_needs_grad,
+            ref_hidden=near(hidden),
+            kl_needs_grad=kl_needs_grad,
         )
-        (logprobs + entropies).sum().backward()
-    assert largest == 4 * VOCABULARY
+    assert kept == [(ROWS, HIDDEN)] * (1 + entropy_needs_grad + kl_needs_grad)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(statistics.logprobs.grad_fn).values())
 
 
 def test_bf16_log_sum_exp_is_computed_in_float32():
     hidden, weight, _, tokens = problem(torch.bfloat16)
-    logprobs, _ = token_logprobs(hidden, weight, tokens)
+    logprobs = token_logprobs(hidden, weight, tokens).logprobs
     logits = (hidden @ weight.T).float()
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_bf16_kl_is_that_of_the_rounded_logits():
+    hidden, weight, _, tokens = problem(torch.bfloat16)
+    ref_hidden = near(hidden)
+    kls = token_logprobs(hidden, weight, tokens, ref_hidden=ref_hidden, kl_needs_grad=True).kls
+    log_p, log_q = ((h @ weight.T).double().log_softmax(-1) for h in (hidden.detach(), ref_hidden))
+    torch.testing.assert_close(kls.double(), (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-5, atol=3e-6)
+    (got,) = torch.autograd.grad(kls.sum(), hidden)
+    (expected,) = torch.autograd.grad(plain_kl(hidden, ref_hidden, weight, temperature=1.0).sum(), hidden)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_autocast_rounds_the_logits_and_no_sum_over_the_vocabulary():
+    hidden, weight, _, tokens = problem(torch.float32)
+    ref_hidden = near(hidden, 0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = token_logprobs(hidden, weight, tokens, with_entropy=True, ref_hidden=ref_hidden)
+        logits, ref_logits = hidden @ weight.T, ref_hidden @ weight.T
+    log_p, log_q = logits.double().log_softmax(-1), ref_logits.double().log_softmax(-1)
+    torch.testing.assert_close(got.kls.double(), (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-4, atol=3e-6)
+    torch.testing.assert_close(got.entropies.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)

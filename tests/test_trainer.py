@@ -11,7 +11,7 @@ from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.experience import token_rewards
+from trl_ppo_ext.advantages import token_rewards
 from trl_ppo_ext.rewards import read_scores
 
 
@@ -34,9 +34,9 @@ def rollouts_of(built):
     seen, collect = [], built.experience.collect
 
     def recording(*args):
-        rollout, samples = collect(*args)
-        seen.append((rollout, samples))
-        return rollout, samples
+        collected = collect(*args)
+        seen.append(collected[:2])
+        return collected
 
     built.experience.collect = recording
     return seen
@@ -136,7 +136,7 @@ def gradient_of(built, rollout, rows):
     from trl_ppo_ext.rollout import MicroBatch
 
     built.actor_critic.zero_grad()
-    built._tokens_per_step = rollout.response_mask.sum()[None]
+    built._terms = built._terms._replace(denominators=rollout.response_mask.sum()[None])
     loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0)) for r in rows)
     loss.backward()
     return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}

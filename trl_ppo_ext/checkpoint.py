@@ -1,47 +1,28 @@
-"""Saving and loading: a plain PEFT adapter, and the value head beside it as safetensors."""
+"""Saving and loading: a plain PEFT adapter, and the critic beside it as safetensors."""
 
 import json
 import os
 from copy import copy
 from typing import Any
 
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .modeling import ActorCritic, check_fit
+from .modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights
+from .modeling.adapter_files import ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-VALUE_HEAD = "value_head.safetensors"
 STATE = "ppo_state.json"
+AVERAGED = "ema"
 
 
 class CheckpointError(ValueError):
     """Raised when a checkpoint lacks a file, or its tensors do not fit the model."""
 
 
-def save_adapter(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write the policy's adapter as PEFT does, and the value head.
-
-    Args:
-        actor_critic ([`ActorCritic`]): What is saved.
-        output_dir (`str`): An existing directory.
-        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the actor-critic, where they are sharded.
-    """
-    policy, name = actor_critic.policy, actor_critic.policy_adapter
-    prefix = "policy."
-    if state_dict is None:
-        of_policy, of_head = None, actor_critic.value_head.state_dict()
-    else:
-        of_policy = {key.removeprefix(prefix): x for key, x in state_dict.items() if key.startswith(prefix)}
-        of_head = {key.split(".")[-1]: x for key, x in state_dict.items() if key.startswith("value_head.")}
-    weights = get_peft_model_state_dict(policy, state_dict=of_policy, adapter_name=name, save_embedding_layers=False)
-    config = copy(policy.peft_config[name])
-    config.inference_mode = True
-    config.save_pretrained(output_dir)
-    for tensors, file in ((weights, ADAPTER_WEIGHTS), (of_head, VALUE_HEAD)):
-        contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(contiguous, os.path.join(output_dir, file), metadata={"format": "pt"})
+def _write(tensors: dict[str, Tensor], path: str) -> None:
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def _read(directory: str, file: str) -> dict[str, Tensor]:
@@ -51,17 +32,86 @@ def _read(directory: str, file: str) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _check_fit(file: str, given: dict[str, Tensor], needed: dict[str, Tensor]) -> None:
-    try:
-        check_fit(needed=needed, given=given)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
-        ) from None
+def save_adapter(policy: PeftModel, name: str, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write one adapter as PEFT does.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+        output_dir (`str`): Where to; it is made if there is none.
+        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the model, where they are sharded.
+    """
+    os.makedirs(output_dir, exist_ok=True)
+    config = copy(policy.peft_config[name])
+    config.inference_mode = True
+    config.save_pretrained(output_dir)
+    _write(adapter_weights(policy, name, state_dict), os.path.join(output_dir, ADAPTER_WEIGHTS))
 
 
-def load_adapter(actor_critic: ActorCritic, directory: str) -> None:
+def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write the value head and, in a folder of its own, the critic's adapter, whatever of these there is.
+
+    Args:
+        actor_critic ([`ActorCritic`]): What is saved.
+        output_dir (`str`): Where to; it is made if there is none.
+        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the actor-critic, where they are sharded.
+    """
+    if actor_critic.value_head is None:
+        return
+    os.makedirs(output_dir, exist_ok=True)
+    head = actor_critic.value_head.state_dict()
+    if state_dict is not None:
+        head = {key: state_dict[f"value_head.{key}"] for key in head}
+    _write(head, os.path.join(output_dir, VALUE_HEAD))
+    if actor_critic.critic_adapter is not None:
+        folder = os.path.join(output_dir, CRITIC_FOLDER)
+        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _of_policy(state_dict))
+
+
+def _of_policy(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    if state_dict is None:
+        return None
+    return {key.removeprefix("policy."): x for key, x in state_dict.items() if key.startswith("policy.")}
+
+
+def save_actor_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write the policy's adapter, and the critic beside it.
+
+    Args:
+        actor_critic ([`ActorCritic`]): What is saved.
+        output_dir (`str`): Where to; it is made if there is none.
+        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the actor-critic, where they are sharded.
+    """
+    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _of_policy(state_dict))
+    save_critic(actor_critic, output_dir, state_dict)
+
+
+def load_adapter(policy: PeftModel, name: str, directory: str) -> None:
     """Read what [`save_adapter`] wrote.
+
+    Args:
+        policy (`PeftModel`): Where the weights go.
+        name (`str`): The adapter.
+        directory (`str`): Where it was saved.
+
+    Raises:
+        [`CheckpointError`]: If a file is missing or does not fit.
+    """
+    weights = _read(directory, ADAPTER_WEIGHTS)
+    try:
+        load_adapter_weights(policy, name, weights)
+    except ValueError as error:
+        raise _unfit(ADAPTER_WEIGHTS, error) from None
+
+
+def _unfit(file: str, error: ValueError) -> CheckpointError:
+    return CheckpointError(
+        f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
+    )
+
+
+def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
+    """Read what [`save_actor_critic`] wrote.
 
     Args:
         actor_critic ([`ActorCritic`]): Where the weights go.
@@ -70,20 +120,22 @@ def load_adapter(actor_critic: ActorCritic, directory: str) -> None:
     Raises:
         [`CheckpointError`]: If a file is missing or does not fit.
     """
-    policy, name = actor_critic.policy, actor_critic.policy_adapter
-    weights, head = _read(directory, ADAPTER_WEIGHTS), _read(directory, VALUE_HEAD)
-    _check_fit(
-        ADAPTER_WEIGHTS,
-        weights,
-        get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False),
-    )
-    _check_fit(VALUE_HEAD, head, actor_critic.value_head.state_dict())
-    set_peft_model_state_dict(policy, weights, adapter_name=name)
-    actor_critic.value_head.load_state_dict(head)
+    head = None
+    if actor_critic.value_head is not None:
+        head = _read(directory, VALUE_HEAD)
+        try:
+            check_fit(needed=actor_critic.value_head.state_dict(), given=head)
+        except ValueError as error:
+            raise _unfit(VALUE_HEAD, error) from None
+    load_adapter(actor_critic.policy, actor_critic.policy_adapter, directory)
+    if actor_critic.critic_adapter is not None:
+        load_adapter(actor_critic.policy, actor_critic.critic_adapter, os.path.join(directory, CRITIC_FOLDER))
+    if actor_critic.value_head is not None and head is not None:
+        actor_critic.value_head.load_state_dict(head)
 
 
 def save_state(state: dict[str, Any], output_dir: str) -> None:
-    """Write what the run remembers besides weights: running statistics of the rewards.
+    """Write what the run remembers besides weights: running statistics of the rewards, coefficients.
 
     Args:
         state (`dict`): Numbers.

@@ -1,17 +1,14 @@
 """What a user of [`PPOTrainer`] sets."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from transformers import GenerationConfig, TrainingArguments
+from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .batch_plan import BatchPlan, accumulation_for
-
-KL_ESTIMATORS = ("k1", "k2", "k3")
-REWARD_QUANTIZATIONS = ("nf4", "fp4", "int8", None, "none")
+from .config_checks import check_generation_kwargs, check_values, choose_defaults
+from .presets import PRESETS
 
 
 @dataclass
@@ -98,25 +95,75 @@ class PPOConfig(TrainingArguments):
         num_mini_batches (`int`, *optional*, defaults to `1`):
             Optimizer steps in a pass.
         kl_coef (`float`, *optional*, defaults to `0.05`):
-            Coefficient of the KL penalty in the reward.
+            Coefficient of the KL penalty.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimator of the KL: `"k1"`, `"k2"` or `"k3"`.
+            The KL of a token: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"`, over the whole
+            vocabulary.
+        kl_placement (`str`, *optional*, defaults to `"reward"`):
+            Where the KL penalty enters: `"reward"`, `"loss"`, or `"both"` (for the exact KL). Only k1 in the reward,
+            or the exact KL in both, leads to the KL-regularised optimum; see docs/choices.md.
+        kl_target (`float`, *optional*):
+            Steer `kl_coef` so that a completion's mean KL is this many nats.
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Completions over which that steering acts; a longer one is slower.
+        target_kl (`float`, *optional*):
+            End a rollout's updates once the policy has moved this far from the one that sampled, in nats a token.
+        advantage_estimator (`str`, *optional*):
+            `"gae"` with a critic. Without one: `"grpo"` (the default then), `"dr_grpo"`, `"rloo"` or `"reinforce"`.
+        critic (`str`, *optional*, defaults to `"head"`):
+            `"head"`: a value head on the policy's trunk. `"adapter"`: a value head on an adapter of its own.
+            `"none"`: no critic.
+        critic_backprop (`bool`, *optional*, defaults to `True`):
+            Whether the value loss of `critic="head"` trains the policy's adapter too.
+        critic_learning_rate (`float`, *optional*):
+            Learning rate of the critic. Defaults to `learning_rate`.
+        critic_init (`str`, *optional*):
+            What the critic starts from: a directory or Hub id that `trl-ppo pretrain-critic` or PPOTrainer wrote or,
+            for `critic="adapter"`, a reward adapter on the same base.
+        value_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*, defaults to `0.2`):
             Clip range of the ratio.
+        cliprange_high (`float`, *optional*):
+            Clip range above 1. Defaults to `cliprange`.
+        dual_clip (`float`, *optional*):
+            Bound, above 1, of the ratio where the advantage is negative.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
+            Whether the ratio is that of each `"token"` or of the whole `"sequence"` (GSPO).
+        loss_aggregation (`str`, *optional*):
+            `"token"`: mean over tokens (the default). `"sequence_mean"`: mean over completions of each one's mean (the
+            default of GRPO). `"sequence_sum"`: mean over completions of each one's sum (the default of RLOO).
+            `"constant"`: that, divided by `max_completion_length` (the default of Dr. GRPO).
         cliprange_value (`float`, *optional*, defaults to `0.2`):
             Clip range of the values; `None` leaves them unclipped.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`):
             Coefficient of the entropy bonus.
+        entropy_target (`float`, *optional*):
+            Steer `entropy_coef`, from where it is set, so that the entropy stays above this many nats a token.
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount factor.
         lam (`float`, *optional*, defaults to `0.95`):
             λ of generalised advantage estimation.
+        lam_critic (`float`, *optional*):
+            λ of the critic's targets. Defaults to `lam`.
+        lam_length_alpha (`float`, *optional*):
+            α of a λ that grows with the completion, 1 − 1/(α·length), for the policy in place of `lam`.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Scale the token rewards of a rollout to unit variance (their mean stays).
-        whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Shift and scale the advantages of a rollout to zero mean and unit variance.
+        whiten_advantages (`bool`, *optional*):
+            Shift and scale the advantages of a rollout to zero mean and unit variance. Defaults to `True` with a
+            critic, to `False` without.
+        ptx_coef (`float`, *optional*, defaults to `1.0`):
+            Coefficient of the supervised loss on the trainer's `ptx_dataset`.
+        ptx_max_length (`int`, *optional*, defaults to `512`):
+            Longest supervised row, in tokens.
+        one_pass_scoring (`bool`, *optional*, defaults to `False`):
+            Score a rollout with policy, reference, critic and reward adapters in one forward over a mixed batch, in
+            place of one forward for each.
+        ema_decay (`float`, *optional*):
+            Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
 
         log_completions (`bool`, *optional*, defaults to `False`):
             Print a table of completions whenever metrics are logged.
@@ -202,18 +249,62 @@ class PPOConfig(TrainingArguments):
 
     num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over a rollout."})
     num_mini_batches: int = field(default=1, metadata={"help": "Optimizer steps in a pass over a rollout."})
-    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty in the reward."})
-    kl_estimator: str = field(default="k1", metadata={"help": "Estimator of the KL: k1, k2 or k3."})
+    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty."})
+    kl_estimator: str = field(default="k1", metadata={"help": "The KL of a token: k1, k2, k3 or exact."})
+    kl_placement: str = field(default="reward", metadata={"help": "Where the KL enters: reward, loss or both."})
+    kl_target: float | None = field(
+        default=None, metadata={"help": "Steer kl_coef towards this KL of a completion, in nats."}
+    )
+    kl_horizon: int = field(default=10000, metadata={"help": "Completions over which kl_coef is steered."})
+    target_kl: float | None = field(
+        default=None, metadata={"help": "End a rollout's updates at this KL from the policy that sampled."}
+    )
+    advantage_estimator: str | None = field(
+        default=None, metadata={"help": "gae with a critic; grpo, dr_grpo, rloo or reinforce without."}
+    )
+    critic: str = field(default="head", metadata={"help": "head, adapter or none."})
+    critic_backprop: bool = field(
+        default=True, metadata={"help": "Whether the value loss of a head trains the policy's adapter."}
+    )
+    critic_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the critic."})
+    critic_init: str | None = field(
+        default=None, metadata={"help": "Pretrained critic, checkpoint or reward adapter that the critic starts from."}
+    )
+    value_warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps in which only the critic learns."})
     cliprange: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
+    cliprange_high: float | None = field(default=None, metadata={"help": "Clip range of the ratio above 1."})
+    dual_clip: float | None = field(
+        default=None, metadata={"help": "Bound of the ratio where the advantage is negative."}
+    )
+    importance_sampling_level: str = field(
+        default="token", metadata={"help": "Whether the ratio is a token's or the whole sequence's."}
+    )
+    loss_aggregation: str | None = field(
+        default=None, metadata={"help": "token, sequence_mean, sequence_sum or constant."}
+    )
     cliprange_value: float | None = field(default=0.2, metadata={"help": "Clip range of the values."})
     vf_coef: float = field(default=0.1, metadata={"help": "Coefficient of the value loss."})
     entropy_coef: float = field(default=0.0, metadata={"help": "Coefficient of the entropy bonus."})
+    entropy_target: float | None = field(
+        default=None, metadata={"help": "Steer entropy_coef so that the entropy stays above this."}
+    )
     gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
-    whiten_rewards: bool = field(default=False, metadata={"help": "Scale token rewards to unit variance."})
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Shift and scale advantages to zero mean and unit variance."}
+    lam_critic: float | None = field(default=None, metadata={"help": "Lambda of the critic's targets."})
+    lam_length_alpha: float | None = field(
+        default=None, metadata={"help": "Alpha of a lambda that grows with the completion's length."}
     )
+    whiten_rewards: bool = field(default=False, metadata={"help": "Scale token rewards to unit variance."})
+    whiten_advantages: bool | None = field(
+        default=None, metadata={"help": "Shift and scale advantages to zero mean and unit variance."}
+    )
+
+    ptx_coef: float = field(default=1.0, metadata={"help": "Coefficient of the supervised loss."})
+    ptx_max_length: int = field(default=512, metadata={"help": "Longest supervised row, in tokens."})
+    one_pass_scoring: bool = field(
+        default=False, metadata={"help": "Score a rollout with all adapters in one forward over a mixed batch."}
+    )
+    ema_decay: float | None = field(default=None, metadata={"help": "Decay of the policy's moving average."})
 
     log_completions: bool = field(default=False, metadata={"help": "Print a table of completions at every log."})
     num_completions_to_print: int = field(default=8, metadata={"help": "Rows of that table."})
@@ -221,43 +312,16 @@ class PPOConfig(TrainingArguments):
     def __post_init__(self):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        self._check_values()
+        choose_defaults(self)
+        check_values(self)
         super().__post_init__()
-        for name in set(self.generation_kwargs or {}) - vars(GenerationConfig()).keys():
-            raise ValueError(
-                f"`generation_kwargs` holds `{name}`, but `transformers.GenerationConfig` has no such field."
-            )
-        for name in _SET_AS_FIELDS & set(self.generation_kwargs or {}):
-            raise ValueError(
-                f"`generation_kwargs` holds `{name}`, but log-probabilities and shapes depend on it: set the field "
-                "of this config instead (one completion is sampled for each row; `num_generations` repeats rows)."
-            )
+        check_generation_kwargs(cast(dict | None, self.generation_kwargs))
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would be time lost
             self.ddp_find_unused_parameters = False
         if self.generation_batch_size is not None:
             self._derive_accumulation()
         BatchPlan.from_config(self, self.world_size)
-
-    def _check_values(self) -> None:
-        _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _check_choice("reward_baseline", self.reward_baseline, ("reference", None))
-        self.reward_on_error = _read_on_error(self.reward_on_error)
-        _check_choice("reward_quantization", self.reward_quantization, REWARD_QUANTIZATIONS)
-        for name, (fits, needed) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not fits(value):
-                raise ValueError(f"`{name}` must {needed}, got {value}.")
-        for name, (off, why) in _NOT_HONOURED.items():
-            if getattr(self, name, off) not in (off, None, False):
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is not supported: {why}. Leave it at {off!r}.")
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise ValueError(
-                "`load_best_model_at_end=True` needs `metric_for_best_model`, such as 'eval_reward': there is no "
-                "evaluation loss in PPO."
-            )
-        if self.remove_unused_columns:
-            raise ValueError("`remove_unused_columns=True` would take the columns that rewards need; leave it False.")
 
     def _derive_accumulation(self) -> None:
         size, passes = self.per_device_train_batch_size, self.world_size
@@ -272,62 +336,21 @@ class PPOConfig(TrainingArguments):
             )
         self.gradient_accumulation_steps = steps
 
+    @classmethod
+    def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
+        """The published settings of a paper, as far as a config can say them; see docs/presets.md.
 
-def _of(names: str, fits: Callable[[Any], bool], needed: str) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    return dict.fromkeys(names.split(), (fits, needed))
+        Args:
+            name (`str`): `"instructgpt"`, `"n_plus"`, `"vapo"`, `"orz"` or `"dapo"`.
+            output_dir (`str`, *optional*): Directory of the run.
+            overrides (`dict`): Fields that are set otherwise.
 
+        Returns:
+            [`PPOConfig`]: The config.
 
-_RANGES = {
-    **_of(
-        "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
-        "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print "
-        "gradient_accumulation_steps per_device_train_batch_size",
-        lambda value: value >= 1 and value == int(value),
-        "be a whole number, at least 1",
-    ),
-    **_of(
-        "temperature repetition_penalty reward_clip_range cliprange cliprange_value",
-        lambda value: 0 < value < math.inf,
-        "be above 0",
-    ),
-    **_of("top_k missing_eos_penalty kl_coef vf_coef", lambda value: 0 <= value < math.inf, "not be negative"),
-    **_of("entropy_coef", math.isfinite, "be finite"),
-    **_of("top_p", lambda value: 0 < value <= 1, "lie above 0 and at most at 1"),
-    **_of("gamma lam min_p max_reward_failures", lambda value: 0 <= value <= 1, "lie between 0 and 1"),
-}
-_SET_AS_FIELDS = set(
-    "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
-    "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings".split()
-)
-# what the Trainer would do to a model of its own, or to its data, and this trainer does not
-_NOT_HONOURED = {
-    "label_smoothing_factor": (0.0, "PPO has no labels"),
-    "train_sampling_strategy": ("random", "rollouts of prompts are drawn by `shuffle_dataset`"),
-    "neftune_noise_alpha": (None, "old and new log-probabilities must come from the same forward"),
-    "torch_compile": (False, "old and new log-probabilities must come from the same forward"),
-    "use_liger_kernel": (False, "log-probabilities are fused here already"),
-    "auto_find_batch_size": (
-        False,
-        "it would change the size of the rollout in the middle of a run; set `per_device_train_batch_size` and, to "
-        "keep the rollout, `generation_batch_size` instead",
-    ),
-    "include_num_input_tokens_seen": ("no", "`num_tokens` is logged anyway"),
-}
-
-
-def _read_on_error(value: Any) -> str:
-    """`"raise"`, `"skip"`, or a finite number; kept as text, as it comes from a command line."""
-    if value in ("raise", "skip"):
-        return value
-    try:
-        finite = math.isfinite(float(value))
-    except (TypeError, ValueError):
-        finite = False
-    if not finite:
-        raise ValueError(f"`reward_on_error` must be 'raise', 'skip' or a finite number, got {value!r}.")
-    return str(float(value))
-
-
-def _check_choice(name: str, value: Any, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(repr(choice) for choice in choices)}, got {value!r}.")
+        Raises:
+            `ValueError`: If there is no such preset.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"There is no preset {name!r}; there are {', '.join(map(repr, PRESETS))}.")
+        return cls(output_dir, **(PRESETS[name] | overrides))

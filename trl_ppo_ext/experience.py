@@ -1,6 +1,5 @@
 """From prompts to a rollout: generate, score, log-probabilities and values, rewards, advantages."""
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,15 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
 
 from . import ppo_math
+from .advantages import critic_advantages, group_advantages, token_rewards
+from .coefficients import entropy_coefficient, kl_coefficient
 from .data import PROMPT_IDS
 from .generation import Generator
 from .metrics import Metrics
 from .modeling import ActorCritic
 from .rewards import Reward, RewardShaping, Scored, ScoringBatch, monitor, score_all
 from .rollout import Rollout, Sequences
+from .sample_metrics import SampleMetrics
 
 
 class Samples(NamedTuple):
@@ -43,31 +45,47 @@ class Samples(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """What policy, reference and critic say about sampled tokens: `[batch, response]`, 0 at padding."""
+    """What policy, reference and critic say about sampled tokens: `[batch, response]`, 0 at padding.
+
+    Args:
+        logprobs (`Tensor`): Log-probabilities under the policy.
+        ref_logprobs (`Tensor`): Log-probabilities under the reference.
+        entropies (`Tensor`): Entropies of the policy, in nats.
+        values (`Tensor`, *optional*): Values, if there is a critic.
+        kls (`Tensor`, *optional*): Exact KL at each position, in nats, if it is what the reward is charged with.
+    """
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor
     entropies: Tensor
+    values: Tensor | None = None
+    kls: Tensor | None = None
 
 
-def token_rewards(tokens: Tensor, shaped: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
-    """Rewards where they enter, what shaping changed where the completion ends, and the KL penalty at every token.
+class Coefficients(NamedTuple):
+    """Coefficients that stay the same for a rollout and its updates.
 
     Args:
-        tokens (`Tensor` of shape `[batch, response]`): Weighted sum of the rewards, at the tokens where they enter.
-        shaped (`Tensor` of shape `[batch]`): Score that is optimised; the sum of `tokens` if nothing shapes it.
-        kl (`Tensor` of shape `[batch, response]`): KL of each token.
-        completion_mask (`Tensor` of shape `[batch, response]`): 1 at sampled tokens.
-        kl_coef (`float`): Coefficient of the penalty.
-
-    Returns:
-        `Tensor` of shape `[batch, response]`: Rewards, 0 at padding.
+        kl (`float`): Coefficient of the KL penalty.
+        entropy (`float`): Coefficient of the entropy bonus.
     """
-    rewards = tokens - kl_coef * kl * completion_mask
-    last = completion_mask.sum(1) - 1  # the token after which nothing was sampled: EOS, or where it was cut off
-    rewards[torch.arange(len(tokens), device=tokens.device), last] += shaped - tokens.sum(1)
-    return rewards
+
+    kl: float
+    entropy: float
+
+
+class Collected(NamedTuple):
+    """A rollout and where it comes from.
+
+    Args:
+        rollout ([`Rollout`]): What is learned from.
+        samples ([`Samples`]): What was sampled.
+        coefficients ([`Coefficients`]): Coefficients of its loss.
+    """
+
+    rollout: Rollout
+    samples: Samples
+    coefficients: Coefficients
 
 
 class Experience:
@@ -101,6 +119,10 @@ class Experience:
         self.args = args
         self.accelerator = accelerator
         self.shaping = RewardShaping(args)
+        self.kl_coef = kl_coefficient(args)
+        self.entropy_coef = entropy_coefficient(args)
+        self.sample_metrics = SampleMetrics(rewards, monitors, self.all_sum, accelerator.gather)
+        self.exact_kl = args.kl_estimator == "exact" and args.kl_placement != "loss"
 
     def all_sum(self, total: Tensor) -> Tensor:
         """Sum over all processes.
@@ -112,6 +134,28 @@ class Experience:
             `Tensor`: The sum.
         """
         return self.accelerator.reduce(total, reduction="sum")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: running statistics of the rewards, coefficients.
+
+        Returns:
+            `dict`: Numbers alone.
+        """
+        return {
+            "rewards": self.shaping.state_dict(),
+            "kl_coef": self.kl_coef.state_dict(),
+            "entropy_coef": self.entropy_coef.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what [`Experience.state_dict`] gave.
+
+        Args:
+            state (`dict`): The numbers.
+        """
+        self.shaping.load_state_dict(state["rewards"])
+        self.kl_coef.load_state_dict(state["kl_coef"])
+        self.entropy_coef.load_state_dict(state["entropy_coef"])
 
     @contextmanager
     def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
@@ -180,7 +224,9 @@ class Experience:
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
         return Samples(sequences, stopped, batch, scored, monitored, extra)
 
-    def _forward(self, run: Callable[[Sequences], Tensor | tuple], sequences: Sequences, name: str) -> list[Tensor]:
+    def _forward(
+        self, run: Callable[[Sequences], dict[str, Tensor]], sequences: Sequences, name: str
+    ) -> dict[str, Tensor]:
         """Run a forward in the micro-batches of the updates, and put the outputs together again."""
         bar = tqdm(
             torch.arange(len(sequences)).split(self.args.per_device_train_batch_size),
@@ -191,8 +237,12 @@ class Experience:
         )
         width = sequences.completion_ids.shape[1]
         outputs = [run(sequences.rows(index)) for index in bar]
-        padded = [[torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in output] for output in outputs]
-        return [torch.cat(parts) for parts in zip(*padded)]
+        return {
+            key: torch.cat(
+                [torch.nn.functional.pad(output[key], (0, width - output[key].shape[1])) for output in outputs]
+            )
+            for key in outputs[0]
+        }
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
@@ -207,75 +257,32 @@ class Experience:
         Returns:
             [`TokenScores`]: One number for each response token.
         """
-        temperature = self.args.temperature
+        temperature, exact_kl = self.args.temperature, self.exact_kl
 
-        def policy(part: Sequences) -> tuple[Tensor, ...]:
-            return tuple(self.actor_critic(part, temperature, with_entropy=True))
+        def policy(part: Sequences) -> dict[str, Tensor]:
+            outputs = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
+            return {name: x for name, x in outputs._asdict().items() if x is not None}
 
-        def reference(part: Sequences) -> tuple[Tensor, ...]:
-            return (self.actor_critic(part, temperature).logprobs,)
+        def reference(part: Sequences) -> dict[str, Tensor]:
+            return {"ref_logprobs": self.actor_critic.reference_logprobs(part, temperature)}
 
-        logprobs, values, entropies = self._forward(policy, sequences, "Log-probabilities")
-        with self.actor_critic.reference():
-            (ref_logprobs,) = self._forward(reference, sequences, "Reference")
-        return TokenScores(logprobs, ref_logprobs, values, entropies)
+        scores = self._forward(policy, sequences, "Log-probabilities")
+        scores |= self._forward(reference, sequences, "Reference")
+        return TokenScores(**scores)
 
-    def _log_samples(
-        self, samples: Samples, tokens: TokenScores, metrics: Metrics, counted: Tensor | None = None
-    ) -> None:
+    def _log(self, samples: Samples, tokens: TokenScores, metrics: Metrics, counted: Tensor) -> None:
         """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""
-        scored = samples.scored
-        if counted is None:
-            counted = torch.ones_like(samples.stopped)
-        for reward, scores, failed in zip(self.rewards, scored.rewards.unbind(1), scored.failed.unbind(1)):
-            applies = counted & ~scores.isnan() & ~failed
-            metrics.mean(f"rewards/{reward.name}/mean", scores, applies)
-            metrics.mean(f"rewards/{reward.name}/std", self._deviation(scores.nan_to_num(), applies))
-            metrics.total(f"rewards/{reward.name}/failed", failed & counted)
+        scored, completion_mask = samples.scored, samples.sequences.completion_mask
+        self.sample_metrics.log_rewards(scored, counted, metrics)
         counted = counted & scored.usable
-        mask = samples.sequences.completion_mask & counted[:, None]
-        lengths = samples.sequences.completion_mask.sum(1)
-        metrics.mean("reward", scored.totals, counted)
-        metrics.mean("reward_std", self._deviation(scored.totals, counted))
+        lengths = completion_mask.sum(1)
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
-        metrics.mean("kl", kl, mask)
-        metrics.mean("kl_per_completion", (kl * mask).sum(1), counted)
-        metrics.mean("entropy", tokens.entropies, mask)
-        metrics.mean("completions/mean_length", lengths, counted)
-        metrics.maximum("completions/max_length", lengths, counted)
-        metrics.minimum("completions/min_length", lengths, counted)
-        metrics.mean("completions/clipped_ratio", ~samples.stopped, counted)
-        metrics.mean("completions/mean_terminated_length", lengths, samples.stopped & counted)
-        self._log_hacking(samples, lengths.float(), counted, metrics)
+        self.sample_metrics.log_tokens(kl, tokens.entropies, completion_mask & counted[:, None], counted, metrics)
+        self.sample_metrics.log_completions(lengths, samples.stopped, counted, metrics)
+        completions = samples.batch.completions
+        self.sample_metrics.log_hacking(completions, scored, samples.monitored, lengths.float(), counted, metrics)
 
-    def _log_hacking(self, samples: Samples, lengths: Tensor, counted: Tensor, metrics: Metrics) -> None:
-        """What shows that a reward is climbed and its purpose is not."""
-        scored = samples.scored
-        correlation = ppo_math.masked_correlation(scored.totals, lengths, counted, self.all_sum)
-        metrics.mean("reward/length_correlation", correlation)
-        metrics.mean("completions/repeated_ratio", self._repeated(samples.batch.completions, counted))
-        applies = ~scored.rewards.isnan()
-        if len(self.rewards) > 1:
-            mean = scored.rewards.nanmean(1, keepdim=True)
-            squares = ((scored.rewards - mean) ** 2).nansum(1) / (applies.sum(1) - 1).clamp(min=1)
-            metrics.mean("rewards/disagreement", squares.sqrt(), counted & (applies.sum(1) > 1))
-        for reward, scores in zip(self.monitors, samples.monitored.unbind(1)):
-            applies = counted & ~scores.isnan()
-            metrics.mean(f"monitor/{reward.name}/mean", scores, applies)
-            metrics.mean(f"monitor/{reward.name}/gap", scored.totals - scores, applies)
-
-    def _repeated(self, completions: list, counted: Tensor) -> Tensor:
-        """Share of completions, over all processes, that occurred before; digests travel, not texts."""
-        digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
-        numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
-        everyone = self.accelerator.gather(torch.tensor(numbers, device=counted.device))
-        kept = everyone[self.accelerator.gather(counted)]
-        return 1 - torch.tensor(len(kept.unique()) / max(len(kept), 1), device=counted.device)
-
-    def _deviation(self, x: Tensor, mask: Tensor) -> Tensor:
-        return ppo_math.masked_var(x, mask, self.all_sum).sqrt()
-
-    def collect(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> tuple[Rollout, Samples]:
+    def collect(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Collected:
         """Collect one rollout.
 
         Args:
@@ -284,33 +291,70 @@ class Experience:
             state ([`~transformers.TrainerState`]): State of the run, for reward functions.
 
         Returns:
-            `tuple(Rollout, Samples)`: What is learned from, and what was sampled.
+            [`Collected`]: What is learned from, what was sampled, and the coefficients that go with it.
         """
         args = self.args
         samples = self.sample(rows, metrics, state)
         with self._timed("forward", metrics):
             tokens = self.score_tokens(samples.sequences)
-        self._log_samples(samples, tokens, metrics)
+        usable = samples.scored.usable
+        self._log(samples, tokens, metrics, torch.ones_like(usable))
 
         completion_mask = samples.sequences.completion_mask
-        response_mask = completion_mask & samples.scored.usable[:, None]
+        response_mask = completion_mask & usable[:, None]
         if args.mask_truncated_completions:
             response_mask = response_mask & samples.stopped[:, None]
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
-        scored = samples.scored
-        shaped = self.shaping(scored.totals, samples.stopped, scored.usable, self.all_sum)
-        rewards = token_rewards(scored.tokens, shaped, kl, completion_mask, args.kl_coef)
-        metrics.mean("objective", rewards.sum(1), scored.usable)
+        coefficients = self._coefficients(tokens, response_mask, usable)
+        rewards = self._rewards(samples, tokens, coefficients.kl)
+        metrics.mean("objective", rewards.sum(1), usable)
         if args.whiten_rewards:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
-        advantages, returns = ppo_math.gae(rewards, tokens.values, response_mask, args.gamma, args.lam)
-        unexplained = ppo_math.masked_var(returns - tokens.values, response_mask, self.all_sum)
-        variance = ppo_math.masked_var(returns, response_mask, self.all_sum)
-        metrics.mean("value/explained_variance", 1 - unexplained / variance.clamp(min=1e-8))
+        advantages, returns = self._advantages(rewards, tokens.values, response_mask, usable)
+        if returns is not None:
+            unexplained = ppo_math.masked_var(returns - tokens.values, response_mask, self.all_sum)
+            variance = ppo_math.masked_var(returns, response_mask, self.all_sum)
+            metrics.mean("value/explained_variance", 1 - unexplained / variance.clamp(min=1e-8))
         if args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
-        rollout = Rollout(samples.sequences, response_mask, tokens.logprobs, tokens.values, advantages, returns)
-        return rollout, samples
+        rollout = Rollout(
+            samples.sequences, response_mask, tokens.logprobs, tokens.ref_logprobs, advantages, tokens.values, returns
+        )
+        return Collected(rollout, samples, coefficients)
+
+    def _coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> Coefficients:
+        """Coefficients of this rollout; then the controllers see it."""
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1") * response_mask
+        completions = int(self.all_sum(usable.sum()))
+        self.entropy_coef.update(
+            float(ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)), completions
+        )
+        used = Coefficients(self.kl_coef.value, self.entropy_coef.value)
+        self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
+        return used
+
+    def _rewards(self, samples: Samples, tokens: TokenScores, kl_coef: float) -> Tensor:
+        """Rewards of the tokens, the KL penalty among them if that is its place."""
+        args, scored = self.args, samples.scored
+        shaped = self.shaping(scored.totals, samples.stopped, scored.usable, self.all_sum)
+        if args.kl_placement == "loss":
+            kl, kl_coef = torch.zeros_like(tokens.logprobs), 0.0
+        elif tokens.kls is not None:
+            kl = tokens.kls
+        else:
+            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
+        return token_rewards(scored.tokens, shaped, kl, samples.sequences.completion_mask, kl_coef)
+
+    def _advantages(
+        self, rewards: Tensor, values: Tensor | None, response_mask: Tensor, usable: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Advantages and, where there is a critic, its targets."""
+        if values is not None:
+            return critic_advantages(rewards, values, response_mask, self.args)
+        # a group may lie across processes
+        everyone, counted = self.accelerator.gather(rewards.sum(1)), self.accelerator.gather(usable)
+        advantages = group_advantages(everyone, counted, self.args)
+        first = self.accelerator.process_index * len(rewards)
+        return advantages[first : first + len(rewards), None] * response_mask, None
 
     def evaluate(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState, counted: int) -> Samples:
         """Sample and score without learning.
@@ -328,5 +372,5 @@ class Experience:
         with self._timed("forward", metrics):
             tokens = self.score_tokens(samples.sequences)
         rows_counted = torch.arange(len(rows), device=samples.stopped.device) < counted
-        self._log_samples(samples, tokens, metrics, rows_counted)
+        self._log(samples, tokens, metrics, rows_counted)
         return samples

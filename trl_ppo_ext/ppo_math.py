@@ -16,11 +16,15 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
 
+# A gradient norm squares the ratio: float32 overflows from e^44 on, and one infinity times a mask's zero makes a step
+# NaN. A token that became e^20 (5e8) times as likely only says "far away", so nothing meaningful is lost.
+LOG_RATIO_BOUND = 20.0
 
-def _same_shape(**tensors: Tensor) -> None:
+
+def _same_shape(expected: str = "[batch, response]", /, **tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        raise ValueError(f"These tensors must have one shape [batch, response], got {shapes}.")
+        raise ValueError(f"These tensors must have one shape {expected}, got {shapes}.")
 
 
 def _local(total: Tensor) -> Tensor:
@@ -61,6 +65,54 @@ def gae(
     return advantages, returns
 
 
+def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
+    r"""GAE's λ for each response, nearer to 1 the longer it is: the reward at its end is felt at its start.
+
+    λ = 1 − 1/(α·length), where the length is the number of tokens that count; 0 for responses shorter than 1/α. The
+    sum of GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
+
+    Args:
+        response_mask (`Tensor`): 1 where a token counts.
+        alpha (`float`): α, above 0; the paper takes 0.05. Infinity gives λ = 1, which is Monte Carlo.
+
+    Returns:
+        `Tensor` of shape `[batch]`: λ of each response, 0 where no token counts.
+
+    Raises:
+        ValueError: If `alpha` is not above 0.
+
+    Source: https://huggingface.co/papers/2504.05118
+    """
+    if not alpha > 0:
+        raise ValueError(f"`alpha` must be above 0, got {alpha}: λ is 1 − 1/(alpha · length). The paper takes 0.05.")
+    dtype = response_mask.dtype if response_mask.is_floating_point() else torch.get_default_dtype()
+    lengths = response_mask.bool().sum(1)
+    lam = 1 - 1 / (alpha * lengths.clamp(min=1).to(dtype))
+    return lam.clamp(min=0).masked_fill(lengths == 0, 0)
+
+
+def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    r"""Log-probabilities whose ratio to the old ones is one number for a whole response (GSPO).
+
+    sₜ = log π_oldₜ + mean over the response's tokens of (log π − log π_old), so that exp(sₜ − log π_oldₜ) is, at every
+    token, the length-normalised ratio of the sequence. Give the result to [`clipped_policy_loss`] as `logprobs`.
+
+    Args:
+        logprobs (`Tensor`): Log-probabilities under the policy that is trained (gradients flow through their mean).
+        old_logprobs (`Tensor`): Log-probabilities under the policy that sampled.
+        response_mask (`Tensor`): 1 where a token counts.
+
+    Returns:
+        `Tensor`: Log-probabilities with the ratio of the sequence; the old ones where no token of a response counts.
+
+    Source: https://huggingface.co/papers/2507.18071
+    """
+    _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
+    counts = response_mask.bool()
+    log_ratio = (logprobs - old_logprobs).masked_fill(~counts, 0)
+    return old_logprobs + log_ratio.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
+
+
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -72,7 +124,8 @@ def clipped_policy_loss(
     r"""PPO's clipped surrogate, negated, for each token.
 
     Lₜ = max(−ρₜ·Âₜ, −clip(ρₜ, 1 − clip_low, 1 + clip_high)·Âₜ) with ρₜ = exp(logprobsₜ − old_logprobsₜ). With
-    `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ.
+    `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ. The log-ratio is bounded to
+    ±`LOG_RATIO_BOUND`; beyond it the gradient is 0.
 
     Args:
         logprobs (`Tensor`): Log-probabilities under the policy that is trained (gradients flow through these).
@@ -88,7 +141,7 @@ def clipped_policy_loss(
     Source: https://huggingface.co/papers/1707.06347; dual clip: https://huggingface.co/papers/1912.09729
     """
     _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is None:
         return loss
@@ -147,6 +200,23 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         # expm1 keeps the precision where the two policies nearly agree
         return torch.expm1(-difference) + difference
     raise ValueError(f"The KL estimator must be one of 'k1', 'k2', 'k3', got {estimator!r}.")
+
+
+def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    r"""KL(π ‖ π_ref) from the whole distributions: Σₐ π(a)·(log π(a) − log π_ref(a)).
+
+    Args:
+        logprobs (`Tensor` of shape `[..., vocabulary]`): Normalised log-probabilities under the policy.
+        ref_logprobs (`Tensor` of shape `[..., vocabulary]`): Normalised log-probabilities under the reference.
+
+    Returns:
+        `Tensor` of shape `[...]`: KL in nats. Tokens with π(a) = 0 add 0; it is infinite where only π_ref(a) is 0.
+    """
+    _same_shape("[..., vocabulary]", logprobs=logprobs, ref_logprobs=ref_logprobs)
+    probabilities = logprobs.exp()
+    # filled before the product: 0 · (−∞) is NaN, in the value and in the gradient
+    difference = (logprobs - ref_logprobs).masked_fill(probabilities == 0, 0)
+    return (probabilities * difference).sum(-1)
 
 
 def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:

@@ -117,9 +117,10 @@ class Rollout:
         sequences ([`Sequences`]): Prompts and completions.
         response_mask (`Tensor`): 1 where the policy sampled a token that counts.
         old_logprobs (`Tensor`): Log-probabilities under the policy that sampled.
-        old_values (`Tensor`): Values at the time of sampling.
+        ref_logprobs (`Tensor`): Log-probabilities under the reference.
         advantages (`Tensor`): Advantages.
-        returns (`Tensor`): Targets of the values.
+        old_values (`Tensor`, *optional*): Values at the time of sampling, if there is a critic.
+        returns (`Tensor`, *optional*): Targets of the values, if there is a critic.
 
     Raises:
         `ValueError`: If a tensor does not have the shape of the completions.
@@ -128,18 +129,23 @@ class Rollout:
     sequences: Sequences
     response_mask: Tensor
     old_logprobs: Tensor
-    old_values: Tensor
+    ref_logprobs: Tensor
     advantages: Tensor
-    returns: Tensor
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self):
         expected = self.sequences.completion_ids.shape
-        for field in fields(self)[1:]:
-            if (shape := getattr(self, field.name).shape) != expected:
+        for name, tensor in self._tensors().items():
+            if tensor.shape != expected:
                 raise ValueError(
-                    f"Rollout.{field.name} must have the shape [batch, response] of the completions, "
-                    f"{tuple(expected)}, got {tuple(shape)}."
+                    f"Rollout.{name} must have the shape [batch, response] of the completions, "
+                    f"{tuple(expected)}, got {tuple(tensor.shape)}."
                 )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -155,8 +161,7 @@ class Rollout:
         """
         sequences = self.sequences.rows(index)
         on_device, end = index.to(self.response_mask.device), sequences.completion_ids.shape[1]
-        tensors = {field.name: getattr(self, field.name)[on_device, :end] for field in fields(self)[1:]}
-        return Rollout(sequences, **tensors)
+        return Rollout(sequences, **{name: tensor[on_device, :end] for name, tensor in self._tensors().items()})
 
 
 class MicroBatch(NamedTuple):
@@ -165,10 +170,12 @@ class MicroBatch(NamedTuple):
     Args:
         rollout ([`Rollout`]): The rows.
         step (`int`): Which of the rollout's optimizer steps this belongs to.
+        ptx ([`Sequences`], *optional*): Supervised rows that are learned beside it.
     """
 
     rollout: Rollout
     step: int
+    ptx: Sequences | None = None
 
 
 def schedule(size: int, plan: BatchPlan) -> Tensor:
@@ -188,17 +195,21 @@ def schedule(size: int, plan: BatchPlan) -> Tensor:
     return torch.stack(epochs).reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
 
 
-def micro_batches(rollout: Rollout, rows: Tensor, start: int = 0) -> Iterator[MicroBatch]:
+def micro_batches(
+    rollout: Rollout, rows: Tensor, start: int = 0, ptx: Sequences | None = None
+) -> Iterator[MicroBatch]:
     """Cut a rollout into the micro-batches of its schedule.
 
     Args:
         rollout ([`Rollout`]): The rollout of this process.
         rows (`Tensor`): What [`schedule`] drew.
         start (`int`, *optional*, defaults to 0): Micro-batches to leave out at the beginning.
+        ptx ([`Sequences`], *optional*): Supervised rows, as many as the rollout has; they are cut as it is.
 
     Yields:
         [`MicroBatch`]: In order.
     """
     flat, per_step = rows.flatten(0, 1), rows.shape[1]
     for position in range(start, len(flat)):
-        yield MicroBatch(rollout.rows(flat[position]), position // per_step)
+        index = flat[position]
+        yield MicroBatch(rollout.rows(index), position // per_step, None if ptx is None else ptx.rows(index))

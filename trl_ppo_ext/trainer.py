@@ -21,8 +21,9 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import checkpoint, ppo_math
+from . import checkpoint
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
+from .averaging import AveragedWeights, AveragingCallback
 from .batch_plan import BatchPlan
 from .completions import print_completions
 from .config import PPOConfig
@@ -33,15 +34,17 @@ from .hub import push_in_background
 from .metrics import Metrics
 from .model_card import model_card
 from .modeling import load_actor_critic
+from .objective import LossTerms, Objective, loss_denominators
+from .ptx import PTXSampler, tokenize_ptx
 from .rewards import RewardFunc, build_rewards
-from .rollout import MicroBatch, micro_batches, schedule
+from .rollout import MicroBatch, Sequences, micro_batches, schedule
 
 
 class PPOTrainer(Trainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
-    The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk). The
-    arguments are those of TRL's `GRPOTrainer`.
+    The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
+    on an adapter of its own). The arguments are those of TRL's `GRPOTrainer`.
 
     Source: https://huggingface.co/papers/1707.06347, for language models https://huggingface.co/papers/2203.02155
 
@@ -79,6 +82,9 @@ class PPOTrainer(Trainer):
         peft_config (`PeftConfig`, *optional*): Config of the policy's adapter; LoRA of rank 16 by default.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are scored and logged, never optimised: where they fall while the reward rises, it is hacked.
+        ptx_dataset (`Dataset`, *optional*):
+            Text that the policy goes on learning from, with weight `args.ptx_coef`: rows with `"text"`, `"messages"`,
+            or `"prompt"` and `"completion"`. Every optimizer step takes as many rows as completions.
 
     Raises:
         `TypeError` or `ValueError`: If an argument cannot be honoured, before anything is trained and, where that can
@@ -102,6 +108,7 @@ class PPOTrainer(Trainer):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
+        ptx_dataset: Dataset | None = None,
         **unknown: Any,
     ):
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -129,6 +136,10 @@ class PPOTrainer(Trainer):
             }
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        if ptx_dataset is not None:
+            ptx_dataset = tokenize_ptx(
+                ptx_dataset, tokenizer, args.ptx_max_length, cast(dict, args.chat_template_kwargs)
+            )
         # each process reads a stream itself: the main one could not send text to the others
         args.accelerator_config.dispatch_batches = False
 
@@ -152,8 +163,27 @@ class PPOTrainer(Trainer):
         generator = TransformersGenerator(actor_critic, tokenizer, args, self.accelerator)
         self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
         self._micro_batches: Iterator[MicroBatch] = iter(())
-        self._tokens_per_step = torch.zeros(0)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
+        self.objective = Objective(args, self._metrics["train"])
+        self._terms: LossTerms | None = None
+        self._moved = torch.zeros(2)
+        self._stopped_early = False
+        self._ptx = None
+        if ptx_dataset is not None:
+            seed, pad = args.seed if args.data_seed is None else args.data_seed, tokenizer.pad_token_id
+            self._ptx = PTXSampler(
+                ptx_dataset,
+                self.plan.completions_per_process,
+                args.process_index,
+                args.world_size,
+                seed,
+                pad,
+                args.device,
+            )
+        self.averaged_policy: AveragedWeights | None = None
+        if args.ema_decay is not None:
+            self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
+            self.add_callback(AveragingCallback(self.averaged_policy))
         self._samples: Samples | None = None
         self._since_log = (time.perf_counter(), 0)
 
@@ -200,31 +230,70 @@ class PPOTrainer(Trainer):
             self._micro_batches = self._collect(inputs)
             micro_batch = next(self._micro_batches)
         start = time.perf_counter()
-        loss = super().training_step(model, micro_batch, num_items_in_batch)
+        if self._stopped_early:
+            loss = torch.zeros((), device=self.args.device)
+        else:
+            loss = super().training_step(model, micro_batch, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._before_optimizer_step(model)
         seconds = (time.perf_counter() - start) * self.plan.micro_steps
         self._metrics["train"].mean("time/update", torch.tensor(seconds, device=loss.device))
         return loss
+
+    def _before_optimizer_step(self, model: nn.Module) -> None:
+        """The gradients of an optimizer step are there: see whether it may be taken, and by whom."""
+        target = self.args.target_kl
+        if target is not None and not self._stopped_early:
+            moved, tokens = self.experience.all_sum(self._moved).tolist()
+            self._stopped_early = moved > target * tokens
+        self._moved = torch.zeros_like(self._moved)
+        stopped = torch.tensor(float(self._stopped_early), device=self.args.device)
+        self._metrics["train"].mean("stopped_early", stopped)
+        if self._stopped_early:
+            model.zero_grad()
+            # to Accelerate this is no step, so the optimizer's momentum moves nothing
+            self.accelerator.gradient_state._set_sync_gradients(False)
+        elif self.state.global_step < self.args.value_warmup_steps:
+            for parameter in self.actor_critic.policy_parameters().values():
+                parameter.grad = None  # no gradient, no step: neither momentum nor weight decay touch it
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if not self.accelerator.sync_gradients:  # no step is taken, and a gradient scaler must not hear of one
+            return torch.zeros((), device=self.args.device)
+        return super()._clip_grad_norm(model)
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         return inputs  # on the device already
 
     def _collect(self, rows: Rows) -> Iterator[MicroBatch]:
         """Collect a rollout and cut it into the micro-batches of all its epochs."""
-        metrics = self._metrics["train"]
+        args, metrics, all_sum = self.args, self._metrics["train"], self.experience.all_sum
         self.actor_critic.eval()
-        rollout, self._samples = self.experience.collect(rows, metrics, self.state)
-        metrics.mean("kl_coef", torch.tensor(self.args.kl_coef, device=self.args.device))
+        rollout, self._samples, coefficients = self.experience.collect(rows, metrics, self.state)
+        metrics.mean("kl_coef", torch.tensor(coefficients.kl, device=args.device))
+        metrics.mean("entropy_coef", torch.tensor(coefficients.entropy, device=args.device))
+        self._count_tokens(rollout.sequences)
         plan = schedule(len(rollout), self.plan)
-        tokens = rollout.response_mask.sum(1).cpu()[plan].sum((1, 2))
-        self._tokens_per_step = self.experience.all_sum(tokens.to(self.args.device))
-        sequences = rollout.sequences
+        length = args.max_completion_length
+        self._terms = LossTerms(
+            coefficients, loss_denominators(rollout.response_mask, plan, args.loss_aggregation, length, all_sum)
+        )
+        ptx = None
+        if self._ptx is not None:
+            ptx = self._ptx.draw(self.state.global_step // self.plan.optimizer_steps)
+            tokens = loss_denominators(ptx.completion_mask, plan, "token", length, all_sum)
+            self._terms = self._terms._replace(ptx_denominators=tokens)
+        self._moved = torch.zeros(2, device=args.device)
+        self._stopped_early = False
+        # a run resumed within a rollout goes on where it stopped
+        done = self.state.global_step * args.gradient_accumulation_steps % self.plan.micro_steps
+        return micro_batches(rollout, plan, start=done, ptx=ptx)
+
+    def _count_tokens(self, sequences: Sequences) -> None:
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
         prompt_tokens, completion_tokens = self.experience.all_sum(lengths.to(self.args.device)).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._since_log = (self._since_log[0], self._since_log[1] + completion_tokens)
-        # a run resumed within a rollout goes on where it stopped
-        done = self.state.global_step * self.args.gradient_accumulation_steps % self.plan.micro_steps
-        return micro_batches(rollout, plan, start=done)
 
     def compute_loss(
         self,
@@ -233,42 +302,30 @@ class PPOTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """PPO's loss of a micro-batch, as its share of the optimizer step's mean over tokens on all processes."""
-        args, rollout = self.args, inputs.rollout
-        with_entropy = args.entropy_coef != 0
-        outputs = model(rollout.sequences, args.temperature, with_entropy, with_entropy)
-        per_token = ppo_math.clipped_policy_loss(
-            outputs.logprobs, rollout.old_logprobs, rollout.advantages, args.cliprange, args.cliprange
-        )
-        value_loss = ppo_math.clipped_value_loss(
-            outputs.values, rollout.old_values, rollout.returns, args.cliprange_value
-        )
-        self._log_update(rollout, outputs, per_token, value_loss)
-        per_token = per_token + args.vf_coef * value_loss
-        if with_entropy:
-            per_token = per_token - args.entropy_coef * outputs.entropies
-        tokens = self._tokens_per_step[inputs.step]
-        loss = ppo_math.aggregate_loss(per_token, rollout.response_mask, "token", denominator=tokens)
-        return loss * self.accelerator.num_processes  # gradients are averaged over processes, the loss is a sum
+        """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all processes."""
+        outputs = self.objective(model, inputs, cast(LossTerms, self._terms))
+        self._moved = self._moved + outputs.moved
+        return outputs.loss * self.accelerator.num_processes  # gradients are averaged over processes, the loss a sum
 
-    @torch.no_grad()
-    def _log_update(self, rollout: Any, outputs: Any, policy_loss: Tensor, value_loss: Tensor) -> None:
-        metrics, mask = self._metrics["train"], rollout.response_mask
-        log_ratio = outputs.logprobs - rollout.old_logprobs
-        ratio = log_ratio.exp()
-        too_low = (ratio < 1 - self.args.cliprange) & (rollout.advantages < 0)
-        too_high = (ratio > 1 + self.args.cliprange) & (rollout.advantages > 0)
-        metrics.mean("loss/policy", policy_loss, mask)
-        metrics.mean("loss/value", value_loss, mask)
-        metrics.mean("ratio/mean", ratio, mask)
-        metrics.maximum("ratio/max", ratio, mask)
-        metrics.mean("approx_kl", torch.expm1(log_ratio) - log_ratio, mask)
-        metrics.mean("clip_ratio/low_mean", too_low, mask)
-        metrics.mean("clip_ratio/high_mean", too_high, mask)
-        metrics.mean("clip_ratio/region_mean", too_low | too_high, mask)
-        if self.args.cliprange_value is not None:
-            unclipped = 0.5 * (outputs.values - rollout.returns) ** 2
-            metrics.mean("value/clip_ratio", value_loss > unclipped, mask)
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, with `critic_learning_rate` for the critic.
+
+        Args:
+            model (`nn.Module`, *optional*): What is optimised.
+
+        Returns:
+            `torch.optim.Optimizer`: The optimizer.
+        """
+        given = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if self.args.critic_learning_rate is not None and not given:
+            critic = {id(parameter) for parameter in self.actor_critic.critic_parameters().values()}
+            for group in list(optimizer.param_groups):
+                theirs = [parameter for parameter in group["params"] if id(parameter) in critic]
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in critic]
+                if theirs:
+                    optimizer.add_param_group(group | {"params": theirs, "lr": self.args.critic_learning_rate})
+        return optimizer
 
     # ---- evaluation and logging ----
 
@@ -332,17 +389,26 @@ class PPOTrainer(Trainer):
         if not self.args.should_save:
             return
         os.makedirs(output_dir, exist_ok=True)
-        checkpoint.save_adapter(self.actor_critic, output_dir, state_dict)
-        checkpoint.save_state(self.experience.shaping.state_dict(), output_dir)
+        checkpoint.save_actor_critic(self.actor_critic, output_dir, state_dict)
+        if self.averaged_policy is not None:
+            with self.averaged_policy.swapped():
+                policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+                checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED))
+        checkpoint.save_state(self.experience.state_dict(), output_dir)
         self.processing_class.save_pretrained(output_dir)
         self._card(output_dir).save(os.path.join(output_dir, "README.md"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint.load_adapter(self.actor_critic, resume_from_checkpoint)
-        self.experience.shaping.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
+        directory = resume_from_checkpoint
+        if self.averaged_policy is not None:
+            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+            checkpoint.load_adapter(policy, name, os.path.join(directory, checkpoint.AVERAGED))
+            self.averaged_policy.load_state_dict(self.actor_critic.policy_parameters())
+        checkpoint.load_actor_critic_weights(self.actor_critic, directory)
+        self.experience.load_state_dict(checkpoint.load_state(directory))
 
     def _load_best_model(self) -> None:
-        checkpoint.load_adapter(self.actor_critic, self.state.best_model_checkpoint)
+        checkpoint.load_actor_critic_weights(self.actor_critic, self.state.best_model_checkpoint)
 
     def _card(self, output_dir: str, **metadata: Any):
         return model_card(

@@ -1,17 +1,20 @@
 """Models: loading, and the actor-critic on one shared base."""
 
-from .actor_critic import ActorCritic, TokenOutputs, check_fit
+from .actor_critic import ActorCritic, TokenOutputs
+from .adapters import adapter_weights, check_fit, load_adapter_weights
 from .loading import check_model_arguments, compute_dtype, default_peft_config, hub_kwargs, load_actor_critic
 from .logprobs import token_logprobs
 
 __all__ = [
     "ActorCritic",
     "TokenOutputs",
+    "adapter_weights",
     "check_fit",
     "check_model_arguments",
     "compute_dtype",
     "default_peft_config",
     "hub_kwargs",
     "load_actor_critic",
+    "load_adapter_weights",
     "token_logprobs",
 ]

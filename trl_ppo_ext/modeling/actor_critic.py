@@ -1,40 +1,20 @@
-"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head on the trunk)."""
+"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head, own adapter)."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..rollout import Sequences
+from .adapters import adapter_parameters, add_adapter, keeping_trained, load_adapter_weights
 from .logprobs import token_logprobs
-
-REFERENCE_ADAPTER = "reference"
-
-
-def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Check that tensors read from a file are those that a model has.
-
-    Args:
-        needed (`Mapping[str, Tensor]`): Tensors of the model, by name.
-        given (`Mapping[str, Tensor]`): Tensors of the file, by name.
-
-    Raises:
-        `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
-    """
-    for key, tensor in needed.items():
-        if key not in given or given[key].shape != tensor.shape:
-            shape = tuple(given[key].shape) if key in given else "missing"
-            raise ValueError(f"`{key}` is {shape}, the model has {tuple(tensor.shape)}.")
-    for key in given.keys() - needed.keys():
-        raise ValueError(f"the model has no `{key}`.")
 
 
 class TokenOutputs(NamedTuple):
@@ -42,43 +22,60 @@ class TokenOutputs(NamedTuple):
 
     Args:
         logprobs (`Tensor`): Log-probability of the token at the sampling temperature.
-        values (`Tensor`): Value of the state in which the token was sampled.
+        values (`Tensor`, *optional*): Value of the state in which the token was sampled, if there is a critic.
         entropies (`Tensor`, *optional*): Entropy of the distribution it was sampled from, in nats, if asked for.
+        kls (`Tensor`, *optional*): KL of that distribution from the reference's, in nats, if asked for.
     """
 
     logprobs: Tensor
-    values: Tensor
+    values: Tensor | None
     entropies: Tensor | None
+    kls: Tensor | None
 
 
 class ActorCritic(nn.Module):
-    """A PEFT policy with a value head on its last hidden state.
+    """A PEFT policy with a critic on the same base.
 
-    The value head is float32 and starts at zero, so the first values are 0. Adapters are switched here and nowhere
-    else: PEFT freezes whatever adapter is not active, so every switch restores what is trained.
+    The critic is a value head on the policy's last hidden state, or on that of an adapter of its own. The head is
+    float32 and starts at zero, so the first values are 0. Adapters are switched here and nowhere else.
 
     Args:
         policy (`PeftModel`): Causal language model with an adapter, as [`load_actor_critic`] makes it.
         reference_adapter (`str`, *optional*):
             Name of the frozen adapter that is the reference. By default the reference is the base alone.
+        has_critic (`bool`, *optional*, defaults to `True`): Whether there is a value head.
+        critic_adapter (`str`, *optional*):
+            Name of the adapter on which the value head sits. By default it sits on the policy's.
+        critic_backprop (`bool`, *optional*, defaults to `True`):
+            Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
 
     Raises:
         `ValueError`: If an adapter sits on the output projection, or the model changes its logits after it.
     """
 
-    def __init__(self, policy: PeftModel, reference_adapter: str | None = None):
+    def __init__(
+        self,
+        policy: PeftModel,
+        reference_adapter: str | None = None,
+        has_critic: bool = True,
+        critic_adapter: str | None = None,
+        critic_backprop: bool = True,
+    ):
         super().__init__()
         self.policy = policy
         self.policy_adapter = policy.active_adapter
         self.reference_adapter = reference_adapter
+        self.critic_adapter = critic_adapter
+        self.critic_backprop = critic_backprop
         base = policy.get_base_model()
         self._check_output_projection(base.get_output_embeddings())
         self._check_logits(base)
-        device = base.get_input_embeddings().weight.device
-        hidden_size = policy.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=device)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head: nn.Linear | None = None
+        if has_critic:
+            hidden_size = policy.config.get_text_config().hidden_size
+            self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=self.device)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
 
     @staticmethod
     def _check_output_projection(head: nn.Module | None) -> None:
@@ -117,26 +114,81 @@ class ActorCritic(nn.Module):
         return self.policy.get_base_model().get_input_embeddings().weight.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Device of the base."""
+        return self.policy.get_base_model().get_input_embeddings().weight.device
+
+    @property
     def trunk(self) -> nn.Module:
         """The base model without its output projection."""
         base = self.policy.get_base_model()
         return getattr(base, base.base_model_prefix)
 
-    def activation_checkpointing_enable(self, **kwargs) -> None:
+    def policy_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the policy's adapter.
+
+        Returns:
+            `dict[str, nn.Parameter]`: By name.
+        """
+        return adapter_parameters(self.policy, self.policy_adapter)
+
+    def freeze_policy(self) -> None:
+        """From now on only the critic is trained."""
+        for parameter in self.policy_parameters().values():
+            parameter.requires_grad_(False)
+
+    def critic_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the value head and, if it has one, of its adapter.
+
+        Returns:
+            `dict[str, nn.Parameter]`: By name; empty without a critic.
+        """
+        head = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
+        return head if self.critic_adapter is None else head | adapter_parameters(self.policy, self.critic_adapter)
+
+    def _recomputing(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """Keyword arguments of checkpointing with which each layer is recomputed under the adapter it ran with."""
+        kwargs = {"use_reentrant": False} | (kwargs or {})
+        if self.critic_adapter is None:
+            return kwargs
+        if kwargs["use_reentrant"]:
+            raise ValueError(
+                "Reentrant activation checkpointing would recompute the critic's layers with the policy's adapter; "
+                "set `use_reentrant` to False in `gradient_checkpointing_kwargs`."
+            )
+
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            active = self.policy.active_adapter
+            # in the backward the policy's adapter is active
+            return nullcontext(), nullcontext() if active == self.policy_adapter else self.adapter(active)
+
+        return kwargs | {"context_fn": contexts}
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         """Recompute activations in the backward; called by the Trainer.
 
         Args:
+            activation_checkpointing_kwargs (`dict`, *optional*): Keyword arguments of `torch.utils.checkpoint`.
             kwargs (`dict`): Passed on to the base model.
         """
-        self.policy.get_base_model().activation_checkpointing_enable(**kwargs)
+        self.policy.get_base_model().activation_checkpointing_enable(
+            activation_checkpointing_kwargs=self._recomputing(activation_checkpointing_kwargs), **kwargs
+        )
 
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
+    ) -> None:
         """The same, under the name that transformers before 5.23 calls.
 
         Args:
+            gradient_checkpointing_kwargs (`dict`, *optional*): Keyword arguments of `torch.utils.checkpoint`.
             kwargs (`dict`): Passed on to the base model.
         """
-        self.policy.get_base_model().gradient_checkpointing_enable(**kwargs)
+        self.policy.get_base_model().gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=self._recomputing(gradient_checkpointing_kwargs), **kwargs
+        )
 
     def _hidden_states(self, sequences: Sequences) -> Tensor:
         """Last hidden states at the positions that predict response tokens, `[batch, response, hidden]`."""
@@ -152,42 +204,74 @@ class ActorCritic(nn.Module):
         return hidden[:, sequences.prompt_ids.shape[1] - 1 : -1]
 
     def forward(
-        self,
-        sequences: Sequences,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        entropy_needs_grad: bool = False,
+        self, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False, with_kl: bool = False
     ) -> TokenOutputs:
-        """Score the response tokens.
+        """Score the response tokens. Gradients flow through everything that is asked for.
 
         Args:
             sequences ([`Sequences`]): Prompts and completions.
             temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
             with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
-            entropy_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through them.
+            with_kl (`bool`, *optional*, defaults to `False`): Whether to compute the exact KL from the reference.
 
         Returns:
-            [`TokenOutputs`]: Log-probabilities, values and entropies.
+            [`TokenOutputs`]: Log-probabilities, values, entropies and KLs.
         """
         mask = sequences.completion_mask
+        ref_hidden = None
+        if with_kl:
+            with torch.no_grad(), self.reference():
+                ref_hidden = self._hidden_states(sequences)[mask]
         hidden = self._hidden_states(sequences)[mask]  # [tokens, hidden]: nothing is projected for padding
         head = self.policy.get_base_model().get_output_embeddings()
-        logprobs, entropies = token_logprobs(
+        statistics = token_logprobs(
             hidden,
             head.weight,
             sequences.completion_ids[mask],
             temperature,
             bias=head.bias,
             with_entropy=with_entropy,
-            entropy_needs_grad=entropy_needs_grad,
+            entropy_needs_grad=with_entropy and torch.is_grad_enabled(),
+            ref_hidden=ref_hidden,
+            kl_needs_grad=with_kl and torch.is_grad_enabled(),
         )
+        values = self._values(hidden, sequences, mask)
+
+        def spread(per_token: Tensor | None) -> Tensor | None:
+            return None if per_token is None else per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
+
+        logprobs, *others = (spread(x) for x in (statistics.logprobs, values, statistics.entropies, statistics.kls))
+        return TokenOutputs(cast(Tensor, logprobs), *others)
+
+    def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities of the response tokens under the reference.
+
+        Args:
+            sequences ([`Sequences`]): Prompts and completions.
+            temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
+
+        Returns:
+            `Tensor` of shape `[batch, response]`: Log-probabilities in float32, 0 at padding.
+        """
+        mask = sequences.completion_mask
+        with self.reference():
+            hidden = self._hidden_states(sequences)[mask]
+        head = self.policy.get_base_model().get_output_embeddings()
+        tokens = sequences.completion_ids[mask]
+        logprobs = token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias).logprobs
+        return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+
+    def _values(self, hidden: Tensor, sequences: Sequences, mask: Tensor) -> Tensor | None:
+        """Values at the positions that predict response tokens, `[tokens]`."""
+        if self.value_head is None:
+            return None
+        if self.critic_adapter is not None:
+            with self.adapter(self.critic_adapter):
+                hidden = self._hidden_states(sequences)[mask]
+        elif not self.critic_backprop:
+            hidden = hidden.detach()
         with torch.autocast(hidden.device.type, enabled=False):
-            values = self.value_head(hidden.float())[:, 0]
-
-        def spread(per_token: Tensor) -> Tensor:
-            return per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
-
-        return TokenOutputs(spread(logprobs), spread(values), None if entropies is None else spread(entropies))
+            return self.value_head(hidden.float())[:, 0]
 
     def reference(self) -> AbstractContextManager[None]:
         """Within this context the model is the reference: the base alone, or its frozen adapter."""
@@ -200,20 +284,13 @@ class ActorCritic(nn.Module):
         Args:
             name (`str`, *optional*): Name of the adapter; `None` is the base alone.
         """
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        try:
+        with keeping_trained(self.policy):
             if name is None:
                 with self.policy.disable_adapter():
                     yield
             else:
                 self.policy.set_adapter(name)
                 yield
-        finally:
-            if name is not None:
-                self.policy.set_adapter(self.policy_adapter)
-            self.policy.requires_grad_(False)
-            for parameter in trained:
-                parameter.requires_grad_(True)
 
     def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
         """Load another adapter onto the base; it is never trained.
@@ -230,17 +307,8 @@ class ActorCritic(nn.Module):
             `ValueError`: If its weights do not fit the base.
         """
         name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
-        config = copy(config)
-        config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", True
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        self.policy.add_adapter(name, config)
-        needed = get_peft_model_state_dict(self.policy, adapter_name=name, save_embedding_layers=False)
-        check_fit(needed=needed, given=weights)
-        set_peft_model_state_dict(self.policy, weights, adapter_name=name)
-        self.policy.set_adapter(self.policy_adapter)
-        self.policy.requires_grad_(False)
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        name = add_adapter(self.policy, name, config)
+        load_adapter_weights(self.policy, name, weights)
         return name
 
     @torch.no_grad()

@@ -1,15 +1,21 @@
 """From what a user passes as `model` to a PEFT policy on a frozen base."""
 
 import os
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from .actor_critic import REFERENCE_ADAPTER, ActorCritic
+from .actor_critic import ActorCritic
+from .adapters import adapter_parameters, add_adapter, copy_adapter, load_adapter_weights
+from .critic_init import CriticStart, load_value_head, read_critic
+
+REFERENCE_ADAPTER = "reference"
+CRITIC_ADAPTER = "critic"
 
 
 def compute_dtype(args: Any) -> torch.dtype:
@@ -156,30 +162,20 @@ def _disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _adapter_keys(policy: PeftModel, name: str) -> list[str]:
-    """Parameters of an adapter: those that PEFT saves, under their names in the model."""
-    saved = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
-    here = {tensor.data_ptr() for tensor in saved.values()}
-    return [key for key, weight in policy.named_parameters() if weight.data_ptr() in here]
+def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        # adapters learn in float32, whatever the base is kept in: Adam's steps vanish in bfloat16
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
 
 
-def _in_adapter(key: str, name: str, other: str) -> str:
-    head, _, tail = key.rpartition(f".{name}")  # the last part of that name: a module may be called the same
-    return f"{head}.{other}{tail}"
-
-
-def _add_frozen_copy(policy: PeftModel) -> str:
-    """Copy the policy's adapter, so that the reference is what the policy was."""
-    name = policy.active_adapter
-    reference = REFERENCE_ADAPTER
-    while reference in policy.peft_config:
-        reference += "_"
-    policy.add_adapter(reference, copy(policy.peft_config[name]))
-    weights = dict(policy.named_parameters())
-    for key in _adapter_keys(policy, name):
-        weights[_in_adapter(key, name, reference)].data.copy_(weights[key].data)
-    policy.set_adapter(name)
-    return reference
+def _add_critic_adapter(policy: PeftModel, start: CriticStart | None) -> str:
+    """An adapter for the critic, of the policy's kind, or of the kind it starts from."""
+    own = start.config if start is not None and start.config is not None else policy.peft_config[policy.active_adapter]
+    name = add_adapter(policy, CRITIC_ADAPTER, own)
+    if start is not None and start.weights is not None:
+        load_adapter_weights(policy, name, start.weights)
+    return name
 
 
 def load_actor_critic(
@@ -189,7 +185,7 @@ def load_actor_critic(
     peft_config: PeftConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
-    """Build the actor-critic: a frozen base, the policy's adapter, a value head.
+    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that `args.critic` names.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -200,23 +196,34 @@ def load_actor_critic(
         device (`torch.device`, *optional*, defaults to `"cpu"`): Where a quantised base is loaded.
 
     Returns:
-        [`ActorCritic`]: Ready to train; only the adapter and the value head require gradients.
+        [`ActorCritic`]: Ready to train; only the policy's adapter and the critic require gradients.
+
+    Raises:
+        `ValueError`: If arguments contradict each other, or `args.critic_init` does not fit.
     """
     check_model_arguments(model, args, quantization_config, peft_config)
     if isinstance(model, str):
         model = _load_base(model, args, quantization_config, torch.device(device))
-    reference = None
+    reference = critic = None
     if isinstance(model, PeftModel):
-        reference = _add_frozen_copy(model)
         policy = model
+        own = policy.peft_config[policy.active_adapter]
+        reference = add_adapter(policy, REFERENCE_ADAPTER, own, keep_modules=True)
+        copy_adapter(policy, policy.active_adapter, reference)
     else:
         policy = get_peft_model(model, peft_config or default_peft_config())
+    start = None
+    if args.critic_init is not None:
+        start = read_critic(args.critic_init, args.critic, policy.config._name_or_path, args.reward_label)
+    if args.critic == "adapter":
+        critic = _add_critic_adapter(policy, start)
     policy.requires_grad_(False)
-    weights = dict(policy.named_parameters())
-    for key in _adapter_keys(policy, policy.active_adapter):
-        # adapters learn in float32, whatever the base is kept in: Adam's steps vanish in bfloat16
-        weights[key].data = weights[key].data.float()
-        weights[key].requires_grad_(True)
+    for name in (policy.active_adapter, critic):
+        if name is not None:
+            _trained_in_float32(adapter_parameters(policy, name).values())
     _keep_gradients_on_cpu(policy)
     _disable_dropout(policy)
-    return ActorCritic(policy, reference)
+    actor_critic = ActorCritic(policy, reference, args.critic != "none", critic, args.critic_backprop)
+    if start is not None and actor_critic.value_head is not None:
+        load_value_head(actor_critic.value_head, start.head, args.critic_init)
+    return actor_critic

@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens, and entropies, straight from hidden states.
+"""Log-probabilities of given tokens, entropies and KL divergences, straight from hidden states.
 
 Logits over the vocabulary exist for a chunk of rows at a time, in the forward and in the backward.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +13,94 @@ from torch import Tensor
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
-def _chunks(rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    size = max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary)
+class TokenStatistics(NamedTuple):
+    """What [`token_logprobs`] says about each row: `[rows]` in float32, in nats.
+
+    Args:
+        logprobs (`Tensor`): Log-probability of the row's token.
+        entropies (`Tensor`, *optional*): Entropy of the row's distribution, if asked for.
+        kls (`Tensor`, *optional*): KL(π ‖ π_ref) over the vocabulary, if hidden states of the reference were given.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    kls: Tensor | None
+
+
+class _Projection(NamedTuple):
+    """From hidden states to log-probabilities over the vocabulary, and derivatives back."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+
+    def log_softmax(self, hidden: Tensor) -> Tensor:
+        logits = (hidden @ self.weight.T).float()
+        if self.bias is not None:
+            logits += self.bias.float()
+        logits /= self.temperature
+        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+    def pull_back(self, by_logits: Tensor) -> Tensor:
+        return (by_logits.to(self.weight.dtype) @ self.weight).float() / self.temperature
+
+
+def _chunks(rows: int, logits_per_row: int, device: torch.device) -> Iterator[slice]:
+    size = max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // logits_per_row)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
 
+def _expectation_(x: Tensor, p: Tensor, projection: _Projection, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """E = p·x of each row, and ∂E/∂h if needed; `x` is overwritten.
+
+    For x whose own derivative is 0 in expectation, as that of any log p is: then ∂E/∂z = p(x − E).
+    """
+    # no dot product: autocast takes those in its low precision, and a KL is a small difference of large terms
+    expectation = x.mul_(p).sum(-1)
+    if not needs_grad:
+        return expectation, None
+    return expectation, projection.pull_back(x.addcmul_(p, expectation[:, None], value=-1))
+
+
+def _statistics(
+    hidden: Tensor,
+    tokens: Tensor,
+    ref_hidden: Tensor | None,
+    projection: _Projection,
+    with_entropy: bool,
+    needs_grad: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """Log-probabilities, entropies and KLs of one chunk, then their derivatives by the hidden state.
+
+    Few tensors over the vocabulary: each step overwrites the one that no later step reads.
+    """
+    entropies = kls = by_logprob = by_entropy = by_kl = None
+    log_p = projection.log_softmax(hidden)
+    logprobs = log_p.gather(1, tokens[:, None])[:, 0]
+    if not (needs_grad[0] or with_entropy or ref_hidden is not None):
+        return logprobs, None, None, None, None, None
+    p = log_p.exp()
+    if ref_hidden is not None:
+        difference = projection.log_softmax(ref_hidden).neg_().add_(log_p)
+        kls, by_kl = _expectation_(difference, p, projection, needs_grad[2])
+        del difference
+    if with_entropy:
+        negative, by_negative = _expectation_(log_p, p, projection, needs_grad[1])
+        entropies, by_entropy = -negative, None if by_negative is None else -by_negative
+    if needs_grad[0]:
+        by_logprob = projection.pull_back(p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1])))
+    return logprobs, entropies, kls, by_logprob, by_entropy, by_kl
+
+
 class _TokenLogprobs(torch.autograd.Function):
-    """Both outputs of a row depend on that row's hidden state alone.
+    """All outputs of a row depend on that row's hidden state alone.
 
     So the forward, while it has the probabilities at hand, leaves behind the derivative of each output by the hidden
     state, `[rows, hidden]`; the backward scales it with the incoming gradient. The vocabulary is passed once, there is
-    nothing to recompute, and nothing of `[rows, vocabulary]` to keep. With probabilities p, logits z = W·h/T and
-    entropy H:  ∂log p(y)/∂h = (W_y − p·W)/T,  ∂H/∂h = −(p·(log p + H))·W/T.
+    nothing to recompute, and nothing of `[rows, vocabulary]` to keep. With probabilities p, logits z = W·h/T, entropy
+    H and the reference's probabilities q:  ∂log p(y)/∂h = (W_y − p·W)/T,  ∂H/∂h = −(p·(log p + H))·W/T,
+    ∂KL/∂h = (p·(log p − log q − KL))·W/T.
     """
 
     @staticmethod
@@ -36,45 +111,36 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         temperature: float,
+        ref_hidden: Tensor | None,
         with_entropy: bool,
         entropy_needs_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        rows = len(tokens)
-        logprobs = hidden.new_empty(rows, dtype=torch.float32)
-        entropies = hidden.new_zeros(rows, dtype=torch.float32)
-        needs_grad = ctx.needs_input_grad[0]
-        by_logprob = torch.empty_like(hidden, dtype=torch.float32) if needs_grad else None
-        by_entropy = torch.empty_like(hidden, dtype=torch.float32) if needs_grad and entropy_needs_grad else None
-        for rows_of in _chunks(rows, len(weight), hidden.device):
-            logits = (hidden[rows_of] @ weight.T).float()
-            if bias is not None:
-                logits += bias.float()
-            logits /= temperature
-            chunk_tokens = tokens[rows_of, None]
-            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-            logprobs[rows_of] = log_p.gather(1, chunk_tokens)[:, 0]
-            if not (needs_grad or with_entropy):
-                continue
-            p = log_p.exp()
-            if with_entropy:
-                entropy = -torch.linalg.vecdot(p, log_p)
-                entropies[rows_of] = entropy
-                if by_entropy is not None:
-                    slope = -p * (log_p + entropy[:, None])
-                    by_entropy[rows_of] = (slope.to(weight.dtype) @ weight).float() / temperature
-            if by_logprob is not None:
-                slope = p.neg_().scatter_add_(1, chunk_tokens, torch.ones_like(p[:, :1]))
-                by_logprob[rows_of] = (slope.to(weight.dtype) @ weight).float() / temperature
-        ctx.save_for_backward(by_logprob, by_entropy)
-        return logprobs, entropies
+        kl_needs_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        with_kl, trained = ref_hidden is not None, ctx.needs_input_grad[0]
+        needs_grad = (trained, trained and with_entropy and entropy_needs_grad, trained and with_kl and kl_needs_grad)
+        wanted = (True, with_entropy, with_kl)
+        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if wants else None for wants in wanted]
+        derivatives = [torch.empty_like(hidden, dtype=torch.float32) if needs else None for needs in needs_grad]
+        projection = _Projection(weight, bias, temperature)
+        for rows in _chunks(len(tokens), len(weight) * (2 if with_kl else 1), hidden.device):
+            ref_rows = None if ref_hidden is None else ref_hidden[rows]
+            of_rows = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, needs_grad)
+            for whole, part in zip([*outputs, *derivatives], of_rows):
+                if whole is not None and part is not None:
+                    whole[rows] = part
+        ctx.save_for_backward(*derivatives)
+        constant = [out for out, needs in zip(outputs, needs_grad) if out is not None and not needs]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_logprob, by_entropy = ctx.saved_tensors
+        by_logprob, *others = ctx.saved_tensors
         grad = gradients[0][:, None] * by_logprob
-        if by_entropy is not None:
-            grad += gradients[1][:, None] * by_entropy
-        return grad, None, None, None, None, None, None
+        for gradient, by_hidden in zip(gradients[1:], others):
+            if by_hidden is not None:
+                grad += gradient[:, None] * by_hidden
+        return grad, *(None,) * 8
 
 
 def token_logprobs(
@@ -85,10 +151,18 @@ def token_logprobs(
     bias: Tensor | None = None,
     with_entropy: bool = False,
     entropy_needs_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    ref_hidden: Tensor | None = None,
+    kl_needs_grad: bool = False,
+) -> TokenStatistics:
     """Log-probabilities of `tokens` under `softmax((hidden @ weight.T + bias) / temperature)`.
 
-    Gradients flow to `hidden` only: the projection is part of the frozen base.
+    Gradients flow to `hidden` only: the projection is part of the frozen base, and the reference is a constant.
+
+    The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
+    where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
+    around 10), so where both nearly agree it may be slightly negative; it is not clamped. With a reference a chunk has
+    half the rows, and a product over other rows may round otherwise in its last bit: log-probabilities that must agree
+    bit for bit are computed either all with a reference or all without.
 
     Args:
         hidden (`Tensor` of shape `[rows, hidden]`): Hidden states that predict the tokens.
@@ -98,12 +172,23 @@ def token_logprobs(
         bias (`Tensor` of shape `[vocabulary]`, *optional*): Bias of the projection.
         with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
         entropy_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the entropies.
+        ref_hidden (`Tensor` of shape `[rows, hidden]`, *optional*):
+            Hidden states of the reference at the same positions. With them the KL is computed.
+        kl_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the KL.
 
     Returns:
-        `tuple(Tensor, Tensor or None)`: Log-probabilities and entropies in nats, `[rows]` in float32.
+        [`TokenStatistics`]: Log-probabilities, entropies and KLs; `None` for what was not asked for.
+
+    Raises:
+        `ValueError`: If `ref_hidden` has another shape than `hidden`.
     """
-    wants_grad = with_entropy and entropy_needs_grad
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, with_entropy, wants_grad)
-    if not with_entropy:
-        return logprobs, None
-    return logprobs, entropies if wants_grad else entropies.detach()
+    if ref_hidden is not None and ref_hidden.shape != hidden.shape:
+        raise ValueError(
+            f"`ref_hidden` must hold the reference's hidden states at the positions of `hidden`, of shape "
+            f"{tuple(hidden.shape)}, got {tuple(ref_hidden.shape)}; select the same rows of both."
+        )
+    return TokenStatistics(
+        *_TokenLogprobs.apply(
+            hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy, entropy_needs_grad, kl_needs_grad
+        )
+    )

@@ -1,0 +1,108 @@
+"""Adapters as files: in a directory or on the Hub, with the head that may lie beside them."""
+
+import json
+import os
+from typing import NamedTuple
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from peft import PeftConfig
+from safetensors.torch import load_file
+from torch import Tensor
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VALUE_HEAD = "value_head.safetensors"
+CRITIC_FOLDER = "critic"
+SCORE_HEADS = ("score", "classifier")
+
+
+class AdapterFileError(ValueError):
+    """Raised when a file of an adapter is missing, or the adapter belongs to another base."""
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter as it was saved.
+
+    Args:
+        config (`PeftConfig`): Its config.
+        weights (`dict[str, Tensor]`): Its weights, without heads.
+        head (`dict[str, Tensor]`): Weight and bias of the score head that was saved with it; empty if there is none.
+    """
+
+    config: PeftConfig
+    weights: dict[str, Tensor]
+    head: dict[str, Tensor]
+
+
+def find_file(path: str, name: str, folder: str = "") -> str | None:
+    """A file of an adapter, from a directory or the Hub.
+
+    Args:
+        path (`str`): Directory or Hub id.
+        name (`str`): Name of the file.
+        folder (`str`, *optional*): Folder within it.
+
+    Returns:
+        `str` or `None`: Where it is on this machine, if it exists.
+    """
+    if os.path.isdir(path):
+        local = os.path.join(path, folder, name)
+        return local if os.path.isfile(local) else None
+    try:
+        return hf_hub_download(path, name, subfolder=folder or None)
+    except EntryNotFoundError:
+        return None
+
+
+def read_adapter(path: str, folder: str = "") -> AdapterFiles:
+    """Read an adapter; only safetensors are read.
+
+    Args:
+        path (`str`): Directory or Hub id.
+        folder (`str`, *optional*): Folder within it.
+
+    Returns:
+        [`AdapterFiles`]: Config, weights and score head.
+
+    Raises:
+        [`AdapterFileError`]: If a file is missing.
+    """
+    place = os.path.join(path, folder) if folder else path
+    config_file = find_file(path, ADAPTER_CONFIG, folder)
+    if config_file is None:
+        raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is no PEFT adapter.")
+    with open(config_file) as stream:
+        config = PeftConfig.from_peft_type(**json.load(stream))
+    weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
+    if weights_file is None:
+        raise AdapterFileError(
+            f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save the adapter anew."
+        )
+    weights = load_file(weights_file)
+    of_head = {
+        key: x for key, x in weights.items() if any(f".{head}." in key for head in SCORE_HEADS) and "lora_" not in key
+    }
+    head = {key.split(".")[-1]: x for key, x in of_head.items()}
+    return AdapterFiles(config, {key: x for key, x in weights.items() if key not in of_head}, head)
+
+
+def check_same_base(path: str, config: PeftConfig, base: str, remedy: str) -> None:
+    """Refuse an adapter that was trained on another base: it would mean nothing here.
+
+    Args:
+        path (`str`): Where the adapter is, for the message.
+        config (`PeftConfig`): Its config.
+        base (`str`): Name of the base it is put on.
+        remedy (`str`): What to do, for the message.
+
+    Raises:
+        [`AdapterFileError`]: If the names differ, or there is none.
+    """
+    trained_on = config.base_model_name_or_path or ""
+    same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on) == os.path.realpath(base))
+    if not (base and same):
+        raise AdapterFileError(
+            f"The adapter `{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base is "
+            f"{base or 'without a name'!r}; an adapter means nothing on another base. {remedy}"
+        )

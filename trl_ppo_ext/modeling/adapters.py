@@ -1,0 +1,150 @@
+"""Several adapters on one base: adding, copying, and switching them without losing what is trained.
+
+PEFT freezes every adapter but the active one whenever one is added, activated or switched off; here the flags come
+back.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+
+
+def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Check that tensors read from a file are those that a model has.
+
+    Args:
+        needed (`Mapping[str, Tensor]`): Tensors of the model, by name.
+        given (`Mapping[str, Tensor]`): Tensors of the file, by name.
+
+    Raises:
+        `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
+    """
+    for key, tensor in needed.items():
+        if key not in given or given[key].shape != tensor.shape:
+            shape = tuple(given[key].shape) if key in given else "missing"
+            raise ValueError(f"`{key}` is {shape}, the model has {tuple(tensor.shape)}.")
+    for key in given.keys() - needed.keys():
+        raise ValueError(f"the model has no `{key}`.")
+
+
+def adapter_weights(policy: PeftModel, name: str, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Weights of an adapter, as PEFT saves them.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the model, where they are sharded.
+
+    Returns:
+        `dict[str, Tensor]`: The weights, under the names they have in a file.
+    """
+    return get_peft_model_state_dict(policy, state_dict=state_dict, adapter_name=name, save_embedding_layers=False)
+
+
+def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor]) -> None:
+    """Set the weights of an adapter.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+        weights (`dict[str, Tensor]`): The weights, under the names they have in a file.
+
+    Raises:
+        `ValueError`: If they are not those that the adapter has.
+    """
+    check_fit(needed=adapter_weights(policy, name), given=weights)
+    set_peft_model_state_dict(policy, weights, adapter_name=name)
+
+
+def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
+    """Parameters of an adapter.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+
+    Returns:
+        `dict[str, nn.Parameter]`: Those that PEFT saves, under their names in the model.
+    """
+    saved = {tensor.data_ptr() for tensor in adapter_weights(policy, name).values()}
+    return {key: weight for key, weight in policy.named_parameters() if weight.data_ptr() in saved}
+
+
+@contextmanager
+def keeping_trained(policy: PeftModel) -> Iterator[None]:
+    """Whatever is done to adapters within this context, afterwards the same one is active and the same ones train.
+
+    Args:
+        policy (`PeftModel`): The model.
+    """
+    active = policy.active_adapter
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        if policy.active_adapter != active:
+            policy.set_adapter(active)
+        policy.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def free_name(policy: PeftModel, name: str) -> str:
+    """A name that no adapter of the model has.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): What it should be called.
+
+    Returns:
+        `str`: The name, with underscores after it if it was taken.
+    """
+    while name in policy.peft_config:
+        name += "_"
+    return name
+
+
+def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:
+    """Add an adapter that is not active, and not trained.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): What it should be called.
+        config (`PeftConfig`): Its config.
+        keep_modules (`bool`, *optional*, defaults to `False`):
+            Whether it gets copies of the modules that the config trains whole; a score head is one of them.
+
+    Returns:
+        `str`: What it is called.
+    """
+    name = free_name(policy, name)
+    config = copy(config)
+    config.task_type, config.inference_mode = "CAUSAL_LM", False
+    if not keep_modules:
+        config.modules_to_save = None
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others, such as PiSSA, would change the base
+    with keeping_trained(policy):
+        policy.add_adapter(name, config)
+    return name
+
+
+def _in_adapter(key: str, name: str, other: str) -> str:
+    head, _, tail = key.rpartition(f".{name}")  # the last part of that name: a module may be called the same
+    return f"{head}.{other}{tail}"
+
+
+def copy_adapter(policy: PeftModel, source: str, target: str) -> None:
+    """Copy the weights of one adapter into another of the same config.
+
+    Args:
+        policy (`PeftModel`): The model.
+        source (`str`): The adapter that is read.
+        target (`str`): The adapter that is written.
+    """
+    weights = dict(policy.named_parameters())
+    for key in adapter_parameters(policy, source):
+        weights[_in_adapter(key, source, target)].data.copy_(weights[key].data)

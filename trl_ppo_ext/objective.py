@@ -1,0 +1,168 @@
+"""The loss of a micro-batch: policy, values, KL, entropy, supervised rows."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import ppo_math
+from .experience import Coefficients
+from .metrics import Metrics
+from .modeling import TokenOutputs
+from .rollout import MicroBatch, Rollout, Sequences
+
+
+def loss_denominators(
+    response_mask: Tensor,
+    rows: Tensor,
+    aggregation: str,
+    max_completion_length: int,
+    all_sum: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What the loss of each optimizer step is divided by, counted over all its micro-batches and processes.
+
+    Args:
+        response_mask (`Tensor` of shape `[batch, response]`): 1 where a token counts.
+        rows (`Tensor` of shape `[steps, gradient_accumulation_steps, micro_batch_size]`): Rows of each step.
+        aggregation (`str`): Tokens are counted for `"token"`, completions for the others.
+        max_completion_length (`int`): What `"constant"` takes for the length of every completion.
+        all_sum (`Callable`): Sums a tensor over all processes.
+
+    Returns:
+        `Tensor` of shape `[steps]`: The denominators.
+
+    Source: constant length: https://huggingface.co/papers/2503.20783
+    """
+    lengths = response_mask.sum(1)
+    counts = lengths if aggregation == "token" else (lengths > 0).long()
+    if aggregation == "constant":
+        counts = counts * max_completion_length
+    return all_sum(counts[rows.to(counts.device)].sum((1, 2)))
+
+
+class LossTerms(NamedTuple):
+    """What stays the same over all updates of a rollout.
+
+    Args:
+        coefficients ([`Coefficients`]): Coefficients of KL and entropy.
+        denominators (`Tensor` of shape `[steps]`): What the loss of each optimizer step is divided by.
+        ptx_denominators (`Tensor` of shape `[steps]`, *optional*): The same for the supervised loss, in tokens.
+    """
+
+    coefficients: Coefficients
+    denominators: Tensor
+    ptx_denominators: Tensor | None = None
+
+
+class LossOutputs(NamedTuple):
+    """A micro-batch's share.
+
+    Args:
+        loss (`Tensor`): Its share of the optimizer step's loss, to be summed over micro-batches and processes.
+        moved (`Tensor` of shape `[2]`): KL from the policy that sampled, summed over its tokens, and their number.
+    """
+
+    loss: Tensor
+    moved: Tensor
+
+
+class Objective:
+    """PPO's loss.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+        metrics ([`Metrics`]): Where metrics are added.
+    """
+
+    def __init__(self, args: Any, metrics: Metrics):
+        self.args = args
+        self.metrics = metrics
+        self.with_entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        self.kl_in_loss = args.kl_placement != "reward"
+        self.exact_kl = self.kl_in_loss and args.kl_estimator == "exact"
+        # "constant" is a sum over tokens with a denominator of its own
+        self.aggregation: ppo_math.Aggregation = (
+            "sequence_sum" if args.loss_aggregation == "constant" else args.loss_aggregation
+        )
+        self.clip_low = args.cliprange
+        self.clip_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, terms: LossTerms) -> LossOutputs:
+        """Loss of a micro-batch.
+
+        Args:
+            model (`nn.Module`): The actor-critic, as it is wrapped for training.
+            micro_batch ([`MicroBatch`]): Rows of the rollout.
+            terms ([`LossTerms`]): What its rollout has in common.
+
+        Returns:
+            [`LossOutputs`]: The loss, and how far the policy has moved.
+        """
+        args, rollout, mask = self.args, micro_batch.rollout, micro_batch.rollout.response_mask
+        outputs = model(rollout.sequences, args.temperature, self.with_entropy, self.exact_kl)
+        per_token = self._policy_loss(outputs.logprobs, rollout)
+        if outputs.values is not None and rollout.old_values is not None and rollout.returns is not None:
+            value_loss = self._value_loss(outputs.values, rollout.old_values, rollout.returns, mask)
+            per_token = per_token + args.vf_coef * value_loss
+        if self.kl_in_loss:
+            per_token = per_token + terms.coefficients.kl * self._kl(outputs, rollout)
+        if self.with_entropy:
+            per_token = per_token - terms.coefficients.entropy * outputs.entropies
+        denominator = terms.denominators[micro_batch.step]
+        loss = ppo_math.aggregate_loss(per_token, mask, self.aggregation, denominator)
+        if micro_batch.ptx is not None and terms.ptx_denominators is not None:
+            nll = self._supervised_loss(model, micro_batch.ptx)
+            loss = loss + args.ptx_coef * nll / terms.ptx_denominators[micro_batch.step]
+        return LossOutputs(loss, self._moved(outputs.logprobs, rollout))
+
+    def _policy_loss(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
+        args, mask = self.args, rollout.response_mask
+        if args.importance_sampling_level == "sequence":
+            logprobs = ppo_math.sequence_logprobs(logprobs, rollout.old_logprobs, mask)
+        loss = ppo_math.clipped_policy_loss(
+            logprobs, rollout.old_logprobs, rollout.advantages, self.clip_low, self.clip_high, args.dual_clip
+        )
+        with torch.no_grad():
+            ratio = (logprobs - rollout.old_logprobs).exp()
+            too_low = (ratio < 1 - self.clip_low) & (rollout.advantages < 0)
+            too_high = (ratio > 1 + self.clip_high) & (rollout.advantages > 0)
+            self.metrics.mean("loss/policy", loss, mask)
+            self.metrics.mean("ratio/mean", ratio, mask)
+            self.metrics.maximum("ratio/max", ratio, mask)
+            self.metrics.mean("clip_ratio/low_mean", too_low, mask)
+            self.metrics.mean("clip_ratio/high_mean", too_high, mask)
+            self.metrics.mean("clip_ratio/region_mean", too_low | too_high, mask)
+            if args.dual_clip is not None:
+                too_far = (ratio > args.dual_clip) & (rollout.advantages < 0)
+                self.metrics.mean("clip_ratio/dual_mean", too_far, mask)
+        return loss
+
+    def _value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        loss = ppo_math.clipped_value_loss(values, old_values, returns, self.args.cliprange_value)
+        self.metrics.mean("loss/value", loss, mask)
+        if self.args.cliprange_value is not None:
+            unclipped = 0.5 * (values.detach() - returns) ** 2
+            self.metrics.mean("value/clip_ratio", loss.detach() > unclipped, mask)
+        return loss
+
+    def _kl(self, outputs: TokenOutputs, rollout: Rollout) -> Tensor:
+        if outputs.kls is not None:
+            kl = outputs.kls
+        else:
+            kl = ppo_math.kl_estimate(outputs.logprobs, rollout.ref_logprobs, self.args.kl_estimator)
+        self.metrics.mean("loss/kl", kl, rollout.response_mask)
+        return kl
+
+    def _supervised_loss(self, model: nn.Module, ptx: Sequences) -> Tensor:
+        """Negative log-likelihood of the supervised rows, summed over their tokens."""
+        logprobs = model(ptx).logprobs  # at temperature 1, whatever completions are sampled at
+        self.metrics.mean("loss/ptx", -logprobs, ptx.completion_mask)
+        return -logprobs.sum()
+
+    @torch.no_grad()
+    def _moved(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
+        mask = rollout.response_mask
+        kl = ppo_math.kl_estimate(rollout.old_logprobs, logprobs, "k3").masked_fill(~mask, 0)
+        self.metrics.mean("approx_kl", kl, mask)
+        return torch.stack([kl.sum(), mask.sum().to(kl.dtype)])
