@@ -1,6 +1,6 @@
 """A problem small enough that everything can be enumerated: the best policy is known, and so is every objective.
 
-Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10. With a tabulated reward
+Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or one token: 10). With a tabulated reward
 r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* = β·log Σ π_ref·exp(r/β). What the
 model itself can reach is found by exact gradient ascent on J with the same adapter.
 """
@@ -17,7 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
 VOCABULARY, EOS, PAD, BETA, PROMPTS = 10, 1, 0, 0.5, 6
-RESPONSES = [[EOS]] + [[a, b] for a in range(VOCABULARY) if a != EOS for b in range(VOCABULARY)]
+RESPONSES = {
+    1: [[a] for a in range(VOCABULARY)],
+    2: [[EOS]] + [[a, b] for a in range(VOCABULARY) if a != EOS for b in range(VOCABULARY)],
+}
 
 
 def tokenizer():
@@ -48,13 +51,14 @@ def lora():
 
 
 class Problem:
-    def __init__(self, seed):
+    def __init__(self, seed, length=2):
+        self.length, self.responses = length, RESPONSES[length]
         generator = torch.Generator().manual_seed(1000 + seed)
         first = torch.randperm(VOCABULARY - 2, generator=generator)[:PROMPTS] + 2
         second = torch.randint(2, VOCABULARY, (PROMPTS,), generator=generator)
         self.prompts = torch.stack([first, second], 1)
-        self.rewards = torch.randn(PROMPTS, len(RESPONSES), generator=generator)
-        self.index = {tuple(response): i for i, response in enumerate(RESPONSES)}
+        self.rewards = torch.randn(PROMPTS, len(self.responses), generator=generator)
+        self.index = {tuple(response): i for i, response in enumerate(self.responses)}
         self.prompt_index = {" ".join(map(str, p.tolist())): i for i, p in enumerate(self.prompts)}
 
     def dataset(self):
@@ -66,10 +70,11 @@ class Problem:
 
     def logprobs(self, policy):
         """log π(y|x) of all responses to all prompts, `[prompts, responses]`, by plain forwards of the model."""
-        padded = torch.tensor([response + [PAD] * (2 - len(response)) for response in RESPONSES])
-        counts = torch.tensor([[1, 1] if len(response) == 2 else [1, 0] for response in RESPONSES])
-        ids = torch.cat([self.prompts.repeat_interleave(len(RESPONSES), 0), padded.repeat(PROMPTS, 1)], 1)
-        logits = policy(input_ids=ids).logits[:, 1:3].log_softmax(-1)
+        length, responses = self.length, self.responses
+        padded = torch.tensor([response + [PAD] * (length - len(response)) for response in responses])
+        counts = torch.tensor([[1] * len(response) + [0] * (length - len(response)) for response in responses])
+        ids = torch.cat([self.prompts.repeat_interleave(len(responses), 0), padded.repeat(PROMPTS, 1)], 1)
+        logits = policy(input_ids=ids).logits[:, 1 : 1 + length].log_softmax(-1)
         token = logits.gather(2, ids[:, 2:, None])[..., 0]
         return (token * counts.repeat(PROMPTS, 1)).sum(1).reshape(PROMPTS, -1)
 
@@ -98,9 +103,9 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
     return -loss.item()
 
 
-def gap(seed, output_dir, max_steps=1400, **settings):
+def gap(seed, output_dir, max_steps=1400, length=2, **settings):
     """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref)."""
-    problem, base = Problem(seed), model(seed)
+    problem, base = Problem(seed, length), model(seed)
     with torch.no_grad():
         reference = problem.logprobs(base)
     exact = exact_ascent(problem, base)
@@ -114,7 +119,7 @@ def gap(seed, output_dir, max_steps=1400, **settings):
         "seed": seed,
         "learning_rate": 3e-3,
         "max_steps": max_steps,
-        "max_completion_length": 2,
+        "max_completion_length": length,
         "per_device_train_batch_size": 512,
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,

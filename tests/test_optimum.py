@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optimum import BETA, RESPONSES, Problem, gap, model
+from optimum import BETA, Problem, gap, model
 
 
 def test_closed_form_is_the_best_policy():
@@ -16,7 +16,7 @@ def test_closed_form_is_the_best_policy():
     for scale in (0.5, 0.9, 1.1, 2.0):
         other = (reference + scale * problem.rewards / BETA).log_softmax(1)
         assert problem.objective(other, reference) < problem.best(reference)
-    assert len(RESPONSES) == 91
+    assert len(problem.responses) == 91
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

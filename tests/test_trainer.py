@@ -136,7 +136,7 @@ def gradient_of(built, rollout, rows):
     from trl_ppo_ext.rollout import MicroBatch
 
     built.actor_critic.zero_grad()
-    built._terms = built._terms._replace(denominators=rollout.response_mask.sum()[None])
+    built.updates.terms = built.updates.terms._replace(denominators=rollout.response_mask.sum()[None])
     loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0)) for r in rows)
     loss.backward()
     return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}

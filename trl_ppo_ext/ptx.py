@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
+from .batch_plan import BatchPlan
 from .rollout import Sequences
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
@@ -257,6 +258,29 @@ class PTXSampler:
         self.seed = seed
         self.pad_token_id = pad_token_id
         self.device = device
+
+    @classmethod
+    def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
+        """As many rows for each rollout as it has completions.
+
+        Args:
+            dataset (`Dataset`): What [`tokenize_ptx`] returned.
+            plan ([`BatchPlan`]): The run's sizes.
+            args ([`PPOConfig`]): The run's config.
+            pad_token_id (`int`): What padding is filled with.
+
+        Returns:
+            [`PTXSampler`]: The sampler of this process.
+        """
+        return cls(
+            dataset,
+            plan.completions_per_process,
+            args.process_index,
+            args.world_size,
+            args.seed if args.data_seed is None else args.data_seed,
+            pad_token_id,
+            args.device,
+        )
 
     def _permutation(self, number: int) -> Tensor:
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + number))

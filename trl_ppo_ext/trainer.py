@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -34,10 +33,10 @@ from .hub import push_in_background
 from .metrics import Metrics
 from .model_card import model_card
 from .modeling import load_actor_critic
-from .objective import LossTerms, Objective, loss_denominators
 from .ptx import PTXSampler, tokenize_ptx
 from .rewards import RewardFunc, build_rewards
-from .rollout import MicroBatch, Sequences, micro_batches, schedule
+from .rollout import MicroBatch, Sequences
+from .updates import Updates, set_learning_rate
 
 
 class PPOTrainer(Trainer):
@@ -162,24 +161,11 @@ class PPOTrainer(Trainer):
         self.plan = BatchPlan.from_config(args, args.world_size)
         generator = TransformersGenerator(actor_critic, tokenizer, args, self.accelerator)
         self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
-        self._micro_batches: Iterator[MicroBatch] = iter(())
         self._metrics = {"train": Metrics(), "eval": Metrics()}
-        self.objective = Objective(args, self._metrics["train"])
-        self._terms: LossTerms | None = None
-        self._moved = torch.zeros(2)
-        self._stopped_early = False
-        self._ptx = None
+        ptx = None
         if ptx_dataset is not None:
-            seed, pad = args.seed if args.data_seed is None else args.data_seed, tokenizer.pad_token_id
-            self._ptx = PTXSampler(
-                ptx_dataset,
-                self.plan.completions_per_process,
-                args.process_index,
-                args.world_size,
-                seed,
-                pad,
-                args.device,
-            )
+            ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
+        self.updates = Updates(args, self.plan, self._metrics["train"], self.experience.all_sum, ptx)
         self.averaged_policy: AveragedWeights | None = None
         if args.ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
@@ -193,7 +179,7 @@ class PPOTrainer(Trainer):
         """Dataloader whose batches are rollouts of prompts."""
         if self.train_dataset is None:
             raise ValueError("`train()` needs a `train_dataset`; pass one to PPOTrainer.")
-        self._micro_batches = iter(())  # what an earlier `train()` left unfinished is no part of this one
+        self.updates.forget()  # what an earlier `train()` left unfinished is no part of this one
         dataset = self.train_dataset
         if isinstance(dataset, IterableDataset):
             plan = self.plan
@@ -225,12 +211,13 @@ class PPOTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch; the first of a rollout collects it."""
-        micro_batch = next(self._micro_batches, None)
+        updates = self.updates
+        micro_batch = next(updates.micro_batches, None)
         if micro_batch is None:
-            self._micro_batches = self._collect(inputs)
-            micro_batch = next(self._micro_batches)
+            self._collect(inputs)
+            micro_batch = next(updates.micro_batches)
         start = time.perf_counter()
-        if self._stopped_early:
+        if updates.stopped_early:
             loss = torch.zeros((), device=self.args.device)
         else:
             loss = super().training_step(model, micro_batch, num_items_in_batch)
@@ -242,14 +229,7 @@ class PPOTrainer(Trainer):
 
     def _before_optimizer_step(self, model: nn.Module) -> None:
         """The gradients of an optimizer step are there: see whether it may be taken, and by whom."""
-        target = self.args.target_kl
-        if target is not None and not self._stopped_early:
-            moved, tokens = self.experience.all_sum(self._moved).tolist()
-            self._stopped_early = moved > target * tokens
-        self._moved = torch.zeros_like(self._moved)
-        stopped = torch.tensor(float(self._stopped_early), device=self.args.device)
-        self._metrics["train"].mean("stopped_early", stopped)
-        if self._stopped_early:
+        if not self.updates.may_step():
             model.zero_grad()
             # to Accelerate this is no step, so the optimizer's momentum moves nothing
             self.accelerator.gradient_state._set_sync_gradients(False)
@@ -265,29 +245,15 @@ class PPOTrainer(Trainer):
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         return inputs  # on the device already
 
-    def _collect(self, rows: Rows) -> Iterator[MicroBatch]:
-        """Collect a rollout and cut it into the micro-batches of all its epochs."""
-        args, metrics, all_sum = self.args, self._metrics["train"], self.experience.all_sum
+    def _collect(self, rows: Rows) -> None:
+        """Collect a rollout and begin its updates."""
+        metrics = self._metrics["train"]
         self.actor_critic.eval()
         rollout, self._samples, coefficients = self.experience.collect(rows, metrics, self.state)
-        metrics.mean("kl_coef", torch.tensor(coefficients.kl, device=args.device))
-        metrics.mean("entropy_coef", torch.tensor(coefficients.entropy, device=args.device))
+        metrics.mean("kl_coef", torch.tensor(coefficients.kl, device=self.args.device))
+        metrics.mean("entropy_coef", torch.tensor(coefficients.entropy, device=self.args.device))
         self._count_tokens(rollout.sequences)
-        plan = schedule(len(rollout), self.plan)
-        length = args.max_completion_length
-        self._terms = LossTerms(
-            coefficients, loss_denominators(rollout.response_mask, plan, args.loss_aggregation, length, all_sum)
-        )
-        ptx = None
-        if self._ptx is not None:
-            ptx = self._ptx.draw(self.state.global_step // self.plan.optimizer_steps)
-            tokens = loss_denominators(ptx.completion_mask, plan, "token", length, all_sum)
-            self._terms = self._terms._replace(ptx_denominators=tokens)
-        self._moved = torch.zeros(2, device=args.device)
-        self._stopped_early = False
-        # a run resumed within a rollout goes on where it stopped
-        done = self.state.global_step * args.gradient_accumulation_steps % self.plan.micro_steps
-        return micro_batches(rollout, plan, start=done, ptx=ptx)
+        self.updates.start(rollout, coefficients, self.state.global_step)
 
     def _count_tokens(self, sequences: Sequences) -> None:
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
@@ -303,9 +269,8 @@ class PPOTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all processes."""
-        outputs = self.objective(model, inputs, cast(LossTerms, self._terms))
-        self._moved = self._moved + outputs.moved
-        return outputs.loss * self.accelerator.num_processes  # gradients are averaged over processes, the loss a sum
+        # gradients are averaged over processes, the loss is a sum
+        return self.updates.loss(model, inputs) * self.accelerator.num_processes
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, with `critic_learning_rate` for the critic.
@@ -319,12 +284,7 @@ class PPOTrainer(Trainer):
         given = self.optimizer is not None
         optimizer = super().create_optimizer(model)
         if self.args.critic_learning_rate is not None and not given:
-            critic = {id(parameter) for parameter in self.actor_critic.critic_parameters().values()}
-            for group in list(optimizer.param_groups):
-                theirs = [parameter for parameter in group["params"] if id(parameter) in critic]
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in critic]
-                if theirs:
-                    optimizer.add_param_group(group | {"params": theirs, "lr": self.args.critic_learning_rate})
+            set_learning_rate(optimizer, self.actor_critic.critic_parameters(), self.args.critic_learning_rate)
         return optimizer
 
     # ---- evaluation and logging ----

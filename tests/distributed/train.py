@@ -4,6 +4,7 @@ import json
 import sys
 
 import torch
+from datasets import Dataset
 from tiny import config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -22,22 +23,26 @@ def reward(completion_ids, **kwargs):
 
 
 def main(output_dir, settings):
+    ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     trainer = PPOTrainer(
         llama(),
         reward,
         config(
             output_dir,
-            num_mini_batches=1,
-            num_ppo_epochs=2,
-            max_steps=8,
-            entropy_coef=0.01,
-            normalize_rewards=True,
-            reward_baseline="reference",
-            **settings,
+            **{
+                "num_mini_batches": 1,
+                "num_ppo_epochs": 2,
+                "max_steps": 8,
+                "entropy_coef": 0.01,
+                "normalize_rewards": True,
+                "reward_baseline": "reference",
+            }
+            | settings,
         ),
         prompts(),
         eval_dataset=prompts(5),
         processing_class=tokenizer(),
+        ptx_dataset=ptx,
     )
     trainer.experience.generator.generate = completions_of
     trainer.train()

@@ -1,0 +1,119 @@
+"""The optimizer steps that one rollout feeds."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batch_plan import BatchPlan
+from .experience import Coefficients
+from .metrics import Metrics
+from .objective import LossTerms, Objective, loss_denominators
+from .ptx import PTXSampler
+from .rollout import MicroBatch, Rollout, micro_batches, schedule
+
+
+class Updates:
+    """Cuts a rollout into micro-batches, computes their losses, and says when its steps are over.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+        plan ([`BatchPlan`]): The run's sizes.
+        metrics ([`Metrics`]): Where metrics are added.
+        all_sum (`Callable`): Sums a tensor over all processes.
+        ptx ([`PTXSampler`], *optional*): Draws the supervised rows that are learned beside a rollout.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        plan: BatchPlan,
+        metrics: Metrics,
+        all_sum: Callable[[Tensor], Tensor],
+        ptx: PTXSampler | None = None,
+    ):
+        self.args = args
+        self.plan = plan
+        self.metrics = metrics
+        self.all_sum = all_sum
+        self.ptx = ptx
+        self.objective = Objective(args, metrics)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is left of a rollout."""
+        self.micro_batches: Iterator[MicroBatch] = iter(())
+        self.terms: LossTerms | None = None
+        self.moved = torch.zeros(2, device=self.args.device)
+        self.stopped_early = False
+
+    def start(self, rollout: Rollout, coefficients: Coefficients, optimizer_step: int) -> None:
+        """Begin with a rollout.
+
+        Args:
+            rollout ([`Rollout`]): The rollout of this process.
+            coefficients ([`Coefficients`]): Coefficients of its loss.
+            optimizer_step (`int`): Optimizer steps taken so far; a run resumed within a rollout goes on there.
+        """
+        self.forget()
+        args, plan = self.args, self.plan
+        number, done = divmod(optimizer_step, plan.optimizer_steps)
+        rows, length = schedule(len(rollout), plan), args.max_completion_length
+        self.terms = LossTerms(
+            coefficients, loss_denominators(rollout.response_mask, rows, args.loss_aggregation, length, self.all_sum)
+        )
+        ptx = None
+        if self.ptx is not None:
+            ptx = self.ptx.draw(number)
+            tokens = loss_denominators(ptx.completion_mask, rows, "token", length, self.all_sum)
+            self.terms = self.terms._replace(ptx_denominators=tokens)
+        self.micro_batches = micro_batches(rollout, rows, done * plan.gradient_accumulation_steps, ptx)
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Loss of a micro-batch, as its share of the optimizer step's loss over all processes.
+
+        Args:
+            model (`nn.Module`): The actor-critic, as it is wrapped for training.
+            micro_batch ([`MicroBatch`]): Rows of the rollout.
+
+        Returns:
+            `Tensor`: Scalar loss.
+        """
+        if self.terms is None:
+            raise RuntimeError("There is no rollout to learn from; `start` begins with one.")
+        outputs = self.objective(model, micro_batch, self.terms)
+        self.moved = self.moved + outputs.moved
+        return outputs.loss
+
+    def may_step(self) -> bool:
+        """Whether an optimizer step, whose losses are there now, may be taken: not once the policy has moved too far.
+
+        Returns:
+            `bool`: The same on all processes; once `False`, it stays so for the rollout.
+        """
+        target = self.args.target_kl
+        if target is not None and not self.stopped_early:
+            moved, tokens = self.all_sum(self.moved).tolist()
+            self.stopped_early = moved > target * tokens
+        self.moved = torch.zeros_like(self.moved)
+        self.metrics.mean("stopped_early", torch.tensor(float(self.stopped_early), device=self.args.device))
+        return not self.stopped_early
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
+) -> None:
+    """Give some parameters of an optimizer that has not stepped yet a learning rate of their own.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The optimizer.
+        parameters (`Mapping[str, nn.Parameter]`): The parameters.
+        learning_rate (`float`): Their learning rate.
+    """
+    chosen = {id(parameter) for parameter in parameters.values()}
+    for group in list(optimizer.param_groups):
+        theirs = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+        if theirs:
+            optimizer.add_param_group(group | {"params": theirs, "lr": learning_rate})
