@@ -152,7 +152,9 @@ def test_nothing_to_average_is_refused():
 def test_swapping_gives_the_averages_and_then_the_own_weights_bit_for_bit(dtype):
     net = model(dtype)
     start, average = copies(net), averaged(net)
-    assign(net, {name: -0.0 * weight.detach() for name, weight in net.named_parameters()})  # zeros of both signs
+    assign(net, {name: -weight.detach() / 3 for name, weight in net.named_parameters()})
+    with torch.no_grad():
+        net[0].bias.copy_(torch.tensor([-0.0, 0.0, torch.nan, -torch.inf]))
     own, places = copies(net), [weight.data_ptr() for weight in net.parameters()]
     for _ in range(2):
         with average.swapped():

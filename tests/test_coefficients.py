@@ -192,3 +192,10 @@ def test_the_state_of_another_kind_of_coefficient_is_refused(saved, resumed):
     with pytest.raises(ValueError, match=rf"{type(coefficient).__name__}.*settings of the run that was saved"):
         coefficient.load_state_dict(state)
     assert coefficient.value == before
+
+
+def test_an_entropy_target_out_of_reach_does_not_let_the_bonus_grow_without_end():
+    coefficient = AdaptiveEntropy(0.0, target=100.0, step=0.3)
+    for _ in range(10):
+        coefficient.update(1.0, 8)
+    assert coefficient.value == 1.0

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ def check_trainer_arguments(
     args: PPOConfig,
     train_dataset: Any,
     reward_processing_classes: list,
+    optimizer: torch.optim.Optimizer | None,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
 ) -> None:
@@ -74,6 +76,7 @@ def check_trainer_arguments(
         args ([`PPOConfig`]): The run's config.
         train_dataset (`Dataset` or `IterableDataset`): The prompts.
         reward_processing_classes (`list`, *optional*): Tokenizers of the rewards.
+        optimizer (`torch.optim.Optimizer`, *optional*): The optimizer.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
         peft_config (`PeftConfig`, *optional*): Config of the adapter.
 
@@ -96,6 +99,11 @@ def check_trainer_arguments(
         raise ValueError(
             f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
             "mix rollouts; set it to 0 or 1 for a streaming dataset."
+        )
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError(
+            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; give the "
+            "critic's parameters a group of their own there, or leave one of the two out."
         )
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)

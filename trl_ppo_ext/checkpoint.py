@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights
-from .modeling.adapter_files import ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
+from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
@@ -56,6 +57,7 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str
         output_dir (`str`): Where to; it is made if there is none.
         state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the actor-critic, where they are sharded.
     """
+    _remove_other_critic(actor_critic, output_dir)
     if actor_critic.value_head is None:
         return
     os.makedirs(output_dir, exist_ok=True)
@@ -66,6 +68,24 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _of_policy(state_dict))
+
+
+def _remove_other_critic(actor_critic: ActorCritic, output_dir: str) -> None:
+    """Remove what a run with a critic of another kind left there: it would pass for a part of this one."""
+    kind = _kind(actor_critic)
+    stale = [VALUE_HEAD] if kind == "none" else []
+    if kind != "adapter":
+        stale += [os.path.join(CRITIC_FOLDER, file) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    for file in stale:
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(output_dir, file))
+
+
+def _kind(actor_critic: ActorCritic) -> str:
+    """What `PPOConfig.critic` calls it."""
+    if actor_critic.value_head is None:
+        return "none"
+    return "head" if actor_critic.critic_adapter is None else "adapter"
 
 
 def _of_policy(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
@@ -110,6 +130,18 @@ def _unfit(file: str, error: ValueError) -> CheckpointError:
     )
 
 
+def _check_kind(actor_critic: ActorCritic, directory: str) -> None:
+    """A critic in a checkpoint must be of the run's kind; one that lacks files is told by the file."""
+    needed, given = _kind(actor_critic), "none"
+    if os.path.isfile(os.path.join(directory, VALUE_HEAD)):
+        given = "adapter" if os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG)) else "head"
+    if given not in ("none", needed):
+        raise CheckpointError(
+            f"`{directory}` holds a critic of the kind {given!r}, and `critic` is {needed!r}; set `critic={given!r}` "
+            "to go on with it."
+        )
+
+
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Read what [`save_actor_critic`] wrote.
 
@@ -120,6 +152,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     Raises:
         [`CheckpointError`]: If a file is missing or does not fit.
     """
+    _check_kind(actor_critic, directory)
     head = None
     if actor_critic.value_head is not None:
         head = _read(directory, VALUE_HEAD)

@@ -8,8 +8,11 @@ from importlib import import_module
 # sub-command: (module with `add_arguments(parser)` and `main(args)`, line of help)
 COMMANDS = {
     "check-reward": ("check_reward", "compare a reward model in full precision and in 4-bit on preference pairs"),
+    "pretrain-critic": ("pretrain_critic", "train a critic on rollouts of a frozen policy, to start PPO runs from"),
     "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
 }
+# these read a config file too, so TRL's parser reads their arguments: `main(argv)`
+LAUNCHERS = {"pretrain-critic"}
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -25,7 +28,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, line) in COMMANDS.items():
         sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == command:
+        if name == command and name not in LAUNCHERS:
             module = import_module(f".{module_name}", "trl_ppo_ext")
             module.add_arguments(sub)
             sub.set_defaults(run=module.main)
@@ -42,11 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: Exit status: 0, or 2 where the user can put it right.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parser(argv[0] if argv else None).parse_args(argv)
+    command = argv[0] if argv else None
     try:
-        args.run(args)
+        if command in LAUNCHERS:
+            import_module(f".{COMMANDS[command][0]}", "trl_ppo_ext").main(argv[1:])
+        else:
+            args = parser(command).parse_args(argv)
+            args.run(args)
     except (ValueError, OSError) as error:  # wrong arguments, a model that is not there, a port that is taken
-        print(f"trl-ppo {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trl-ppo {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -144,11 +144,12 @@ class AdaptiveKL:
 class AdaptiveEntropy:
     r"""Entropy coefficient that holds the policy's entropy up at a target and leaves it alone above.
 
-    c rises by `step` after a measured entropy below the target, and falls by `step`, never below 0, after one above.
-    It is applied only where the last measured entropy was at or below the target: `value` is c there and 0 elsewhere.
+    c rises by `step`, to at most 1, after a measured entropy below the target, and falls by `step`, never
+    below 0, after one above. It is applied only where the last measured entropy was at or below the target: `value` is
+    c there and 0 elsewhere.
 
     Args:
-        value (`float`): c at the start, applied until something is measured; the paper starts at 0.
+        value (`float`): c at the start, applied until something is measured; the authors' runs start at 0.
         target (`float`): Mean entropy of a token to hold, in nats, at least 0.
         step (`float`, *optional*, defaults to `0.005`): What an update adds or takes, above 0.
 
@@ -157,6 +158,8 @@ class AdaptiveEntropy:
 
     Source: https://huggingface.co/papers/2505.22312
     """
+
+    MAX_VALUE = 1.0  # a target that cannot be reached must not let the bonus grow without end
 
     def __init__(self, value: float, target: float, step: float = 0.005):
         for name, given in (("value", value), ("target", target)):
@@ -180,7 +183,7 @@ class AdaptiveEntropy:
         if not math.isfinite(measured):
             return
         if measured < self.target:
-            self.coefficient += self.step
+            self.coefficient = min(self.coefficient + self.step, max(self.MAX_VALUE, self.coefficient))
         elif measured > self.target:
             self.coefficient = max(self.coefficient - self.step, 0.0)
         self.applied = measured <= self.target

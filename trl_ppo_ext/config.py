@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .batch_plan import BatchPlan, accumulation_for
-from .config_checks import check_generation_kwargs, check_values, choose_defaults
+from .config_checks import check_generation_kwargs, check_horizon, check_values, choose_defaults
 from .presets import PRESETS
 
 
@@ -42,7 +42,7 @@ class PPOConfig(TrainingArguments):
             Whether models and tokenizers given as strings may run code of their own.
 
         shuffle_dataset (`bool`, *optional*, defaults to `True`):
-            Whether to shuffle the prompts.
+            Whether to shuffle the prompts. A streaming dataset is read in its order; shuffle the stream itself.
         chat_template_kwargs (`dict`, *optional*):
             Keyword arguments of the chat template, for prompts that are messages.
         num_generations (`int`, *optional*, defaults to `1`):
@@ -321,7 +321,8 @@ class PPOConfig(TrainingArguments):
             self.ddp_find_unused_parameters = False
         if self.generation_batch_size is not None:
             self._derive_accumulation()
-        BatchPlan.from_config(self, self.world_size)
+        plan = BatchPlan.from_config(self, self.world_size)
+        check_horizon(self, plan.completions)
 
     def _derive_accumulation(self) -> None:
         size, passes = self.per_device_train_batch_size, self.world_size

@@ -7,6 +7,8 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from .coefficients import AdaptiveKL
+
 logger = logging.get_logger(__name__)
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "exact")
@@ -57,6 +59,11 @@ def check_values(config: Any) -> None:
         )
     if config.remove_unused_columns:
         raise ValueError("`remove_unused_columns=True` would take the columns that rewards need; leave it False.")
+    if config.entropy_target is not None and config.entropy_coef < 0:
+        raise ValueError(
+            f"`entropy_target` steers an `entropy_coef` of at least 0, got {config.entropy_coef}; leave one "
+            "of them out."
+        )
     _check_kl(config)
     _check_critic(config)
 
@@ -69,6 +76,10 @@ def _check_kl(config: Any) -> None:
         )
     if config.kl_target is not None and config.kl_coef == 0:
         raise ValueError("`kl_target` steers `kl_coef` by factors, and `kl_coef=0` stays 0; set it to 0.05, say.")
+    if config.kl_target is None and config.kl_horizon != 10000:
+        raise ValueError(
+            f"`kl_horizon={config.kl_horizon}` steers nothing without a `kl_target`; set one, or leave it out."
+        )
     # of the estimators, k1 belongs in the reward, and nothing but k2 has the right gradient in the loss
     if config.kl_coef and (config.kl_estimator, config.kl_placement) in (("k1", "loss"), ("exact", "reward")):
         logger.warning(
@@ -78,6 +89,24 @@ def _check_kl(config: Any) -> None:
             "its gradient is zero in expectation"
             if config.kl_estimator == "k1"
             else "the KL at a token does not depend on that token, so only earlier ones are charged; use 'both'",
+        )
+
+
+def check_horizon(config: Any, completions: int) -> None:
+    """Refuse a `kl_horizon` that is so short that the steered coefficient could turn negative.
+
+    Args:
+        config ([`PPOConfig`]): The config.
+        completions (`int`): Completions of a rollout, over all processes.
+
+    Raises:
+        `ValueError`: Names the horizon that is needed.
+    """
+    shortest = AdaptiveKL.MAX_ERROR * completions
+    if config.kl_target is not None and config.kl_horizon <= shortest:
+        raise ValueError(
+            f"`kl_horizon={config.kl_horizon}` is too short for rollouts of {completions} completions: `kl_coef` "
+            f"could turn negative. Set it above {shortest:g}, better to many times the completions of a rollout."
         )
 
 

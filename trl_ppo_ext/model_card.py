@@ -15,8 +15,8 @@ TEMPLATE = """---
 
 A {{ adapter_type }} adapter trained with PPO by trl_ppo_ext
 {%- if on_hub %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
-One frozen base model was policy (this adapter on), reference ({{ reference }}) and critic
-(`value_head.safetensors`).
+One frozen base model was policy (this adapter on) and reference ({{ reference }})
+{%- if critic %}, and carried the critic ({{ critic }}){% endif %}.
 
 ## Use it
 
@@ -56,7 +56,10 @@ HYPERPARAMETERS = (
     "learning_rate lr_scheduler_type max_steps num_train_epochs per_device_train_batch_size "
     "gradient_accumulation_steps num_mini_batches num_ppo_epochs num_generations max_completion_length temperature "
     "top_p top_k min_p repetition_penalty reward_weights reward_quantization "
-    "kl_coef kl_estimator cliprange cliprange_value vf_coef entropy_coef gamma lam whiten_rewards whiten_advantages "
+    "critic critic_backprop critic_learning_rate value_warmup_steps advantage_estimator gamma lam lam_critic "
+    "lam_length_alpha kl_coef kl_estimator kl_placement kl_target target_kl cliprange cliprange_high dual_clip "
+    "importance_sampling_level loss_aggregation cliprange_value vf_coef entropy_coef entropy_target ptx_coef "
+    "ema_decay whiten_rewards whiten_advantages "
     "reward_clip_range missing_eos_penalty mask_truncated_completions max_grad_norm adam_epsilon bf16 seed"
 ).split()
 ADAPTER = ("r", "lora_alpha", "target_modules")
@@ -64,6 +67,11 @@ METRICS = (
     "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
     "value/explained_variance"
 ).split()
+CRITICS = {
+    "head": "`value_head.safetensors`, on this adapter's hidden states",
+    "adapter": "`value_head.safetensors`, on the adapter in `critic/`",
+    "none": None,
+}
 PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
 
 
@@ -127,6 +135,7 @@ def model_card(
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
+        critic=CRITICS[args.critic],
         hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS}
         | {name: _plain(getattr(peft_config, name)) for name in ADAPTER if hasattr(peft_config, name)},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in METRICS + names if name in logged},

@@ -117,7 +117,15 @@ class PPOTrainer(Trainer):
         tokenizers = as_list(reward_processing_classes)
         refuse_unknown_arguments(unknown)
         check_trainer_arguments(
-            model, rewards_given, monitors_given, args, train_dataset, tokenizers, quantization_config, peft_config
+            model,
+            rewards_given,
+            monitors_given,
+            args,
+            train_dataset,
+            tokenizers,
+            optimizers[0],
+            quantization_config,
+            peft_config,
         )
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
         self._tokenize = partial(
@@ -281,9 +289,9 @@ class PPOTrainer(Trainer):
         Returns:
             `torch.optim.Optimizer`: The optimizer.
         """
-        given = self.optimizer is not None
+        made = self.optimizer is not None
         optimizer = super().create_optimizer(model)
-        if self.args.critic_learning_rate is not None and not given:
+        if self.args.critic_learning_rate is not None and not made:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), self.args.critic_learning_rate)
         return optimizer
 
@@ -358,17 +366,19 @@ class PPOTrainer(Trainer):
         self.processing_class.save_pretrained(output_dir)
         self._card(output_dir).save(os.path.join(output_dir, "README.md"))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        directory = resume_from_checkpoint
+    def _load_weights(self, directory: str) -> None:
         if self.averaged_policy is not None:
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             checkpoint.load_adapter(policy, name, os.path.join(directory, checkpoint.AVERAGED))
             self.averaged_policy.load_state_dict(self.actor_critic.policy_parameters())
         checkpoint.load_actor_critic_weights(self.actor_critic, directory)
-        self.experience.load_state_dict(checkpoint.load_state(directory))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint)
+        self.experience.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        checkpoint.load_actor_critic_weights(self.actor_critic, self.state.best_model_checkpoint)
+        self._load_weights(self.state.best_model_checkpoint)
 
     def _card(self, output_dir: str, **metadata: Any):
         return model_card(

@@ -5,7 +5,7 @@ import os
 from typing import NamedTuple
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 from peft import PeftConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -45,6 +45,9 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
 
     Returns:
         `str` or `None`: Where it is on this machine, if it exists.
+
+    Raises:
+        [`AdapterFileError`]: If there is neither such a directory nor such a repository.
     """
     if os.path.isdir(path):
         local = os.path.join(path, folder, name)
@@ -53,6 +56,27 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return hf_hub_download(path, name, subfolder=folder or None)
     except EntryNotFoundError:
         return None
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise AdapterFileError(
+            f"`{path}` is no directory here, and no repository on the Hub that can be read ({error}); check the path."
+        ) from None
+
+
+def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
+    """Read the config of an adapter.
+
+    Args:
+        path (`str`): Directory or Hub id.
+        folder (`str`, *optional*): Folder within it.
+
+    Returns:
+        `PeftConfig` or `None`: The config, if there is an adapter.
+    """
+    config_file = find_file(path, ADAPTER_CONFIG, folder)
+    if config_file is None:
+        return None
+    with open(config_file) as stream:
+        return PeftConfig.from_peft_type(**json.load(stream))
 
 
 def read_adapter(path: str, folder: str = "") -> AdapterFiles:
@@ -69,11 +93,9 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         [`AdapterFileError`]: If a file is missing.
     """
     place = os.path.join(path, folder) if folder else path
-    config_file = find_file(path, ADAPTER_CONFIG, folder)
-    if config_file is None:
+    config = read_adapter_config(path, folder)
+    if config is None:
         raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is no PEFT adapter.")
-    with open(config_file) as stream:
-        config = PeftConfig.from_peft_type(**json.load(stream))
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
         raise AdapterFileError(

@@ -6,7 +6,7 @@ from peft import PeftConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .adapter_files import CRITIC_FOLDER, VALUE_HEAD, check_same_base, find_file, read_adapter
+from .adapter_files import CRITIC_FOLDER, VALUE_HEAD, check_same_base, find_file, read_adapter, read_adapter_config
 from .adapters import check_fit
 
 _OTHER_BASE = "Start from a critic of this base, or leave `critic_init` out."
@@ -48,23 +48,26 @@ def read_critic(path: str, critic: str, base: str, label: int | None = None) -> 
     if head_file is None:
         return _from_reward_adapter(path, critic, base, label)
     head = load_file(head_file)
-    has_adapter = find_file(path, "adapter_config.json", CRITIC_FOLDER) is not None
+    has_adapter = read_adapter_config(path, CRITIC_FOLDER) is not None
     if has_adapter != (critic == "adapter"):
         kind = "adapter" if has_adapter else "head"
         raise ValueError(
             f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is {critic!r}; set "
             f"`critic={kind!r}`, or pretrain one of the other kind."
         )
-    if not has_adapter:
-        return CriticStart(head)
-    files = read_adapter(path, CRITIC_FOLDER)
-    check_same_base(path, files.config, base, _OTHER_BASE)
-    return CriticStart(head, files.config, files.weights)
+    if has_adapter:
+        files = read_adapter(path, CRITIC_FOLDER)
+        check_same_base(path, files.config, base, _OTHER_BASE)
+        return CriticStart(head, files.config, files.weights)
+    of_policy = read_adapter_config(path)
+    if of_policy is not None:  # the policy that the head sat on says which base it was
+        check_same_base(path, of_policy, base, _OTHER_BASE)
+    return CriticStart(head)
 
 
 def _from_reward_adapter(path: str, critic: str, base: str, label: int | None) -> CriticStart:
-    files = read_adapter(path)
-    if "weight" not in files.head:
+    files = read_adapter(path) if read_adapter_config(path) is not None else None
+    if files is None or "weight" not in files.head:
         raise ValueError(
             f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head; name a directory "
             "that `trl-ppo pretrain-critic` or PPOTrainer wrote, or a reward adapter."

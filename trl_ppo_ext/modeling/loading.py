@@ -107,6 +107,11 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
             f"The adapter is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
             "adapter in the layers, such as `LoraConfig`."
         )
+    if getattr(peft_config, "bias", "none") != "none":
+        raise ValueError(
+            f"The adapter has `bias={getattr(peft_config, 'bias', None)!r}`: it trains biases of the base, which the "
+            "reference and every other adapter on that base would change with. Set `bias='none'`."
+        )
     if peft_config is not None and _targets_output_projection(peft_config):
         raise ValueError(
             "`peft_config` puts an adapter on the output projection (`lm_head`), but log-probabilities are computed "
@@ -169,12 +174,15 @@ def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(True)
 
 
-def _add_critic_adapter(policy: PeftModel, start: CriticStart | None) -> str:
+def _add_critic_adapter(policy: PeftModel, start: CriticStart | None, path: str) -> str:
     """An adapter for the critic, of the policy's kind, or of the kind it starts from."""
     own = start.config if start is not None and start.config is not None else policy.peft_config[policy.active_adapter]
     name = add_adapter(policy, CRITIC_ADAPTER, own)
     if start is not None and start.weights is not None:
-        load_adapter_weights(policy, name, start.weights)
+        try:
+            load_adapter_weights(policy, name, start.weights)
+        except ValueError as error:
+            raise ValueError(f"The adapter of `critic_init={path!r}` does not fit the model: {error}") from None
     return name
 
 
@@ -216,7 +224,7 @@ def load_actor_critic(
     if args.critic_init is not None:
         start = read_critic(args.critic_init, args.critic, policy.config._name_or_path, args.reward_label)
     if args.critic == "adapter":
-        critic = _add_critic_adapter(policy, start)
+        critic = _add_critic_adapter(policy, start, args.critic_init)
     policy.requires_grad_(False)
     for name in (policy.active_adapter, critic):
         if name is not None:

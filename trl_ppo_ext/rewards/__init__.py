@@ -90,7 +90,7 @@ def build_rewards(
         if isinstance(entry, PreTrainedModel | PeftModel):
             if not getattr(entry, "is_quantized", False):
                 entry = entry.to(device)
-            rewards.append(ClassifierReward(entry, own_tokenizer, size, label))
+            rewards.append(ClassifierReward(entry, own_tokenizer, size, label, args.trust_remote_code))
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, size, label))
         elif _is_reward(entry):

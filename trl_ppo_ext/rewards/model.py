@@ -213,6 +213,7 @@ class ClassifierReward(SequenceScorer):
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; loaded from the model's id by default.
         batch_size (`int`, *optional*, defaults to 16): Completions scored at a time.
         label (`int`, *optional*): Which of several labels is the reward.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether its tokenizer may run code of its own.
 
     Raises:
         [`RewardError`]: If it has several labels and none was picked, or there is no tokenizer to be had.
@@ -224,6 +225,7 @@ class ClassifierReward(SequenceScorer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         batch_size: int = 16,
         label: int | None = None,
+        trust_remote_code: bool = False,
     ):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
@@ -234,7 +236,9 @@ class ClassifierReward(SequenceScorer):
                 "`reward_processing_classes`."
             )
         context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        super().__init__(name, tokenizer or AutoTokenizer.from_pretrained(model_id), batch_size, context_length)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        super().__init__(name, tokenizer, batch_size, context_length)
         self.model = model.requires_grad_(False).eval()
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
