@@ -104,7 +104,7 @@ def measure(job: tuple[str, int, int, int, Path]) -> tuple[str, int, dict[str, f
     return name, seed, result
 
 
-def table(results: dict[str, dict[int, dict[str, float]]]) -> str:
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """The results as Markdown: means over seeds, with the least and the largest."""
 
     def over_seeds(runs: list[dict[str, float]], key: str, form: str) -> str:
@@ -147,15 +147,15 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = args.only or list(ARRANGEMENTS)
     jobs = [(name, seed, args.steps, args.pretraining, args.runs.resolve()) for seed in args.seeds for name in names]
-    results: dict[str, dict[int, dict[str, float]]] = {}
-    with ProcessPoolExecutor(args.jobs, max_tasks_per_child=1) as pool:
-        for name, seed, result in pool.map(measure, jobs):
-            results.setdefault(name, {})[seed] = result
-            print(f"{name}, seed {seed}: {result}", file=sys.stderr, flush=True)
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "trl")}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     measured = {"versions": versions, "machine": platform.machine(), "steps": args.steps, "results": results}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(measured, indent=2) + "\n")
+    with ProcessPoolExecutor(args.jobs, max_tasks_per_child=1) as pool:
+        for name, seed, result in pool.map(measure, jobs):
+            results.setdefault(name, {})[str(seed)] = result
+            print(f"{name}, seed {seed}: {result}", file=sys.stderr, flush=True)
+            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # what is measured is not lost
     print(table(results))
 
 

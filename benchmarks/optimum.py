@@ -74,7 +74,7 @@ def measure(job: tuple[str, int, int]) -> tuple[str, int, dict]:
     return name, seed, result
 
 
-def table(results: dict[str, dict[int, dict]]) -> str:
+def table(results: dict[str, dict[str, dict]]) -> str:
     """The results as Markdown, in the order of the settings."""
     lines = ["| setting | gap, by seed | mean | seconds |", "|---|---|---|---|"]
     for name in (name for name in ROWS if name in results):
@@ -100,15 +100,15 @@ def main() -> None:
     jobs = [
         (name, seed, args.max_steps) for name in names for seed in (args.seeds if name in REACHING else args.seeds[:1])
     ]
-    results: dict[str, dict[int, dict]] = {}
-    with ProcessPoolExecutor(args.jobs, max_tasks_per_child=1) as pool:
-        for name, seed, result in pool.map(measure, jobs):
-            results.setdefault(name, {})[seed] = result
-            print(f"{name}, seed {seed}: gap {result['gap']:.4f}", file=sys.stderr, flush=True)
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "trl")}
+    results: dict[str, dict[str, dict]] = {}
     measured = {"versions": versions, "machine": platform.machine(), "max_steps": args.max_steps, "results": results}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(measured, indent=2) + "\n")
+    with ProcessPoolExecutor(args.jobs, max_tasks_per_child=1) as pool:
+        for name, seed, result in pool.map(measure, jobs):
+            results.setdefault(name, {})[str(seed)] = result
+            print(f"{name}, seed {seed}: gap {result['gap']:.4f}", file=sys.stderr, flush=True)
+            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # what is measured is not lost
     print(table(results))
 
 

@@ -1,8 +1,8 @@
 """A problem small enough that everything can be enumerated: the best policy is known, and so is every objective.
 
-Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or one token: 10). With a tabulated reward
-r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* = β·log Σ π_ref·exp(r/β). What the
-model itself can reach is found by exact gradient ascent on J with the same adapter.
+Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or one token: 10). With
+a tabulated reward r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* =
+β·log Σ π_ref·exp(r/β). What the model itself can reach is found by exact gradient ascent on J with the same adapter.
 """
 
 import copy

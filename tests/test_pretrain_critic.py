@@ -324,6 +324,7 @@ def named(count, prefix=""):
 def test_evaluation_prompts_are_measured_on_if_there_are_any(tmp_path):
     run = trainer(tmp_path, evaluation=named(16, "w0 "))
     assert asked_for(run, 8) == [f"w0 w{2 * n}" for n in range(8)]  # spread evenly
+    assert asked_for(run, 9) == [f"w0 w{n}" for n in range(16)]  # two rollouts
     run = trainer(tmp_path, evaluation={"a": named(2, "w0 "), "b": named(3, "w1 ").to_iterable_dataset()})
     assert asked_for(run, 8) == ["w0 w0", "w0 w1", "w1 w0", "w1 w1", "w1 w2", "w0 w0", "w0 w1", "w1 w0"]
 
@@ -350,13 +351,16 @@ def test_a_stream_is_measured_on_its_first_rows(tmp_path):
 
 
 def test_monitored_rewards_are_not_asked_when_nobody_sees_what_they_give(tmp_path):
-    def watched(**kwargs):
-        raise AssertionError
+    asked = []
+
+    def watched(prompts, **kwargs):
+        asked.extend(prompts)
+        return [0.0] * len(prompts)
 
     run = PPOTrainer(
         llama(), length_reward, config(tmp_path), prompts(), processing_class=tokenizer(), monitor_funcs=watched
     )
-    assert held_out_rollouts(run, 8)
+    assert held_out_rollouts(run, 8) and not asked
 
 
 # ---- pretrain_critic ----
@@ -398,6 +402,8 @@ def test_rewards_come_in_every_form(there, monkeypatch):
     assert find_reward("Skywork/Skywork-Reward-V2-Qwen3-0.6B") == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
     assert find_reward("gpt2") == "gpt2" and find_reward("./policy") == "./policy"
     assert find_reward("Qwen2.5-0.5B") == "Qwen2.5-0.5B"
+    (there / "runs.reward").mkdir(exist_ok=True)
+    assert find_reward("runs.reward") == "runs.reward"
     assert find_reward("adapter:my/reward") == RewardAdapter("my/reward")
     assert find_reward("think_format_reward") is think_format_reward
     punished = find_reward("get_soft_overlong_punishment")(completion_ids=[[0] * n for n in (1024, 1152, 1280, 1281)])
@@ -459,6 +465,8 @@ def test_one_dataset_is_needed(tmp_path):
     mixture = DatasetMixtureConfig([{"path": "json"}])
     with pytest.raises(ValueError, match="Both `datasets` and `dataset_name`"):
         load_datasets(PPOScriptArguments(dataset_name="a"), mixture)
+    with pytest.raises(ValueError, match="Both `datasets` and `dataset_streaming`"):
+        load_datasets(PPOScriptArguments(dataset_streaming=True), mixture)
 
 
 @pytest.fixture
@@ -514,7 +522,7 @@ def test_datasets_are_handed_over_by_split(built, there):
     assert given["train_dataset"] is made["train"] and given["eval_dataset"] is made["test"]
     given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
-    assert built(args=evaluating, dataset=made, eval_dataset=None)["eval_dataset"] is None
+    assert built(args=evaluating, eval_dataset=made["other"])["eval_dataset"] is made["other"]  # the file has no test
     supervised = built(script_args={"ptx_dataset_name": "prompts.jsonl", "monitor_funcs": ["gpt2", "./policy"]})
     assert len(supervised["ptx_dataset"]) == 12 and supervised["monitor_funcs"] == ["gpt2", "./policy"]
 

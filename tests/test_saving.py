@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoint import CheckpointError
+from trl_ppo_ext.whole_checkpoints import seal
 
 IDS = [[4, 5, 6, 7, 8]]
 LOAD_WITHOUT_THE_PACKAGE = """
@@ -105,14 +106,21 @@ def test_resume_between_rollouts_continues_bit_for_bit(base, tmp_path):
         assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
 
 
-def test_resume_within_a_rollout_takes_its_remaining_steps(base, tmp_path):
+def test_resume_within_a_rollout_goes_on_with_that_rollout_bit_for_bit(base, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
-    trained(base, tmp_path / "whole", **settings)
+    settings["logging_steps"] = 2  # what was measured before the checkpoint is logged after it
+    whole = trained(base, tmp_path / "whole", **settings)
     again = PPOTrainer(base, length_reward, config(tmp_path / "again", **settings), prompts())
     rollouts, seen = rollouts_of(again), micro_batches_of(again)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert again.state.global_step == 8 and len(rollouts) == 2
+    assert again.state.global_step == 8 and len(rollouts) == 1
     assert [batch.step for batch in seen] == [3, 0, 1, 2, 3]
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(again)[name], weight), name
+    timed = ("time/", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
+    assert len(whole.state.log_history) == len(again.state.log_history)
+    for one, other in zip(whole.state.log_history, again.state.log_history):
+        assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
 
 
 def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):
@@ -153,8 +161,10 @@ def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):
     ],
 )
 def test_checkpoint_that_does_not_fit_is_refused_by_name(base, tmp_path, damage, message):
+    """It is whole, as its manifest says, but another model's."""
     built = trained(base, tmp_path, save_strategy="steps", save_steps=2)
     damage(tmp_path / "checkpoint-2")
+    seal(tmp_path / "checkpoint-2")
     with pytest.raises(CheckpointError, match=message):
         built.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 

@@ -208,8 +208,9 @@ def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | 
         `ValueError`: If there is none, or two.
     """
     if mixture is not None and mixture.datasets:
-        if script_args.dataset_name is not None:
-            raise ValueError("Both `datasets` and `dataset_name` are given; leave one of them out.")
+        for name in ("dataset_name", "dataset_config", "dataset_streaming"):
+            if getattr(script_args, name):
+                raise ValueError(f"Both `datasets` and `{name}` are given; leave one of them out.")
         return get_dataset(mixture)
     if mixture is not None and (mixture.streaming or mixture.test_split_size is not None):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Metrics that add up exactly over micro-batches, rollouts and processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -65,6 +65,28 @@ class Metrics:
             mask (`Tensor`, *optional*): 1 where a value counts; all count by default.
         """
         self.maximum(f"-{name}", -values, mask)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was added since the last [`Metrics.compute`], on this process.
+
+        Returns:
+            `dict[str, Tensor]`: The running sums.
+        """
+        kinds = {"sum": self._sums, "total": self._totals, "max": self._maxima}
+        return {f"{kind}:{name}": x for kind, entries in kinds.items() for name, x in entries.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | str) -> None:
+        """Take up what [`Metrics.state_dict`] gave.
+
+        Args:
+            state (`Mapping[str, Tensor]`): The running sums.
+            device (`torch.device` or `str`): Where they are kept.
+        """
+        kinds: dict[str, dict[str, Tensor]] = {"sum": {}, "total": {}, "max": {}}
+        for key, x in state.items():
+            kind, _, name = key.partition(":")
+            kinds[kind][name] = x.to(device)
+        self._sums, self._totals, self._maxima = kinds["sum"], kinds["total"], kinds["max"]
 
     def __bool__(self) -> bool:
         return bool(self._sums or self._totals or self._maxima)

@@ -156,7 +156,7 @@ class Objective:
 
     def _supervised_loss(self, model: nn.Module, ptx: Sequences) -> Tensor:
         """Negative log-likelihood of the supervised rows, summed over their tokens."""
-        logprobs = model(ptx).logprobs  # at temperature 1, whatever completions are sampled at
+        logprobs = model(ptx, with_values=False).logprobs  # at temperature 1, whatever completions are sampled at
         self.metrics.mean("loss/ptx", -logprobs, ptx.completion_mask)
         return -logprobs.sum()
 

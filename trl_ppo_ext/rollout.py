@@ -1,6 +1,6 @@
 """What is sampled and what is learned from it: named tensors with checked shapes, and their minibatches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -176,6 +176,37 @@ class MicroBatch(NamedTuple):
     rollout: Rollout
     step: int
     ptx: Sequences | None = None
+
+
+def rollout_tensors(rollout: Rollout) -> dict[str, Tensor]:
+    """Everything in a rollout, for a file.
+
+    Args:
+        rollout ([`Rollout`]): The rollout.
+
+    Returns:
+        `dict[str, Tensor]`: Its tensors by name.
+    """
+    sequences = rollout.sequences
+    named = {f"sequences.{field.name}": getattr(sequences, field.name) for field in fields(sequences)}
+    named |= {field.name: getattr(rollout, field.name) for field in fields(rollout)[1:]}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def rollout_from_tensors(tensors: Mapping[str, Tensor], device: torch.device | str) -> Rollout:
+    """The rollout whose tensors [`rollout_tensors`] gave.
+
+    Args:
+        tensors (`Mapping[str, Tensor]`): The tensors.
+        device (`torch.device` or `str`): Where they are kept; lengths stay on the CPU.
+
+    Returns:
+        [`Rollout`]: The rollout.
+    """
+    prefix = "sequences."
+    of_sequences = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+    sequences = Sequences(**{key: x if key.endswith("lengths") else x.to(device) for key, x in of_sequences.items()})
+    return Rollout(sequences, **{key: x.to(device) for key, x in tensors.items() if not key.startswith(prefix)})
 
 
 def schedule(size: int, plan: BatchPlan) -> Tensor:

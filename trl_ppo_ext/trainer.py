@@ -15,7 +15,6 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
 )
 from transformers.trainer_utils import EvalLoopOutput
@@ -29,17 +28,17 @@ from .config import PPOConfig
 from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience, Samples
 from .generation import TransformersGenerator
-from .hub import push_in_background
 from .metrics import Metrics
 from .model_card import model_card
 from .modeling import load_actor_critic
 from .ptx import PTXSampler, tokenize_ptx
+from .resumable import ResumableTrainer
 from .rewards import RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
 from .updates import Updates, set_learning_rate
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(ResumableTrainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
     The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
@@ -364,7 +363,7 @@ class PPOTrainer(Trainer):
                 checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED))
         checkpoint.save_state(self.experience.state_dict(), output_dir)
         self.processing_class.save_pretrained(output_dir)
-        self._card(output_dir).save(os.path.join(output_dir, "README.md"))
+        self._card(self.final_place(output_dir)).save(os.path.join(output_dir, "README.md"))
 
     def _load_weights(self, directory: str) -> None:
         if self.averaged_policy is not None:
@@ -376,6 +375,20 @@ class PPOTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)
         self.experience.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
+
+    def _run_state(self) -> dict[str, Tensor]:
+        rollout, metrics = self.updates.state_dict(self.state.global_step), self._metrics["train"].state_dict()
+        parts = {"rollout": rollout, "metrics": metrics}
+        return {f"{part}.{key}": x for part, tensors in parts.items() for key, x in tensors.items()}
+
+    def _load_run_state(self, state: dict[str, Tensor]) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}}
+        for key, x in state.items():
+            part, _, name = key.partition(".")
+            parts[part][name] = x
+        if parts["rollout"]:
+            self.updates.load_state_dict(parts["rollout"], self.state.global_step)
+        self._metrics["train"].load_state_dict(parts["metrics"], self.args.device)
 
     def _load_best_model(self) -> None:
         self._load_weights(self.state.best_model_checkpoint)
@@ -401,6 +414,3 @@ class PPOTrainer(Trainer):
         """
         if self.is_world_process_zero():
             self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        push_in_background(self, checkpoint_folder)

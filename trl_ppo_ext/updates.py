@@ -11,7 +11,7 @@ from .experience import Coefficients
 from .metrics import Metrics
 from .objective import LossTerms, Objective, loss_denominators
 from .ptx import PTXSampler
-from .rollout import MicroBatch, Rollout, micro_batches, schedule
+from .rollout import MicroBatch, Rollout, micro_batches, rollout_from_tensors, rollout_tensors, schedule
 
 
 class Updates:
@@ -43,6 +43,8 @@ class Updates:
 
     def forget(self) -> None:
         """Drop what is left of a rollout."""
+        self.rollout: Rollout | None = None
+        self.rows = torch.zeros(0)
         self.micro_batches: Iterator[MicroBatch] = iter(())
         self.terms: LossTerms | None = None
         self.moved = torch.zeros(2, device=self.args.device)
@@ -56,10 +58,13 @@ class Updates:
             coefficients ([`Coefficients`]): Coefficients of its loss.
             optimizer_step (`int`): Optimizer steps taken so far; a run resumed within a rollout goes on there.
         """
+        self._begin(rollout, schedule(len(rollout), self.plan), coefficients, optimizer_step)
+
+    def _begin(self, rollout: Rollout, rows: Tensor, coefficients: Coefficients, optimizer_step: int) -> None:
         self.forget()
-        args, plan = self.args, self.plan
+        args, plan, length = self.args, self.plan, self.args.max_completion_length
         number, done = divmod(optimizer_step, plan.optimizer_steps)
-        rows, length = schedule(len(rollout), plan), args.max_completion_length
+        self.rollout, self.rows = rollout, rows
         self.terms = LossTerms(
             coefficients, loss_denominators(rollout.response_mask, rows, args.loss_aggregation, length, self.all_sum)
         )
@@ -69,6 +74,34 @@ class Updates:
             tokens = loss_denominators(ptx.completion_mask, rows, "token", length, self.all_sum)
             self.terms = self.terms._replace(ptx_denominators=tokens)
         self.micro_batches = micro_batches(rollout, rows, done * plan.gradient_accumulation_steps, ptx)
+
+    def state_dict(self, optimizer_step: int) -> dict[str, Tensor]:
+        """The rollout in progress, for a checkpoint; empty if there is none.
+
+        Args:
+            optimizer_step (`int`): Optimizer steps taken so far.
+
+        Returns:
+            `dict[str, Tensor]`: Its tensors, its schedule, its coefficients, and whether its updates have ended.
+        """
+        if self.rollout is None or self.terms is None or optimizer_step % self.plan.optimizer_steps == 0:
+            return {}
+        numbers = [*self.terms.coefficients, float(self.stopped_early)]
+        numbers_and_rows = {"rows": self.rows, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+        return rollout_tensors(self.rollout) | numbers_and_rows
+
+    def load_state_dict(self, state: Mapping[str, Tensor], optimizer_step: int) -> None:
+        """Go on with the rollout that [`Updates.state_dict`] gave.
+
+        Args:
+            state (`Mapping[str, Tensor]`): The tensors.
+            optimizer_step (`int`): Optimizer steps taken so far.
+        """
+        tensors = dict(state)
+        rows, numbers = tensors.pop("rows"), tensors.pop("numbers").tolist()
+        rollout = rollout_from_tensors(tensors, self.args.device)
+        self._begin(rollout, rows, Coefficients(*numbers[:-1]), optimizer_step)
+        self.stopped_early = bool(numbers[-1])
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Loss of a micro-batch, as its share of the optimizer step's loss over all processes.

@@ -204,7 +204,12 @@ class ActorCritic(nn.Module):
         return hidden[:, sequences.prompt_ids.shape[1] - 1 : -1]
 
     def forward(
-        self, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False, with_kl: bool = False
+        self,
+        sequences: Sequences,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_kl: bool = False,
+        with_values: bool = True,
     ) -> TokenOutputs:
         """Score the response tokens. Gradients flow through everything that is asked for.
 
@@ -213,6 +218,7 @@ class ActorCritic(nn.Module):
             temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
             with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
             with_kl (`bool`, *optional*, defaults to `False`): Whether to compute the exact KL from the reference.
+            with_values (`bool`, *optional*, defaults to `True`): Whether to compute values, if there is a critic.
 
         Returns:
             [`TokenOutputs`]: Log-probabilities, values, entropies and KLs.
@@ -235,7 +241,7 @@ class ActorCritic(nn.Module):
             ref_hidden=ref_hidden,
             kl_needs_grad=with_kl and torch.is_grad_enabled(),
         )
-        values = self._values(hidden, sequences, mask)
+        values = self._values(hidden, sequences, mask) if with_values else None
 
         def spread(per_token: Tensor | None) -> Tensor | None:
             return None if per_token is None else per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)

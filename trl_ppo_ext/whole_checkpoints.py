@@ -1,0 +1,152 @@
+"""Checkpoints that are whole or not there: written aside, flushed, renamed, and verified before they are read."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from .checkpoint import CheckpointError
+
+logger = logging.get_logger(__name__)
+
+MANIFEST = "manifest.json"
+STAGING = ".saving"  # no name that anything takes for a checkpoint
+REPLACED = ".replaced"
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(staged: Path) -> None:
+    """List the files of a directory with what is in them, and flush all of it to the disk.
+
+    Args:
+        staged (`Path`): The directory.
+
+    Raises:
+        `OSError`: If the disk is full or not writable.
+    """
+    files = {
+        str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)}
+        for path in _files(staged)
+    }
+    (staged / MANIFEST).write_text(json.dumps(files, indent=1))
+    for path in [*_files(staged), staged / MANIFEST]:
+        _flush(path)
+    for folder in {path.parent for path in staged.rglob("*")} | {staged}:
+        _flush(folder)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Make a directory that was written aside a checkpoint: seal it, and rename it.
+
+    Args:
+        staged (`Path`): What was written.
+        final (`Path`): What it becomes; one that is there already is replaced.
+
+    Raises:
+        `OSError`: If the disk is full or not writable; `final` is as it was then.
+    """
+    seal(staged)
+    aside = final.parent / REPLACED
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        aside.mkdir()
+        os.replace(final, aside / final.name)
+    os.replace(staged, final)
+    _flush(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def verify(directory: str | os.PathLike) -> None:
+    """Check that a checkpoint is what was written.
+
+    Args:
+        directory (`str` or `os.PathLike`): The checkpoint.
+
+    Raises:
+        [`CheckpointError`]: If a file is missing, or its content has changed.
+    """
+    path = Path(directory)
+    try:
+        listed = json.loads((path / MANIFEST).read_text())
+        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"`{directory}` is no whole checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error})."
+        ) from None
+    for name, (size, digest) in entries.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"`{directory}` is damaged: {name} is missing. Resume from another checkpoint.")
+        if file.stat().st_size != size or _digest(file) != digest:
+            raise CheckpointError(
+                f"`{directory}` is damaged: {name} ({file.stat().st_size} bytes) is not what was written ({size} "
+                "bytes). Resume from another checkpoint."
+            )
+
+
+def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """Directories that are named as checkpoints.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Directory of the run.
+
+    Returns:
+        `list[Path]`: The newest first.
+    """
+    numbered = []
+    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if path.is_dir() and number.isdecimal():
+            numbered.append((int(number), path))
+    return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def newest_whole(output_dir: str | os.PathLike) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are named in a warning and left where they are.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Directory of the run.
+
+    Returns:
+        `Path` or `None`: The checkpoint, if there is one.
+
+    Raises:
+        [`CheckpointError`]: If there are checkpoints, and all of them are damaged.
+    """
+    for replaced in Path(output_dir).glob(f"{REPLACED}/{PREFIX_CHECKPOINT_DIR}-*"):
+        if not (Path(output_dir) / replaced.name).exists():  # the run was killed between two renames
+            os.replace(replaced, Path(output_dir) / replaced.name)
+    found = checkpoints(output_dir)
+    for path in found:
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.warning("%s Falling back to an older checkpoint.", error)
+        else:
+            return path
+    if found:
+        raise CheckpointError(
+            f"None of the {len(found)} checkpoints in `{output_dir}` is whole; the newest is {found[0].name}. Start "
+            "anew in another directory, or restore one of them."
+        )
+    return None
