@@ -25,6 +25,7 @@ RECIPE = HERE.parent / "recipes" / "docstrings"
 GROUPS = {"critic": "none", "num_generations": 8}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "head": {},
+    "head, values unclipped": {"cliprange_value": None},
     "head, no backprop": {"critic_backprop": False},
     "adapter": {"critic": "adapter"},
     "adapter, pretrained": {"critic": "adapter"},

@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.nonfinite import NonFiniteError
 
 INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
 FIELDS = [field.name for field in dataclasses.fields(PPOConfig) if field.name in PPOConfig.__annotations__]
@@ -172,9 +173,9 @@ def run(given, **settings):
             args = config(output_dir, **SETTINGS | settings)
             built = PPOTrainer(args=args, **given())
             start, calls, rollouts = trained(built), counted(built), sampled(built)
-            built.train()
+            built.train(resume_from_checkpoint=args.resume_from_checkpoint)
             built.save_model()
-    except ValueError as error:
+    except (ValueError, NonFiniteError) as error:
         return Run(f"{type(error).__name__}: {error}", *[None] * (len(Run._fields) - 1))
     return Run(
         outcome="done",
@@ -291,6 +292,19 @@ def two_rewards():
         return [float(ids[0] % 5) for ids in completion_ids]
 
     return plain(reward_funcs=[length_reward, first_token])
+
+
+def interrupted():
+    """A checkpoint that was saved under another learning rate."""
+    if not Path("interrupted").exists():
+        args = config("interrupted", **SETTINGS | {"save_strategy": "steps", "save_steps": 4, "learning_rate": 5e-4})
+        PPOTrainer(args=args, **plain()).train()
+    return plain()
+
+
+def overflowing():
+    """A reward whose square is more than float32 holds."""
+    return plain(reward_funcs=lambda completion_ids, **_: [1e30 * len(ids) for ids in completion_ids])
 
 
 def failing():
@@ -484,6 +498,20 @@ CASES = {
     ),
     "ema_decay": Case(
         (None, 0.5, 0.9), "files", same="weights", exact=lambda a, b: b.files.keys() - a.files == {AVERAGED}
+    ),
+    # a run that goes wrong, or goes on
+    "max_skipped_steps": Case(
+        (100, 2),
+        "outcome",
+        given=overflowing,
+        exact=lambda a, b: a.outcome == "done" and "2 optimizer steps in a row" in b.outcome,
+    ),
+    "resume_with_changed_settings": Case(
+        (False, True),
+        "outcome",
+        settings={"resume_from_checkpoint": "interrupted/checkpoint-4"},
+        given=interrupted,
+        exact=lambda a, b: "learning_rate (was 0.0005" in a.outcome and b.outcome == "done",
     ),
     # printing
     "log_completions": Case((False, True), "printed", same="weights logs", exact=lambda a, b: not a.printed),

@@ -95,6 +95,13 @@ def check_trainer_arguments(
             "The base model would be sharded (DeepSpeed ZeRO-3 or FSDP), which PPOTrainer does not support: sampling "
             "and log-probabilities use it whole. Use DDP or ZeRO-1/2, with a 4-bit base where memory is short."
         )
+    with_deepspeed = args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    for name in ("target_kl", "value_warmup_steps"):
+        if with_deepspeed and getattr(args, name):
+            raise ValueError(
+                f"`{name}={getattr(args, name)}` decides about an optimizer step when its gradient is there, and "
+                "DeepSpeed has taken the step by then. Leave it out, or use DDP."
+            )
     if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
         raise ValueError(
             f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "

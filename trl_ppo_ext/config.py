@@ -158,12 +158,17 @@ class PPOConfig(TrainingArguments):
         ptx_coef (`float`, *optional*, defaults to `1.0`):
             Coefficient of the supervised loss on the trainer's `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`):
-            Longest supervised row, in tokens.
+            Longest supervised row, in tokens; what is longer, or than the model's context, is cut off.
         one_pass_scoring (`bool`, *optional*, defaults to `False`):
             Score a rollout with policy, reference, critic and reward adapters in one forward over a mixed batch, in
             place of one forward for each.
         ema_decay (`float`, *optional*):
             Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
+
+        max_skipped_steps (`int`, *optional*, defaults to `5`):
+            Optimizer steps in a row that may be skipped, because a gradient is not finite, before the run ends.
+        resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
+            Whether a checkpoint may be resumed under settings other than those it was saved under.
 
         log_completions (`bool`, *optional*, defaults to `False`):
             Print a table of completions whenever metrics are logged.
@@ -305,6 +310,13 @@ class PPOConfig(TrainingArguments):
         default=False, metadata={"help": "Score a rollout with all adapters in one forward over a mixed batch."}
     )
     ema_decay: float | None = field(default=None, metadata={"help": "Decay of the policy's moving average."})
+
+    max_skipped_steps: int = field(
+        default=5, metadata={"help": "Steps in a row with a gradient that is not finite before the run ends."}
+    )
+    resume_with_changed_settings: bool = field(
+        default=False, metadata={"help": "Whether a checkpoint may be resumed under other settings."}
+    )
 
     log_completions: bool = field(default=False, metadata={"help": "Print a table of completions at every log."})
     num_completions_to_print: int = field(default=8, metadata={"help": "Rows of that table."})

@@ -165,7 +165,8 @@ _RANGES = {
     **_of(
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print "
-        "gradient_accumulation_steps per_device_train_batch_size kl_horizon",
+        "gradient_accumulation_steps per_device_train_batch_size kl_horizon "
+        "max_skipped_steps",
         lambda value: value >= 1 and value == int(value),
         "be a whole number, at least 1",
     ),
@@ -198,8 +199,8 @@ _CHOICES = {
     "reward_baseline": ("reference", None),
     "reward_quantization": REWARD_QUANTIZATIONS,
 }
-# what means nothing without a critic, and its default; `lam`, `vf_coef` and `cliprange_value` have defaults that do
-# not show whether they were set
+# what means nothing without a critic, and its default (scaling token rewards around their mean would pay for length);
+# `lam`, `vf_coef` and `cliprange_value` have defaults that do not show whether they were set
 _OF_THE_CRITIC = {
     "gamma": 1.0,
     "lam_critic": None,
@@ -208,6 +209,7 @@ _OF_THE_CRITIC = {
     "critic_learning_rate": None,
     "critic_init": None,
     "value_warmup_steps": 0,
+    "whiten_rewards": False,
 }
 _SET_AS_FIELDS = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from trl import is_conversational
@@ -18,30 +19,14 @@ from .coefficients import entropy_coefficient, kl_coefficient
 from .data import PROMPT_IDS
 from .generation import Generator
 from .metrics import Metrics
-from .modeling import ActorCritic
-from .rewards import Reward, RewardShaping, Scored, ScoringBatch, monitor, score_all
+from .modeling import ActorCritic, TokenOutputs
+from .modeling.one_pass import check_mixing, one_pass
+from .rewards import AdapterReward, Reward, RewardShaping, Scored, ScoringBatch, monitor, score_all
+from .rewards.adapter import AdapterScores
 from .rollout import Rollout, Sequences
 from .sample_metrics import SampleMetrics
 
-
-class Samples(NamedTuple):
-    """Completions of a batch of prompts, with their scores.
-
-    Args:
-        sequences ([`Sequences`]): Token ids.
-        stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
-        batch ([`ScoringBatch`]): What the rewards were given.
-        scored ([`Scored`]): What the rewards gave.
-        monitored (`Tensor` of shape `[batch, monitors]`): What the monitored rewards gave.
-        extra (`dict[str, list]`): Columns that reward functions added to the table of completions.
-    """
-
-    sequences: Sequences
-    stopped: Tensor
-    batch: ScoringBatch
-    scored: Scored
-    monitored: Tensor
-    extra: dict[str, list]
+Outputs: TypeAlias = dict[str, Tensor]
 
 
 class TokenScores(NamedTuple):
@@ -60,6 +45,28 @@ class TokenScores(NamedTuple):
     entropies: Tensor
     values: Tensor | None = None
     kls: Tensor | None = None
+
+
+class Samples(NamedTuple):
+    """Completions of a batch of prompts, with all that is said about them.
+
+    Args:
+        sequences ([`Sequences`]): Token ids.
+        stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
+        batch ([`ScoringBatch`]): What the rewards were given.
+        scored ([`Scored`]): What the rewards gave.
+        monitored (`Tensor` of shape `[batch, monitors]`): What the monitored rewards gave.
+        extra (`dict[str, list]`): Columns that reward functions added to the table of completions.
+        tokens ([`TokenScores`]): What policy, reference and critic said.
+    """
+
+    sequences: Sequences
+    stopped: Tensor
+    batch: ScoringBatch
+    scored: Scored
+    monitored: Tensor
+    extra: dict[str, list]
+    tokens: TokenScores
 
 
 class Coefficients(NamedTuple):
@@ -86,6 +93,10 @@ class Collected(NamedTuple):
     rollout: Rollout
     samples: Samples
     coefficients: Coefficients
+
+
+def _given(outputs: TokenOutputs) -> Outputs:
+    return {name: x for name, x in outputs._asdict().items() if x is not None}
 
 
 class Experience:
@@ -123,6 +134,9 @@ class Experience:
         self.entropy_coef = entropy_coefficient(args)
         self.sample_metrics = SampleMetrics(rewards, monitors, self.all_sum, accelerator.gather)
         self.exact_kl = args.kl_estimator == "exact" and args.kl_placement != "loss"
+        if args.one_pass_scoring:
+            adapters = [reward.adapter_name for reward in (*rewards, *monitors) if isinstance(reward, AdapterReward)]
+            check_mixing(actor_critic, adapters, mixed_precision=accelerator.native_amp)
 
     def all_sum(self, total: Tensor) -> Tensor:
         """Sum over all processes.
@@ -191,7 +205,7 @@ class Experience:
         )
 
     def sample(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Samples:
-        """Generate a completion for each row and score it.
+        """Generate a completion for each row, and score it and its tokens.
 
         Args:
             rows (`Sequence[dict]`): Rows of the dataset, with `"prompt_ids"`.
@@ -199,50 +213,43 @@ class Experience:
             state ([`~transformers.TrainerState`]): State of the run, for reward functions.
 
         Returns:
-            [`Samples`]: Completions and scores.
+            [`Samples`]: Completions, scores, and what is said about each token.
         """
         device = self.accelerator.device
         prompt_ids = [row[PROMPT_IDS] for row in rows]
         with self._timed("generate", metrics):
             completion_ids = self.generator.generate(prompt_ids)
         stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
+        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
         extra: dict[str, list] = {}
         batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
         args = self.args
+        already: dict[Reward, Reward] = {}
+        with self._timed("forward", metrics):
+            if args.one_pass_scoring:
+                tokens, already = self.score_in_one_pass(sequences, batch)
+            else:
+                tokens = self.score_tokens(sequences)
+        rewards, monitors = ([already.get(r, r) for r in asked] for asked in (self.rewards, self.monitors))
         with self._timed("score", metrics):
-            scored = score_all(
-                self.rewards,
-                batch,
-                args.reward_weights,
-                args.reward_on_error,
-                args.max_reward_failures,
-                self.all_sum,
-                device,
-            )
-            nothing = scored.rewards[:, :0]
-            monitored = monitor(self.monitors, batch, device) if self.monitors else nothing
-        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
-        return Samples(sequences, stopped, batch, scored, monitored, extra)
+            on_failure = (args.reward_on_error, args.max_reward_failures)
+            scored = score_all(rewards, batch, args.reward_weights, *on_failure, self.all_sum, device)
+            monitored = monitor(monitors, batch, device) if monitors else scored.rewards[:, :0]
+        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens)
 
-    def _forward(
-        self, run: Callable[[Sequences], dict[str, Tensor]], sequences: Sequences, name: str
-    ) -> dict[str, Tensor]:
-        """Run a forward in the micro-batches of the updates, and put the outputs together again."""
-        bar = tqdm(
-            torch.arange(len(sequences)).split(self.args.per_device_train_batch_size),
-            desc=name,
-            leave=False,
-            delay=3,  # only where it takes more than a few seconds
-            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
-        )
+    def _forward(self, run: Callable[[Tensor], Outputs], sequences: Sequences, name: str) -> Outputs:
+        """Run a forward on the rows of each micro-batch of the updates, and put the outputs together again."""
+        batches = torch.arange(len(sequences)).split(self.args.per_device_train_batch_size)
+        no_bar = self.args.disable_tqdm or not self.accelerator.is_main_process
+        bar = tqdm(batches, desc=name, leave=False, delay=3, disable=no_bar)  # where it takes more than a few seconds
+        with self.accelerator.autocast():  # as around the forward that is trained
+            outputs = [run(index) for index in bar]
         width = sequences.completion_ids.shape[1]
-        outputs = [run(sequences.rows(index)) for index in bar]
-        return {
-            key: torch.cat(
-                [torch.nn.functional.pad(output[key], (0, width - output[key].shape[1])) for output in outputs]
-            )
-            for key in outputs[0]
-        }
+
+        def together(key: str) -> Tensor:
+            return torch.cat([pad(output[key], (0, width - output[key].shape[1])) for output in outputs])
+
+        return {key: together(key) for key in outputs[0]}
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
@@ -259,20 +266,40 @@ class Experience:
         """
         temperature, exact_kl = self.args.temperature, self.exact_kl
 
-        def policy(part: Sequences) -> dict[str, Tensor]:
-            outputs = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
-            return {name: x for name, x in outputs._asdict().items() if x is not None}
+        def policy(index: Tensor) -> Outputs:
+            return _given(self.actor_critic(sequences.rows(index), temperature, with_entropy=True, with_kl=exact_kl))
 
-        def reference(part: Sequences) -> dict[str, Tensor]:
-            return {"ref_logprobs": self.actor_critic.reference_logprobs(part, temperature)}
+        def reference(index: Tensor) -> Outputs:
+            return {"ref_logprobs": self.actor_critic.reference_logprobs(sequences.rows(index), temperature)}
 
         scores = self._forward(policy, sequences, "Log-probabilities")
         scores |= self._forward(reference, sequences, "Reference")
         return TokenScores(**scores)
 
-    def _log(self, samples: Samples, tokens: TokenScores, metrics: Metrics, counted: Tensor) -> None:
+    def score_in_one_pass(self, sequences: Sequences, batch: ScoringBatch) -> tuple[TokenScores, dict[Reward, Reward]]:
+        """The same, and the scores of reward adapters, from one forward for each micro-batch.
+
+        Args:
+            sequences ([`Sequences`]): Sampled sequences.
+            batch ([`ScoringBatch`]): What rewards are given about them.
+
+        Returns:
+            `tuple(TokenScores, dict[Reward, Reward])`: Token scores, and what to ask in place of reward adapters.
+        """
+        adapters = AdapterScores([*self.rewards, *self.monitors], batch)
+
+        def run(index: Tensor) -> Outputs:
+            part, temperature = sequences.rows(index), self.args.temperature
+            outputs = one_pass(self.actor_critic, part, adapters.texts(index), temperature, self.exact_kl)
+            adapters.add(outputs.reward_states)
+            return _given(outputs.tokens) | {"ref_logprobs": outputs.ref_logprobs}
+
+        tokens = TokenScores(**self._forward(run, sequences, "Scoring in one pass"))
+        return tokens, adapters.scored()
+
+    def _log(self, samples: Samples, metrics: Metrics, counted: Tensor) -> None:
         """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""
-        scored, completion_mask = samples.scored, samples.sequences.completion_mask
+        scored, tokens, completion_mask = samples.scored, samples.tokens, samples.sequences.completion_mask
         self.sample_metrics.log_rewards(scored, counted, metrics)
         counted = counted & scored.usable
         lengths = completion_mask.sum(1)
@@ -295,10 +322,8 @@ class Experience:
         """
         args = self.args
         samples = self.sample(rows, metrics, state)
-        with self._timed("forward", metrics):
-            tokens = self.score_tokens(samples.sequences)
-        usable = samples.scored.usable
-        self._log(samples, tokens, metrics, torch.ones_like(usable))
+        tokens, usable = samples.tokens, samples.scored.usable
+        self._log(samples, metrics, torch.ones_like(usable))
 
         completion_mask = samples.sequences.completion_mask
         response_mask = completion_mask & usable[:, None]
@@ -310,7 +335,7 @@ class Experience:
         if args.whiten_rewards:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
         advantages, returns = self._advantages(rewards, tokens.values, response_mask, usable)
-        if returns is not None:
+        if returns is not None and tokens.values is not None:
             unexplained = ppo_math.masked_var(returns - tokens.values, response_mask, self.all_sum)
             variance = ppo_math.masked_var(returns, response_mask, self.all_sum)
             metrics.mean("value/explained_variance", 1 - unexplained / variance.clamp(min=1e-8))
@@ -323,7 +348,7 @@ class Experience:
 
     def _coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> Coefficients:
         """Coefficients of this rollout; then the controllers see it."""
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1") * response_mask
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
         completions = int(self.all_sum(usable.sum()))
         self.entropy_coef.update(
             float(ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)), completions
@@ -369,8 +394,5 @@ class Experience:
             [`Samples`]: What was sampled.
         """
         samples = self.sample(rows, metrics, state)
-        with self._timed("forward", metrics):
-            tokens = self.score_tokens(samples.sequences)
-        rows_counted = torch.arange(len(rows), device=samples.stopped.device) < counted
-        self._log(samples, tokens, metrics, rows_counted)
+        self._log(samples, metrics, torch.arange(len(rows), device=samples.stopped.device) < counted)
         return samples

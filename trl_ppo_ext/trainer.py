@@ -1,6 +1,6 @@
 """PPO as a [`~transformers.Trainer`]: collect a rollout, then epochs of minibatches."""
 
-import os
+import math
 import time
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import checkpoint
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
 from .averaging import AveragedWeights, AveragingCallback
 from .batch_plan import BatchPlan
@@ -29,16 +28,16 @@ from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience, Samples
 from .generation import TransformersGenerator
 from .metrics import Metrics
-from .model_card import model_card
 from .modeling import load_actor_critic
+from .nonfinite import StepGuard
 from .ptx import PTXSampler, tokenize_ptx
-from .resumable import ResumableTrainer
 from .rewards import RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
+from .saving import SavingTrainer
 from .updates import Updates, set_learning_rate
 
 
-class PPOTrainer(ResumableTrainer):
+class PPOTrainer(SavingTrainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
     The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
@@ -143,9 +142,8 @@ class PPOTrainer(ResumableTrainer):
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if ptx_dataset is not None:
-            ptx_dataset = tokenize_ptx(
-                ptx_dataset, tokenizer, args.ptx_max_length, cast(dict, args.chat_template_kwargs)
-            )
+            longest = min(args.ptx_max_length, context_length or args.ptx_max_length)
+            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, longest, cast(dict, args.chat_template_kwargs))
         # each process reads a stream itself: the main one could not send text to the others
         args.accelerator_config.dispatch_batches = False
 
@@ -173,6 +171,7 @@ class PPOTrainer(ResumableTrainer):
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], self.experience.all_sum, ptx)
+        self.guard = StepGuard(args.max_skipped_steps, args.output_dir, tokenizer)
         self.averaged_policy: AveragedWeights | None = None
         if args.ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
@@ -237,15 +236,32 @@ class PPOTrainer(ResumableTrainer):
     def _before_optimizer_step(self, model: nn.Module) -> None:
         """The gradients of an optimizer step are there: see whether it may be taken, and by whom."""
         if not self.updates.may_step():
-            model.zero_grad()
-            # to Accelerate this is no step, so the optimizer's momentum moves nothing
-            self.accelerator.gradient_state._set_sync_gradients(False)
+            self._skip_step(model)
         elif self.state.global_step < self.args.value_warmup_steps:
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # no gradient, no step: neither momentum nor weight decay touch it
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+        """The norm of a gradient that is about to be applied; one that is not finite is not."""
         if not self.accelerator.sync_gradients:  # no step is taken, and a gradient scaler must not hear of one
+            return torch.zeros((), device=self.args.device)
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        # a gradient scaler looks for itself, and needs the step to adapt
+        if self.accelerator.scaler is None:
+            finite = math.isfinite(float(grad_norm))
+            self._metrics["train"].total("skipped_steps", torch.tensor(float(not finite), device=self.args.device))
+            self.guard.see(finite, self.state.global_step + 1, model, self.updates.rollout)
+            if not finite:
+                self._skip_step(model)
+        return grad_norm
+
+    def _skip_step(self, model: nn.Module) -> None:
+        model.zero_grad()
+        # to Accelerate this is no step, so the optimizer's momentum moves nothing
+        self.accelerator.gradient_state._set_sync_gradients(False)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         return super()._clip_grad_norm(model)
 
@@ -348,69 +364,3 @@ class PPOTrainer(ResumableTrainer):
         self.model_wrapped = self.model
         self.accelerator.free_memory()
         super().end()
-
-    # ---- saving: a plain PEFT adapter, the value head beside it ----
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        output_dir = output_dir or self.args.output_dir
-        if not self.args.should_save:
-            return
-        os.makedirs(output_dir, exist_ok=True)
-        checkpoint.save_actor_critic(self.actor_critic, output_dir, state_dict)
-        if self.averaged_policy is not None:
-            with self.averaged_policy.swapped():
-                policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-                checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED))
-        checkpoint.save_state(self.experience.state_dict(), output_dir)
-        self.processing_class.save_pretrained(output_dir)
-        self._card(self.final_place(output_dir)).save(os.path.join(output_dir, "README.md"))
-
-    def _load_weights(self, directory: str) -> None:
-        if self.averaged_policy is not None:
-            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            checkpoint.load_adapter(policy, name, os.path.join(directory, checkpoint.AVERAGED))
-            self.averaged_policy.load_state_dict(self.actor_critic.policy_parameters())
-        checkpoint.load_actor_critic_weights(self.actor_critic, directory)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(resume_from_checkpoint)
-        self.experience.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
-
-    def _run_state(self) -> dict[str, Tensor]:
-        rollout, metrics = self.updates.state_dict(self.state.global_step), self._metrics["train"].state_dict()
-        parts = {"rollout": rollout, "metrics": metrics}
-        return {f"{part}.{key}": x for part, tensors in parts.items() for key, x in tensors.items()}
-
-    def _load_run_state(self, state: dict[str, Tensor]) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}}
-        for key, x in state.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = x
-        if parts["rollout"]:
-            self.updates.load_state_dict(parts["rollout"], self.state.global_step)
-        self._metrics["train"].load_state_dict(parts["metrics"], self.args.device)
-
-    def _load_best_model(self) -> None:
-        self._load_weights(self.state.best_model_checkpoint)
-
-    def _card(self, output_dir: str, **metadata: Any):
-        return model_card(
-            self.args,
-            self.actor_critic.config._name_or_path or None,
-            self.hub_model_id or output_dir,
-            [reward.name for reward in self.experience.rewards],
-            self.state.log_history,
-            self.state.global_step,
-            self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
-            self.actor_critic.reference_adapter is not None,
-            **metadata,
-        )
-
-    def create_model_card(self, **metadata: Any) -> None:
-        """Write the model card of the run into its output directory.
-
-        Args:
-            metadata (`dict`): Further fields of the card's metadata: `tags`, `language`, `license`, `datasets`, ...
-        """
-        if self.is_world_process_zero():
-            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))

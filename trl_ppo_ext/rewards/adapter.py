@@ -1,5 +1,7 @@
 """Rewards that are LoRA adapters on the policy's own base: no second model in memory."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
-from .base import RewardError
+from ..modeling.one_pass import RewardRows
+from .base import Reward, RewardError, ScoringBatch
 from .model import SequenceScorer, checked_label, last_states
 
 
@@ -95,9 +98,91 @@ class AdapterReward(SequenceScorer):
 
     @torch.no_grad()
     def _score_ids(self, encoded: list[list[int]]) -> Tensor:
-        device = self.actor_critic.device
-        input_ids, mask = self._padded(encoded, device)
-        head = {key: x.to(device) for key, x in self.head.items()}  # the run may have moved the model meanwhile
+        input_ids, mask = self._padded(encoded, self.actor_critic.device)
         with self.actor_critic.adapter(self.adapter_name):
-            states = last_states(self.actor_critic.trunk, input_ids, mask)
-        return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]
+            return self.score_states(last_states(self.actor_critic.trunk, input_ids, mask))
+
+    @torch.no_grad()
+    def score_states(self, states: Tensor) -> Tensor:
+        """Scores of texts whose last tokens have these hidden states under the adapter.
+
+        Args:
+            states (`Tensor` of shape `[batch, hidden]`): The states.
+
+        Returns:
+            `Tensor` of shape `[batch]`: The scores, in float32.
+        """
+        head = {key: x.to(states.device) for key, x in self.head.items()}  # the run may have moved the model meanwhile
+        with torch.autocast(states.device.type, enabled=False):
+            return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]
+
+    def encode(self, batch: ScoringBatch) -> list[list[int]]:
+        """Token ids of the texts, in the format that the adapter was trained in.
+
+        Args:
+            batch ([`ScoringBatch`]): Prompts and completions.
+
+        Returns:
+            `list[list[int]]`: Token ids of each prompt with its completion.
+        """
+        return self._encode(batch)
+
+
+@dataclass
+class _Scored:
+    """A reward that has scored the batch already."""
+
+    name: str
+    scores: list[float]
+
+    def score(self, batch: ScoringBatch) -> list[float]:
+        return self.scores
+
+
+class AdapterScores:
+    """Scores of the reward adapters among rewards, from hidden states that come micro-batch by micro-batch.
+
+    An adapter whose texts cannot be encoded is left out: its `score` fails in the same way, and there failures are
+    dealt with.
+
+    Args:
+        rewards (`list[Reward]`): Rewards of all kinds.
+        batch ([`ScoringBatch`]): Prompts and completions.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], batch: ScoringBatch):
+        self.encoded: dict[AdapterReward, list[list[int]]] = {}
+        for reward in rewards:
+            if isinstance(reward, AdapterReward):
+                with suppress(Exception):
+                    self.encoded[reward] = reward.encode(batch)
+        self.scores: dict[AdapterReward, list[float]] = {reward: [] for reward in self.encoded}
+
+    def texts(self, index: Tensor) -> list[RewardRows]:
+        """What the adapters read.
+
+        Args:
+            index (`Tensor` of shape `[rows]`): Rows of the batch.
+
+        Returns:
+            `list[RewardRows]`: For each adapter the token ids of these rows.
+        """
+        rows = index.tolist()
+        return [RewardRows(reward.adapter_name, [ids[row] for row in rows]) for reward, ids in self.encoded.items()]
+
+    def add(self, states: Sequence[Tensor]) -> None:
+        """Score the next rows.
+
+        Args:
+            states (`list[Tensor]`): For each adapter the hidden states of its last tokens, `[rows, hidden]`.
+        """
+        for (reward, scores), of_reward in zip(self.scores.items(), states):
+            scores += reward.score_states(of_reward).tolist()
+
+    def scored(self) -> dict[Reward, Reward]:
+        """What to ask in place of the adapters, now that all rows are scored.
+
+        Returns:
+            `dict[Reward, Reward]`: By adapter.
+        """
+        return {reward: _Scored(reward.name, scores) for reward, scores in self.scores.items()}

@@ -1,0 +1,58 @@
+"""The settings that a run's course depends on: kept in a checkpoint, and compared when it is resumed."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .checkpoint import CheckpointError
+
+# of the Trainer's own fields, those that change what is learned
+OF_THE_TRAINER = (
+    "adam_beta1 adam_beta2 adam_epsilon bf16 data_seed fp16 gradient_accumulation_steps learning_rate "
+    "lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps num_train_epochs optim optim_args "
+    "per_device_train_batch_size seed warmup_ratio warmup_steps weight_decay"
+).split()
+# of the fields that PPOConfig adds, those that change nothing, or hold what does not belong into a file
+NOT_COMPARED = set(
+    "chat_template_kwargs critic_init generation_batch_size log_completions logging_steps max_reward_failures "
+    "max_skipped_steps model_init_kwargs num_completions_to_print per_device_reward_batch_size remove_unused_columns "
+    "resume_with_changed_settings trust_remote_code".split()
+)
+
+
+def run_settings(args: Any) -> dict[str, Any]:
+    """The settings that the course of a run depends on.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `dict`: Their values, as JSON holds them, and the number of processes.
+    """
+    own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
+    given = args.to_dict()
+    settings = {name: given[name] for name in sorted(own | set(OF_THE_TRAINER)) if name in given}
+    return json.loads(json.dumps(settings | {"num_processes": args.world_size}))
+
+
+def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
+    """Refuse to resume a run under settings with which it would have gone another way.
+
+    Args:
+        directory (`str`): The checkpoint.
+        saved (`dict`): Its settings.
+        args ([`PPOConfig`]): The run's config.
+
+    Raises:
+        [`CheckpointError`]: Names every setting that changed, what it was and what it is.
+    """
+    now = run_settings(args)
+    changed = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
+    if changed and not args.resume_with_changed_settings:
+        listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {now.get(name)!r})" for name in sorted(changed))
+        raise CheckpointError(
+            f"`{directory}` was saved under other settings, and the run would not be the one that was interrupted: "
+            f"{listed}. Set them as they were, or `resume_with_changed_settings=True`."
+        )
