@@ -56,6 +56,43 @@ def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`; `help(PPOTrainer)` lists those it has.")
 
 
+def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse what the way a run is started, or optimised, could not honour."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
+            "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
+        )
+    if is_deepspeed_zero3_enabled() or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        raise ValueError(
+            "The base model would be sharded (DeepSpeed ZeRO-3 or FSDP), which PPOTrainer does not support: sampling "
+            "and log-probabilities use it whole. Use DDP or ZeRO-1/2, with a 4-bit base where memory is short."
+        )
+    with_deepspeed = args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    deepspeed_config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None) or {}
+    if args.critic_learning_rate is not None and "optimizer" in deepspeed_config:
+        raise ValueError(
+            "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of "
+            "its own; leave its section `optimizer` out, or `critic_learning_rate`."
+        )
+    for name in ("target_kl", "value_warmup_steps"):
+        if with_deepspeed and getattr(args, name):
+            raise ValueError(
+                f"`{name}={getattr(args, name)}` decides about an optimizer step when its gradient is there, and "
+                "DeepSpeed has taken the step by then. Leave it out, or use DDP."
+            )
+    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
+            "mix rollouts; set it to 0 or 1 for a streaming dataset."
+        )
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError(
+            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; give the "
+            "critic's parameters a group of their own there, or leave one of the two out."
+        )
+
+
 def check_trainer_arguments(
     model: Any,
     reward_funcs: list,
@@ -85,33 +122,7 @@ def check_trainer_arguments(
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
-            "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
-        )
-    if is_deepspeed_zero3_enabled() or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        raise ValueError(
-            "The base model would be sharded (DeepSpeed ZeRO-3 or FSDP), which PPOTrainer does not support: sampling "
-            "and log-probabilities use it whole. Use DDP or ZeRO-1/2, with a 4-bit base where memory is short."
-        )
-    with_deepspeed = args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    for name in ("target_kl", "value_warmup_steps"):
-        if with_deepspeed and getattr(args, name):
-            raise ValueError(
-                f"`{name}={getattr(args, name)}` decides about an optimizer step when its gradient is there, and "
-                "DeepSpeed has taken the step by then. Leave it out, or use DDP."
-            )
-    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
-            "mix rollouts; set it to 0 or 1 for a streaming dataset."
-        )
-    if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; give the "
-            "critic's parameters a group of their own there, or leave one of the two out."
-        )
+    _check_launch(args, train_dataset, optimizer)
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
     if monitor_funcs:

@@ -125,5 +125,5 @@ class AveragingCallback(TrainerCallback):
         self.average = average
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """After an optimizer step, before anything is saved."""
+        """After an optimizer step, taken or left out, before anything is saved."""
         self.average.update()

@@ -171,7 +171,7 @@ def save_state(state: dict[str, Any], output_dir: str) -> None:
     """Write what the run remembers besides weights: running statistics of the rewards, coefficients.
 
     Args:
-        state (`dict`): Numbers.
+        state (`dict`): Numbers and settings.
         output_dir (`str`): An existing directory.
     """
     with open(os.path.join(output_dir, STATE), "w") as file:

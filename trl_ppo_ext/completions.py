@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .experience import Samples
+from .samples import Samples
 
 
 def _plain(entry: str | list) -> Text:

@@ -132,7 +132,7 @@ class PPOConfig(TrainingArguments):
             Whether the ratio is that of each `"token"` or of the whole `"sequence"` (GSPO).
         loss_aggregation (`str`, *optional*):
             `"token"`: mean over tokens (the default). `"sequence_mean"`: mean over completions of each one's mean (the
-            default of GRPO). `"sequence_sum"`: mean over completions of each one's sum (the default of RLOO).
+            default of GRPO). `"sequence_sum"`: mean over completions of each one's sum (of RLOO and REINFORCE).
             `"constant"`: that, divided by `max_completion_length` (the default of Dr. GRPO).
         cliprange_value (`float`, *optional*, defaults to `0.2`):
             Clip range of the values; `None` leaves them unclipped.
@@ -161,12 +161,13 @@ class PPOConfig(TrainingArguments):
             Longest supervised row, in tokens; what is longer, or than the model's context, is cut off.
         one_pass_scoring (`bool`, *optional*, defaults to `False`):
             Score a rollout with policy, reference, critic and reward adapters in one forward over a mixed batch, in
-            place of one forward for each.
+            place of one forward for each; see docs/one_pass.md for where that is faster.
         ema_decay (`float`, *optional*):
             Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
 
         max_skipped_steps (`int`, *optional*, defaults to `5`):
-            Optimizer steps in a row that may be skipped, because a gradient is not finite, before the run ends.
+            The run ends at this many optimizer steps in a row that were skipped because a gradient was not finite.
+            With fp16 the gradient scaler skips steps by itself, and they are not counted.
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
             Whether a checkpoint may be resumed under settings other than those it was saved under.
 

@@ -80,7 +80,7 @@ def _check_kl(config: Any) -> None:
         raise ValueError(
             f"`kl_horizon={config.kl_horizon}` steers nothing without a `kl_target`; set one, or leave it out."
         )
-    # of the estimators, k1 belongs in the reward, and nothing but k2 has the right gradient in the loss
+    # two placements do not do what their users expect of a KL penalty
     if config.kl_coef and (config.kl_estimator, config.kl_placement) in (("k1", "loss"), ("exact", "reward")):
         logger.warning(
             "kl_estimator=%r with kl_placement=%r hardly holds the policy back: %s. See docs/choices.md.",

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.utils import logging
 from trl import is_conversational
 
 from . import ppo_math
@@ -21,78 +22,15 @@ from .generation import Generator
 from .metrics import Metrics
 from .modeling import ActorCritic, TokenOutputs
 from .modeling.one_pass import check_mixing, one_pass
-from .rewards import AdapterReward, Reward, RewardShaping, Scored, ScoringBatch, monitor, score_all
+from .rewards import AdapterReward, Reward, RewardShaping, ScoringBatch, monitor, score_all
 from .rewards.adapter import AdapterScores
 from .rollout import Rollout, Sequences
 from .sample_metrics import SampleMetrics
+from .samples import Coefficients, Collected, Samples, TokenScores
+
+logger = logging.get_logger(__name__)
 
 Outputs: TypeAlias = dict[str, Tensor]
-
-
-class TokenScores(NamedTuple):
-    """What policy, reference and critic say about sampled tokens: `[batch, response]`, 0 at padding.
-
-    Args:
-        logprobs (`Tensor`): Log-probabilities under the policy.
-        ref_logprobs (`Tensor`): Log-probabilities under the reference.
-        entropies (`Tensor`): Entropies of the policy, in nats.
-        values (`Tensor`, *optional*): Values, if there is a critic.
-        kls (`Tensor`, *optional*): Exact KL at each position, in nats, if it is what the reward is charged with.
-    """
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    entropies: Tensor
-    values: Tensor | None = None
-    kls: Tensor | None = None
-
-
-class Samples(NamedTuple):
-    """Completions of a batch of prompts, with all that is said about them.
-
-    Args:
-        sequences ([`Sequences`]): Token ids.
-        stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
-        batch ([`ScoringBatch`]): What the rewards were given.
-        scored ([`Scored`]): What the rewards gave.
-        monitored (`Tensor` of shape `[batch, monitors]`): What the monitored rewards gave.
-        extra (`dict[str, list]`): Columns that reward functions added to the table of completions.
-        tokens ([`TokenScores`]): What policy, reference and critic said.
-    """
-
-    sequences: Sequences
-    stopped: Tensor
-    batch: ScoringBatch
-    scored: Scored
-    monitored: Tensor
-    extra: dict[str, list]
-    tokens: TokenScores
-
-
-class Coefficients(NamedTuple):
-    """Coefficients that stay the same for a rollout and its updates.
-
-    Args:
-        kl (`float`): Coefficient of the KL penalty.
-        entropy (`float`): Coefficient of the entropy bonus.
-    """
-
-    kl: float
-    entropy: float
-
-
-class Collected(NamedTuple):
-    """A rollout and where it comes from.
-
-    Args:
-        rollout ([`Rollout`]): What is learned from.
-        samples ([`Samples`]): What was sampled.
-        coefficients ([`Coefficients`]): Coefficients of its loss.
-    """
-
-    rollout: Rollout
-    samples: Samples
-    coefficients: Coefficients
 
 
 def _given(outputs: TokenOutputs) -> Outputs:
@@ -168,8 +106,11 @@ class Experience:
             state (`dict`): The numbers.
         """
         self.shaping.load_state_dict(state["rewards"])
-        self.kl_coef.load_state_dict(state["kl_coef"])
-        self.entropy_coef.load_state_dict(state["entropy_coef"])
+        for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
+            if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
+                logger.warning("`%s` is steered otherwise than in the checkpoint: it starts from the config.", name)
+            else:
+                coefficient.load_state_dict(state[name])
 
     @contextmanager
     def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
@@ -224,13 +165,13 @@ class Experience:
         extra: dict[str, list] = {}
         batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
         args = self.args
-        already: dict[Reward, Reward] = {}
+        already: dict[int, Reward] = {}
         with self._timed("forward", metrics):
             if args.one_pass_scoring:
                 tokens, already = self.score_in_one_pass(sequences, batch)
             else:
                 tokens = self.score_tokens(sequences)
-        rewards, monitors = ([already.get(r, r) for r in asked] for asked in (self.rewards, self.monitors))
+        rewards, monitors = ([already.get(id(r), r) for r in asked] for asked in (self.rewards, self.monitors))
         with self._timed("score", metrics):
             on_failure = (args.reward_on_error, args.max_reward_failures)
             scored = score_all(rewards, batch, args.reward_weights, *on_failure, self.all_sum, device)
@@ -276,7 +217,7 @@ class Experience:
         scores |= self._forward(reference, sequences, "Reference")
         return TokenScores(**scores)
 
-    def score_in_one_pass(self, sequences: Sequences, batch: ScoringBatch) -> tuple[TokenScores, dict[Reward, Reward]]:
+    def score_in_one_pass(self, sequences: Sequences, batch: ScoringBatch) -> tuple[TokenScores, dict[int, Reward]]:
         """The same, and the scores of reward adapters, from one forward for each micro-batch.
 
         Args:
@@ -284,7 +225,7 @@ class Experience:
             batch ([`ScoringBatch`]): What rewards are given about them.
 
         Returns:
-            `tuple(TokenScores, dict[Reward, Reward])`: Token scores, and what to ask in place of reward adapters.
+            `tuple(TokenScores, dict[int, Reward])`: Token scores, and by `id` what to ask in place of reward adapters.
         """
         adapters = AdapterScores([*self.rewards, *self.monitors], batch)
 
@@ -329,16 +270,18 @@ class Experience:
         response_mask = completion_mask & usable[:, None]
         if args.mask_truncated_completions:
             response_mask = response_mask & samples.stopped[:, None]
-        coefficients = self._coefficients(tokens, response_mask, usable)
+        kl_coef = self.kl_coef.value  # steered by the rollouts before; the entropy's by this one too
+        if state.global_step >= args.value_warmup_steps:  # before, the policy stands still whatever they are
+            self._steer(tokens, response_mask, usable)
+        coefficients = Coefficients(kl_coef, self.entropy_coef.value)
         rewards = self._rewards(samples, tokens, coefficients.kl)
         metrics.mean("objective", rewards.sum(1), usable)
         if args.whiten_rewards:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
         advantages, returns = self._advantages(rewards, tokens.values, response_mask, usable)
         if returns is not None and tokens.values is not None:
-            unexplained = ppo_math.masked_var(returns - tokens.values, response_mask, self.all_sum)
-            variance = ppo_math.masked_var(returns, response_mask, self.all_sum)
-            metrics.mean("value/explained_variance", 1 - unexplained / variance.clamp(min=1e-8))
+            explained = ppo_math.explained_variance(tokens.values, returns, response_mask, self.all_sum)
+            metrics.mean("value/explained_variance", explained)
         if args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
         rollout = Rollout(
@@ -346,16 +289,16 @@ class Experience:
         )
         return Collected(rollout, samples, coefficients)
 
-    def _coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> Coefficients:
-        """Coefficients of this rollout; then the controllers see it."""
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
+    def _steer(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
+        """Let the controllers see a rollout."""
         completions = int(self.all_sum(usable.sum()))
-        self.entropy_coef.update(
-            float(ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)), completions
-        )
-        used = Coefficients(self.kl_coef.value, self.entropy_coef.value)
-        self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
-        return used
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
+        if completions:
+            self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
+        if self.all_sum(response_mask.sum()):
+            self.entropy_coef.update(
+                float(ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)), completions
+            )
 
     def _rewards(self, samples: Samples, tokens: TokenScores, kl_coef: float) -> Tensor:
         """Rewards of the tokens, the KL penalty among them if that is its place."""

@@ -37,7 +37,7 @@ def push_in_background(trainer: Any, checkpoint_folder: str) -> None:
             **kwargs,
         )
 
-    jobs = [upload(args.output_dir, ignore_patterns=["_*", "checkpoint-*"])]
+    jobs = [upload(args.output_dir, ignore_patterns=["_*", "checkpoint-*", ".saving/*", ".replaced/*"])]
     if args.hub_strategy == HubStrategy.CHECKPOINT:
         jobs.append(upload(checkpoint_folder, path_in_repo="last-checkpoint"))
     elif args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:

@@ -44,14 +44,16 @@ class StepGuard:
     """Counts optimizer steps that were skipped because a gradient was not finite, and ends a run that has too many.
 
     Args:
-        most (`int`): Skipped steps in a row after which the run ends.
-        output_dir (`str`): Where the rollout is written then.
+        most (`int`): The run ends at this many skipped steps in a row.
+        output_dir (`str`): Where the rollout of each process is written then.
+        process_index (`int`): Number of this process.
         tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
     """
 
-    def __init__(self, most: int, output_dir: str, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, most: int, output_dir: str, process_index: int, tokenizer: PreTrainedTokenizerBase):
         self.most = most
         self.output_dir = output_dir
+        self.process_index = process_index
         self.tokenizer = tokenizer
         self.skipped = 0
 
@@ -81,7 +83,8 @@ class StepGuard:
         if rollout is not None:
             numbers = [rollout.old_logprobs, rollout.ref_logprobs, rollout.advantages, rollout.old_values]
             affected = (~finite_rows([*numbers, rollout.returns])).nonzero()[:, 0].tolist()
-            directory = os.path.join(self.output_dir, f"nonfinite_step_{step}")
+            # what begins with an underscore is not pushed to the Hub
+            directory = os.path.join(self.output_dir, f"_nonfinite_step_{step}", f"process_{self.process_index}")
             _write(rollout, self.tokenizer, directory, affected)
             rows = (
                 f"rows {affected[:8]} of it hold numbers that are not finite" if affected else "its numbers are finite"

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ppo_math
-from .experience import Coefficients
 from .metrics import Metrics
 from .modeling import TokenOutputs
 from .rollout import MicroBatch, Rollout, Sequences
+from .samples import Coefficients
 
 
 def loss_denominators(
@@ -124,7 +124,8 @@ class Objective:
             logprobs, rollout.old_logprobs, rollout.advantages, self.clip_low, self.clip_high, args.dual_clip
         )
         with torch.no_grad():
-            ratio = (logprobs - rollout.old_logprobs).exp()
+            bound = ppo_math.LOG_RATIO_BOUND
+            ratio = (logprobs - rollout.old_logprobs).clamp(-bound, bound).exp()
             too_low = (ratio < 1 - self.clip_low) & (rollout.advantages < 0)
             too_high = (ratio > 1 + self.clip_high) & (rollout.advantages > 0)
             self.metrics.mean("loss/policy", loss, mask)

@@ -198,7 +198,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         return 0.5 * difference**2
     if estimator == "k3":
         # expm1 keeps the precision where the two policies nearly agree
-        return torch.expm1(-difference) + difference
+        return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
     raise ValueError(f"The KL estimator must be one of 'k1', 'k2', 'k3', got {estimator!r}.")
 
 
@@ -299,6 +299,24 @@ def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Te
     x, y = (x - masked_mean(x, mask, all_sum)) * mask, (y - masked_mean(y, mask, all_sum)) * mask
     together, of_x, of_y = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
     return together / (of_x * of_y).sqrt().clamp(min=1e-12)
+
+
+def explained_variance(
+    values: Tensor, returns: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local
+) -> Tensor:
+    """1 − Var(returns − values)/Var(returns) over the mask, a scalar: 1 is a perfect critic, 0 a constant one.
+
+    Args:
+        values (`Tensor`): Values.
+        returns (`Tensor`): What they should have been.
+        mask (`Tensor`): 1 where a value counts, same shape.
+        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+
+    Returns:
+        `Tensor`: Scalar, at most 1.
+    """
+    unexplained = masked_var(returns - values, mask, all_sum)
+    return 1 - unexplained / masked_var(returns, mask, all_sum).clamp(min=1e-8)
 
 
 def aggregate_loss(

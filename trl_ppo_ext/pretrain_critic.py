@@ -20,11 +20,11 @@ from .data import RolloutSampler
 from .experience import Experience
 from .launch import build_trainer, load_datasets, parse
 from .metrics import Metrics
+from .modeling.adapter_files import CRITIC_NUMBERS, public_name
 from .rollout import Rollout
 from .trainer import PPOTrainer
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
-NUMBERS = "critic.json"
 CARD = """---
 {metadata}
 ---
@@ -185,9 +185,7 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[Rollout]) -> floa
     values = torch.cat([cast(Tensor, score(each.sequences).values)[each.response_mask] for each in rollouts])
     returns = torch.cat([cast(Tensor, each.returns)[each.response_mask] for each in rollouts])
     every = torch.ones_like(returns)
-    unexplained = ppo_math.masked_var(returns - values, every, all_sum)
-    variance = ppo_math.masked_var(returns, every, all_sum)
-    return float(1 - unexplained / variance.clamp(min=1e-8))
+    return float(ppo_math.explained_variance(values, returns, every, all_sum))
 
 
 def _save(trainer: PPOTrainer, output_dir: str, numbers: dict[str, float]) -> None:
@@ -197,15 +195,15 @@ def _save(trainer: PPOTrainer, output_dir: str, numbers: dict[str, float]) -> No
     save_critic(trainer.actor_critic, output_dir)
     lam = args.lam if args.lam_critic is None else args.lam_critic
     rewards = [reward.name for reward in trainer.experience.rewards]
-    about = {"kind": args.critic, "base_model": base, "rewards": rewards, "gamma": args.gamma, "lam": lam}
-    (directory / NUMBERS).write_text(json.dumps(about | numbers, indent=2) + "\n")
+    about = {"kind": args.critic, "base_model": public_name(base), "rewards": rewards, "gamma": args.gamma, "lam": lam}
+    (directory / CRITIC_NUMBERS).write_text(json.dumps(about | numbers, indent=2) + "\n")
     metadata = ModelCardData(
         base_model=base if base and not Path(base).exists() else None,  # a path means nothing to the Hub
         tags=["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"],
     )
     card = CARD.format(
         metadata=metadata.to_yaml(),
-        base=base or "a base without a name",
+        base=public_name(base) or "a base without a name",
         rewards=", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in rewards),
         steps=numbers["steps"],
         gamma=args.gamma,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -192,7 +193,7 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self._publish(staging / name, run_dir / name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
             shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of step {self.state.global_step} cannot be written to `{run_dir}` ({error}); earlier "
@@ -201,13 +202,15 @@ class ResumableTrainer(Trainer):
         finally:
             self._staging = None
         self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(staging / name):  # so every process has it from the Trainer
+            self.state.best_model_checkpoint = str(run_dir / name)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
 
     def _publish(self, staged: Path, final: Path) -> None:
         if self.state.best_model_checkpoint == str(staged):
             self.state.best_model_checkpoint = str(final)
-            self.state.save_to_json(str(staged / TRAINER_STATE))
+            self.state.save_to_json(str(staged / TRAINER_STATE))  # it names the place aside
         publish(staged, final)
         shutil.rmtree(staged.parent, ignore_errors=True)
         rotate_checkpoints(

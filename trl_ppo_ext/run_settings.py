@@ -16,9 +16,9 @@ OF_THE_TRAINER = (
 ).split()
 # of the fields that PPOConfig adds, those that change nothing, or hold what does not belong into a file
 NOT_COMPARED = set(
-    "chat_template_kwargs critic_init generation_batch_size log_completions logging_steps max_reward_failures "
-    "max_skipped_steps model_init_kwargs num_completions_to_print per_device_reward_batch_size remove_unused_columns "
-    "resume_with_changed_settings trust_remote_code".split()
+    "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures max_skipped_steps "
+    "model_init_kwargs num_completions_to_print per_device_reward_batch_size resume_with_changed_settings "
+    "trust_remote_code".split()
 )
 
 
@@ -34,7 +34,7 @@ def run_settings(args: Any) -> dict[str, Any]:
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     given = args.to_dict()
     settings = {name: given[name] for name in sorted(own | set(OF_THE_TRAINER)) if name in given}
-    return json.loads(json.dumps(settings | {"num_processes": args.world_size}))
+    return json.loads(json.dumps(settings | {"num_processes": args.world_size}, default=str))
 
 
 def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:

@@ -48,7 +48,9 @@ class SavingTrainer(ResumableTrainer):
     def _load_weights(self, directory: str) -> None:
         if self.averaged_policy is not None:
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            checkpoint.load_adapter(policy, name, os.path.join(directory, checkpoint.AVERAGED))
+            averaged = os.path.join(directory, checkpoint.AVERAGED)
+            fresh = self.args.resume_with_changed_settings and not os.path.isdir(averaged)
+            checkpoint.load_adapter(policy, name, directory if fresh else averaged)  # it starts from the weights
             self.averaged_policy.load_state_dict(self.actor_critic.policy_parameters())
         checkpoint.load_actor_critic_weights(self.actor_critic, directory)
 
@@ -57,7 +59,7 @@ class SavingTrainer(ResumableTrainer):
         self.experience.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
 
     def _check_resumed(self, directory: str) -> None:
-        check_settings(directory, checkpoint.load_state(directory)["settings"], self.args)
+        check_settings(directory, checkpoint.load_state(directory).get("settings", {}), self.args)
 
     def _run_state(self) -> dict[str, Tensor]:
         rollout, metrics = self.updates.state_dict(self.state.global_step), self._metrics["train"].state_dict()

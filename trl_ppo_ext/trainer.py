@@ -25,14 +25,15 @@ from .batch_plan import BatchPlan
 from .completions import print_completions
 from .config import PPOConfig
 from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
-from .experience import Experience, Samples
+from .experience import Experience
 from .generation import TransformersGenerator
 from .metrics import Metrics
 from .modeling import load_actor_critic
-from .nonfinite import StepGuard
+from .nonfinite import NonFiniteError, StepGuard
 from .ptx import PTXSampler, tokenize_ptx
 from .rewards import RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
+from .samples import Samples
 from .saving import SavingTrainer
 from .updates import Updates, set_learning_rate
 
@@ -171,7 +172,7 @@ class PPOTrainer(SavingTrainer):
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], self.experience.all_sum, ptx)
-        self.guard = StepGuard(args.max_skipped_steps, args.output_dir, tokenizer)
+        self.guard = StepGuard(args.max_skipped_steps, args.output_dir, args.process_index, tokenizer)
         self.averaged_policy: AveragedWeights | None = None
         if args.ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
@@ -249,6 +250,11 @@ class PPOTrainer(SavingTrainer):
         # a gradient scaler looks for itself, and needs the step to adapt
         if self.accelerator.scaler is None:
             finite = math.isfinite(float(grad_norm))
+            if not finite and self.is_deepspeed_enabled:
+                raise NonFiniteError(
+                    f"The gradient of optimizer step {self.state.global_step + 1} is not finite, and DeepSpeed has "
+                    "applied it. Go on from the last checkpoint, with a lower learning rate or other rewards."
+                )
             self._metrics["train"].total("skipped_steps", torch.tensor(float(not finite), device=self.args.device))
             self.guard.see(finite, self.state.global_step + 1, model, self.updates.rollout)
             if not finite:

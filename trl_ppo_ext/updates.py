@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from .batch_plan import BatchPlan
-from .experience import Coefficients
 from .metrics import Metrics
 from .objective import LossTerms, Objective, loss_denominators
 from .ptx import PTXSampler
 from .rollout import MicroBatch, Rollout, micro_batches, rollout_from_tensors, rollout_tensors, schedule
+from .samples import Coefficients
 
 
 class Updates:
@@ -56,7 +56,7 @@ class Updates:
         Args:
             rollout ([`Rollout`]): The rollout of this process.
             coefficients ([`Coefficients`]): Coefficients of its loss.
-            optimizer_step (`int`): Optimizer steps taken so far; a run resumed within a rollout goes on there.
+            optimizer_step (`int`): Optimizer steps taken so far.
         """
         self._begin(rollout, schedule(len(rollout), self.plan), coefficients, optimizer_step)
 
@@ -99,6 +99,14 @@ class Updates:
         """
         tensors = dict(state)
         rows, numbers = tensors.pop("rows"), tensors.pop("numbers").tolist()
+        plan = self.plan
+        sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+        if tuple(rows.shape) != sizes:
+            raise ValueError(
+                f"The checkpoint lies within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
+                f"completions, and the config makes them {sizes}; resume with the sizes it had, or from a checkpoint "
+                "between two rollouts."
+            )
         rollout = rollout_from_tensors(tensors, self.args.device)
         self._begin(rollout, rows, Coefficients(*numbers[:-1]), optimizer_step)
         self.stopped_early = bool(numbers[-1])

@@ -5,7 +5,12 @@ import os
 from typing import NamedTuple
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from peft import PeftConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,7 +19,20 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
+CRITIC_NUMBERS = "critic.json"  # beside a pretrained critic: what it was trained on, and how good it is
 SCORE_HEADS = ("score", "classifier")
+
+
+def public_name(base: str) -> str:
+    """Name of a base model as it may stand in a file that is shared: of a path, its last part.
+
+    Args:
+        base (`str`): Hub id or path.
+
+    Returns:
+        `str`: The name.
+    """
+    return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
 
 
 class AdapterFileError(ValueError):
@@ -54,6 +72,10 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return local if os.path.isfile(local) else None
     try:
         return hf_hub_download(path, name, subfolder=folder or None)
+    except LocalEntryNotFoundError as error:
+        raise AdapterFileError(
+            f"`{name}` of `{path}` is not in the cache, and the Hub cannot be reached ({error}); check the connection."
+        ) from None
     except EntryNotFoundError:
         return None
     except (HFValidationError, RepositoryNotFoundError) as error:

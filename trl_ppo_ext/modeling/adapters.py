@@ -133,8 +133,9 @@ def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: 
 
 
 def _in_adapter(key: str, name: str, other: str) -> str:
-    head, _, tail = key.rpartition(f".{name}")  # the last part of that name: a module may be called the same
-    return f"{head}.{other}{tail}"
+    parts = key.split(".")
+    last = len(parts) - 1 - parts[::-1].index(name)  # a module may be called the same
+    return ".".join([*parts[:last], other, *parts[last + 1 :]])
 
 
 def copy_adapter(policy: PeftModel, source: str, target: str) -> None:

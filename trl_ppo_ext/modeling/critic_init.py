@@ -1,12 +1,22 @@
 """What a critic starts from: a pretrained critic, another run's critic, or a reward adapter on the same base."""
 
+import json
 from typing import NamedTuple
 
 from peft import PeftConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .adapter_files import CRITIC_FOLDER, VALUE_HEAD, check_same_base, find_file, read_adapter, read_adapter_config
+from .adapter_files import (
+    CRITIC_FOLDER,
+    CRITIC_NUMBERS,
+    VALUE_HEAD,
+    check_same_base,
+    find_file,
+    public_name,
+    read_adapter,
+    read_adapter_config,
+)
 from .adapters import check_fit
 
 _OTHER_BASE = "Start from a critic of this base, or leave `critic_init` out."
@@ -62,6 +72,14 @@ def read_critic(path: str, critic: str, base: str, label: int | None = None) -> 
     of_policy = read_adapter_config(path)
     if of_policy is not None:  # the policy that the head sat on says which base it was
         check_same_base(path, of_policy, base, _OTHER_BASE)
+    elif (about := find_file(path, CRITIC_NUMBERS)) is not None:
+        with open(about) as stream:
+            trained_on = json.load(stream).get("base_model", "")
+        if trained_on != public_name(base):
+            raise ValueError(
+                f"The critic `{path}` was trained on {trained_on!r}, the policy's base is {public_name(base)!r}; a "
+                f"head means nothing on another base. {_OTHER_BASE}"
+            )
     return CriticStart(head)
 
 

@@ -179,10 +179,10 @@ class AdapterScores:
         for (reward, scores), of_reward in zip(self.scores.items(), states):
             scores += reward.score_states(of_reward).tolist()
 
-    def scored(self) -> dict[Reward, Reward]:
+    def scored(self) -> dict[int, Reward]:
         """What to ask in place of the adapters, now that all rows are scored.
 
         Returns:
-            `dict[Reward, Reward]`: By adapter.
+            `dict[int, Reward]`: By the adapter's `id`.
         """
-        return {reward: _Scored(reward.name, scores) for reward, scores in self.scores.items()}
+        return {id(reward): _Scored(reward.name, scores) for reward, scores in self.scores.items()}
