@@ -31,7 +31,7 @@ from .metrics import Metrics
 from .modeling import load_actor_critic
 from .nonfinite import NonFiniteError, StepGuard
 from .ptx import PTXSampler, tokenize_ptx
-from .rewards import RewardFunc, build_rewards
+from .rewards import Reward, RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
 from .samples import Samples
 from .saving import SavingTrainer
@@ -127,24 +127,20 @@ class PPOTrainer(SavingTrainer):
             peft_config,
         )
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
+        template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by now, if it came as a string
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,
             max_completion_length=args.max_completion_length,
             context_length=context_length,
-            chat_template_kwargs=cast(dict, args.chat_template_kwargs),  # parsed by now, if it came as a string
+            chat_template_kwargs=template_kwargs,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {
-                key: self._tokenize(value, name=f"eval_dataset[{key!r}]") for key, value in eval_dataset.items()
-            }
-        elif eval_dataset is not None:
-            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        eval_dataset = self._tokenized_for_evaluation(eval_dataset)
         if ptx_dataset is not None:
             longest = min(args.ptx_max_length, context_length or args.ptx_max_length)
-            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, longest, cast(dict, args.chat_template_kwargs))
+            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, longest, template_kwargs)
         # each process reads a stream itself: the main one could not send text to the others
         args.accelerator_config.dispatch_batches = False
 
@@ -164,6 +160,18 @@ class PPOTrainer(SavingTrainer):
         )
         set_seed(args.seed, device_specific=True)  # processes must not sample with the same noise
         self.actor_critic = actor_critic
+        self._assemble(rewards, monitors, ptx_dataset)
+
+    def _tokenized_for_evaluation(self, dataset: Any) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, dict):
+            return {key: self._tokenize(value, name=f"eval_dataset[{key!r}]") for key, value in dataset.items()}
+        return self._tokenize(dataset, name="eval_dataset")
+
+    def _assemble(self, rewards: list[Reward], monitors: list[Reward], ptx_dataset: Dataset | None) -> None:
+        """What collects rollouts, what learns from them, and what watches over it."""
+        args, actor_critic, tokenizer = self.args, self.actor_critic, self.processing_class
         self.plan = BatchPlan.from_config(args, args.world_size)
         generator = TransformersGenerator(actor_critic, tokenizer, args, self.accelerator)
         self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
