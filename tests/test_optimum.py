@@ -19,10 +19,36 @@ def test_closed_form_is_the_best_policy():
     assert len(problem.responses) == 91
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_ppo_reaches_what_exact_gradient_ascent_reaches(seed, tmp_path, all_cores):
-    result = gap(seed, tmp_path)
+GROUPS = {"critic": "none", "num_generations": 64}
+WITH_CRITIC_OR_GROUPS = {
+    "head": {},
+    "adapter": {"critic": "adapter"},
+    "grpo": GROUPS,
+    "dr_grpo": GROUPS | {"advantage_estimator": "dr_grpo"},
+    "rloo": GROUPS | {"advantage_estimator": "rloo"},
+}
+IN_A_MINUTE = ("head", 0)  # the others are part of `make test-all`
+CASES = [(name, seed) for name in WITH_CRITIC_OR_GROUPS for seed in ((0, 1, 2) if name == "head" else (0,))]
+
+
+@pytest.mark.parametrize(
+    "name, seed", [pytest.param(*case, marks=() if case == IN_A_MINUTE else pytest.mark.slow) for case in CASES]
+)
+def test_ppo_and_its_rivals_reach_what_exact_gradient_ascent_reaches(name, seed, tmp_path, all_cores):
+    result = gap(seed, tmp_path, **WITH_CRITIC_OR_GROUPS[name])
     way = result["best"] - result["reference"]
     assert result["exact"] <= result["best"] and result["ppo"] <= result["best"], result
     assert result["exact"] - result["reference"] > 0.9 * way, result  # or the yardstick itself is short
     assert result["gap"] <= 0.02, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "estimator, least, most", [("k1", 0.5, 99), ("k2", -1, 0.02), ("k3", 0.02, 99), ("exact", -1, 0.02)]
+)
+def test_of_the_estimators_in_the_loss_k2_and_the_exact_kl_reach_it_for_one_token(
+    estimator, least, most, tmp_path, all_cores
+):
+    """k1 has no gradient in expectation, and k3 that of the forward KL."""
+    settings = {"kl_placement": "loss", "kl_estimator": estimator, "whiten_advantages": False}
+    assert least <= gap(0, tmp_path, length=1, **settings)["gap"] <= most
