@@ -23,16 +23,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "docstrings"
 GROUPS = {"critic": "none", "num_generations": 8}
+CLIPPED = {"cliprange_value": 0.2}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "head": {},
-    "head, values unclipped": {"cliprange_value": None},
-    "head, no backprop": {"critic_backprop": False},
-    "adapter": {"critic": "adapter"},
-    "adapter, pretrained": {"critic": "adapter"},
+    "head, values clipped": CLIPPED,
+    "head, values clipped, no backprop": CLIPPED | {"critic_backprop": False},
+    "adapter, values clipped": CLIPPED | {"critic": "adapter"},
+    "adapter, values clipped, pretrained": CLIPPED | {"critic": "adapter"},
     "GRPO": GROUPS,
     "RLOO": GROUPS | {"advantage_estimator": "rloo"},
 }
-PRETRAINED = "adapter, pretrained"
+PRETRAINED = "adapter, values clipped, pretrained"
 
 
 def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: int) -> None:
@@ -60,6 +61,7 @@ def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: i
         missing_eos_penalty=2.0,
         lam_critic=1.0,
         critic="adapter",
+        cliprange_value=0.2,
     )
     trainer = PPOTrainer(
         str(runs / "sft"),
@@ -121,12 +123,12 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
         "reward": ("reward", ".2f"),
         "explained variance, first log": ("explained_variance_first", ".2f"),
         "last": ("explained_variance_last", ".2f"),
-        "seconds": ("seconds", ".0f"),
     }
-    lines = [f"| arrangement | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines = [f"| arrangement | {' | '.join(columns)} | seconds, least |", "|---|" + "---|" * (len(columns) + 1)]
     for name in (name for name in ARRANGEMENTS if name in results):
         runs = list(results[name].values())
         cells = [over_seeds(runs, key, form) for key, form in columns.values()]
+        cells.append(f"{min(run['seconds'] for run in runs):.0f}")  # the run that was disturbed least
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -134,8 +134,8 @@ class PPOConfig(TrainingArguments):
             `"token"`: mean over tokens (the default). `"sequence_mean"`: mean over completions of each one's mean (the
             default of GRPO). `"sequence_sum"`: mean over completions of each one's sum (of RLOO and REINFORCE).
             `"constant"`: that, divided by `max_completion_length` (the default of Dr. GRPO).
-        cliprange_value (`float`, *optional*, defaults to `0.2`):
-            Clip range of the values; `None` leaves them unclipped.
+        cliprange_value (`float`, *optional*):
+            Clip range of the values, in units of the reward. By default they are not clipped.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`):
@@ -288,7 +288,7 @@ class PPOConfig(TrainingArguments):
     loss_aggregation: str | None = field(
         default=None, metadata={"help": "token, sequence_mean, sequence_sum or constant."}
     )
-    cliprange_value: float | None = field(default=0.2, metadata={"help": "Clip range of the values."})
+    cliprange_value: float | None = field(default=None, metadata={"help": "Clip range of the values."})
     vf_coef: float = field(default=0.1, metadata={"help": "Coefficient of the value loss."})
     entropy_coef: float = field(default=0.0, metadata={"help": "Coefficient of the entropy bonus."})
     entropy_target: float | None = field(

@@ -200,7 +200,7 @@ _CHOICES = {
     "reward_quantization": REWARD_QUANTIZATIONS,
 }
 # what means nothing without a critic, and its default (scaling token rewards around their mean would pay for length);
-# `lam`, `vf_coef` and `cliprange_value` have defaults that do not show whether they were set
+# `lam` and `vf_coef` have defaults that do not show whether they were set
 _OF_THE_CRITIC = {
     "gamma": 1.0,
     "lam_critic": None,
@@ -210,6 +210,7 @@ _OF_THE_CRITIC = {
     "critic_init": None,
     "value_warmup_steps": 0,
     "whiten_rewards": False,
+    "cliprange_value": None,
 }
 _SET_AS_FIELDS = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "

@@ -69,9 +69,6 @@ class PretrainCriticConfig(PPOConfig):
 
     Args:
         lam_critic (`float`, *optional*, defaults to `1.0`): λ of the critic's targets; 1 is Monte Carlo.
-        cliprange_value (`float`, *optional*):
-            Clip range of the values. None by default: nothing needs it while the policy stays as it is, and it bounds
-            how far the values come in a rollout.
 
     Source: https://huggingface.co/papers/2503.01491
     """
@@ -81,7 +78,6 @@ class PretrainCriticConfig(PPOConfig):
     lam_critic: float | None = field(
         default=1.0, metadata={"help": "Lambda of the critic's targets; 1 is Monte Carlo."}
     )
-    cliprange_value: float | None = field(default=None, metadata={"help": "Clip range of the values."})
 
     def __post_init__(self):
         check_can_pretrain(self)
