@@ -22,10 +22,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "docstrings"
-GROUPS = {"critic": "none", "num_generations": 8}
-CLIPPED = {"cliprange_value": 0.2}
+UNCLIPPED, CLIPPED = {"cliprange_value": None}, {"cliprange_value": 0.2}
+GROUPS = UNCLIPPED | {"critic": "none", "num_generations": 8}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
-    "head": {},
+    "head": UNCLIPPED,
     "head, values clipped": CLIPPED,
     "head, values clipped, no backprop": CLIPPED | {"critic_backprop": False},
     "adapter, values clipped": CLIPPED | {"critic": "adapter"},

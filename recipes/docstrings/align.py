@@ -73,6 +73,7 @@ def align(
         "max_completion_length": 48,
         "missing_eos_penalty": 2.0,
         "kl_coef": 0.03,
+        "cliprange_value": 0.2,  # without it, docstrings end shorter and more alike
     }
     known = {word for word, count in first_words(corpus).items() if count >= 2}
 
