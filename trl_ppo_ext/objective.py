@@ -142,9 +142,8 @@ class Objective:
     def _value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         loss = ppo_math.clipped_value_loss(values, old_values, returns, self.args.cliprange_value)
         self.metrics.mean("loss/value", loss, mask)
-        if self.args.cliprange_value is not None:
-            unclipped = 0.5 * (values.detach() - returns) ** 2
-            self.metrics.mean("value/clip_ratio", loss.detach() > unclipped, mask)
+        unclipped = 0.5 * (values.detach() - returns) ** 2
+        self.metrics.mean("value/clip_ratio", loss.detach() > unclipped, mask)
         return loss
 
     def _kl(self, outputs: TokenOutputs, rollout: Rollout) -> Tensor:
