@@ -4,6 +4,7 @@ And it comes before anything is loaded, where it can be known from the arguments
 """
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,6 +289,41 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(tmp_path, nothing_i
 def test_settings_that_contradict_an_argument_are_refused(tmp_path, nothing_is_loaded, settings, message):
     with pytest.raises(ValueError, match=message):
         build(tmp_path, {}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "message"),
+    [
+        (0, {}, r"DeepSpeed without ZeRO would apply gradients that are not finite; set ZeRO's `stage` to 1, 2 or 3"),
+        (
+            2,
+            {"value_warmup_steps": 3},
+            r"`value_warmup_steps=3` takes the policy's.*`critic_init` instead",
+        ),
+        (2, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` is for the optimizer that the trainer makes"),
+        (3, {"one_pass_scoring": True}, r"`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it"),
+    ],
+    ids=["without ZeRO", "value_warmup_steps", "critic_learning_rate", "one_pass_scoring"],
+)
+def test_what_deepspeed_could_not_honour_is_refused(
+    tmp_path, nothing_is_loaded, monkeypatch, stage, settings, message
+):
+    args = config(tmp_path, **settings)
+    ready_config = SimpleNamespace(config={"optimizer": {"type": "AdamW"}})
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=ready_config)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, {"args": args})
+
+
+def test_fsdp_and_data_parallel_are_refused_with_what_to_use_instead(tmp_path, nothing_is_loaded, monkeypatch):
+    args = config(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"One process sees 2 GPUs.*start one process for each with `accelerate"):
+        build(tmp_path, {"args": args})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"sharded by FSDP.*Use DDP with a 4-bit base, or DeepSpeed's ZeRO-3"):
+        build(tmp_path, {})
 
 
 def test_arguments_are_checked_before_a_model_is_even_looked_for(tmp_path):

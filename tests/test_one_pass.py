@@ -12,7 +12,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, LlamaForSequenceClassification
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
-from trl_ppo_ext.modeling import load_actor_critic, one_pass
+from trl_ppo_ext.modeling import actor_critic, load_actor_critic, one_pass
 from trl_ppo_ext.modeling.one_pass import AdapterRows, RewardRows, mixed_hidden_states
 from trl_ppo_ext.rewards import AdapterReward
 from trl_ppo_ext.rewards.model import last_states
@@ -216,7 +216,7 @@ def test_texts_longer_than_the_policys_rows_take_a_second_forward_and_change_no_
 
 def test_one_forward_projects_policy_and_reference_rows_at_response_positions_alone(build, monkeypatch):
     built, rewards = build(critic="adapter")
-    projected, token_logprobs = [], one_pass.token_logprobs
+    projected, token_logprobs = [], actor_critic.token_logprobs
 
     def counting(hidden, *args, **kwargs):
         projected.append(len(hidden))
@@ -225,7 +225,7 @@ def test_one_forward_projects_policy_and_reference_rows_at_response_positions_al
     def refuse(*args):
         raise AssertionError("the output projection was called on whole rows")
 
-    monkeypatch.setattr(one_pass, "token_logprobs", counting)
+    monkeypatch.setattr(actor_critic, "token_logprobs", counting)
     built.policy.get_base_model().get_output_embeddings().register_forward_hook(refuse)
     forwards = trunk_forwards(built, lambda: one_pass.one_pass(built, sequences(), reward_rows(rewards)))
     assert forwards == [5 * 4]

@@ -7,7 +7,6 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .config import PPOConfig
 from .generation import ensure_pad_token, stop_token_ids
@@ -63,24 +62,13 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
             f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
             "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
         )
-    if is_deepspeed_zero3_enabled() or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
         raise ValueError(
-            "The base model would be sharded (DeepSpeed ZeRO-3 or FSDP), which PPOTrainer does not support: sampling "
-            "and log-probabilities use it whole. Use DDP or ZeRO-1/2, with a 4-bit base where memory is short."
+            "The base model would be sharded by FSDP, which PPOTrainer does not support: log-probabilities use its "
+            "output projection from outside. Use DDP with a 4-bit base, or DeepSpeed's ZeRO-3."
         )
-    with_deepspeed = args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    deepspeed_config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None) or {}
-    if args.critic_learning_rate is not None and "optimizer" in deepspeed_config:
-        raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of "
-            "its own; leave its section `optimizer` out, or `critic_learning_rate`."
-        )
-    for name in ("target_kl", "value_warmup_steps"):
-        if with_deepspeed and getattr(args, name):
-            raise ValueError(
-                f"`{name}={getattr(args, name)}` decides about an optimizer step when its gradient is there, and "
-                "DeepSpeed has taken the step by then. Leave it out, or use DDP."
-            )
+    if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        _check_deepspeed(args)
     if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
         raise ValueError(
             f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
@@ -90,6 +78,30 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
         raise ValueError(
             "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; give the "
             "critic's parameters a group of their own there, or leave one of the two out."
+        )
+
+
+def _check_deepspeed(args: PPOConfig) -> None:
+    plugin = args.deepspeed_plugin
+    if args.critic_learning_rate is not None and "optimizer" in plugin.hf_ds_config.config:
+        raise ValueError(
+            "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of "
+            "its own; leave its section `optimizer` out, or `critic_learning_rate`."
+        )
+    if plugin.zero_stage == 0:
+        raise ValueError(
+            "DeepSpeed without ZeRO would apply gradients that are not finite; set ZeRO's `stage` to 1, 2 or 3, or "
+            "use DDP, which does the same."
+        )
+    if args.value_warmup_steps:
+        raise ValueError(
+            f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer "
+            "step, and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo "
+            "pretrain-critic` makes one), or use DDP."
+        )
+    if args.one_pass_scoring and plugin.zero_stage == 3:
+        raise ValueError(
+            "`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it; leave it False, or use ZeRO-2."
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .modeling import check_fit
+from .modeling import check_fit, gathered, whole_weights
 
 
 class AveragedWeights:
@@ -40,7 +40,7 @@ class AveragedWeights:
         self._is_swapped = False
         self._averages = {
             name: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-            for name, weight in self.parameters.items()
+            for name, weight in whole_weights(self.parameters).items()
         }
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class AveragedWeights:
         """
         if self._is_swapped:
             raise RuntimeError("The model has the averaged weights; leave `swapped()` before `update()`.")
-        for name, weight in self.parameters.items():
+        for name, weight in whole_weights(self.parameters).items():
             average = self._averages[name] = self._averages[name].to(weight.device)
             average.lerp_(weight.to(average.dtype), 1 - self.decay)
 
@@ -71,7 +71,7 @@ class AveragedWeights:
         if self._is_swapped:
             raise RuntimeError("The model has the averaged weights already; `swapped()` cannot be nested.")
         # all copies before the first change: tied weights come under several names
-        own = {name: weight.detach().clone() for name, weight in self.parameters.items()}
+        own = {name: weight.clone() for name, weight in whole_weights(self.parameters).items()}
         self._is_swapped = True
         try:
             self._overwrite(self._averages)
@@ -82,8 +82,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in self.parameters.items():
-            weight.copy_(weights[name])
+        with gathered(self.parameters.values(), changed=True):
+            for name, weight in self.parameters.items():
+                weight.copy_(weights[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint keeps.

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights
+from .modeling import ActorCritic, adapter_weights, check_fit, gathered, load_adapter_weights
 from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
@@ -157,14 +157,15 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     if actor_critic.value_head is not None:
         head = _read(directory, VALUE_HEAD)
         try:
-            check_fit(needed=actor_critic.value_head.state_dict(), given=head)
+            check_fit(needed=dict(actor_critic.value_head.named_parameters()), given=head)
         except ValueError as error:
             raise _unfit(VALUE_HEAD, error) from None
     load_adapter(actor_critic.policy, actor_critic.policy_adapter, directory)
     if actor_critic.critic_adapter is not None:
         load_adapter(actor_critic.policy, actor_critic.critic_adapter, os.path.join(directory, CRITIC_FOLDER))
     if actor_critic.value_head is not None and head is not None:
-        actor_critic.value_head.load_state_dict(head)
+        with gathered(actor_critic.value_head.parameters(), changed=True):
+            actor_critic.value_head.load_state_dict(head)
 
 
 def save_state(state: dict[str, Any], output_dir: str) -> None:

@@ -12,14 +12,15 @@ from .config import PPOConfig
 from .experience import Experience
 from .metrics import Metrics
 from .model_card import model_card
-from .modeling import ActorCritic
+from .modeling import ActorCritic, whole_weights
 from .nonfinite import StepGuard
 from .resumable import ResumableTrainer
 from .run_settings import check_settings, run_settings
+from .sharded import ShardedTrainer
 from .updates import Updates
 
 
-class SavingTrainer(ResumableTrainer):
+class SavingTrainer(ShardedTrainer, ResumableTrainer):
     """The saving half of [`PPOTrainer`]: plain PEFT adapters, the critic beside them, everything else as numbers."""
 
     args: PPOConfig
@@ -37,9 +38,9 @@ class SavingTrainer(ResumableTrainer):
         os.makedirs(output_dir, exist_ok=True)
         checkpoint.save_actor_critic(self.actor_critic, output_dir, state_dict)
         if self.averaged_policy is not None:
-            with self.averaged_policy.swapped():
-                policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-                checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED))
+            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+            averages = self.averaged_policy.state_dict()
+            checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED), averages)
         state = self.experience.state_dict() | {"settings": run_settings(self.args)}
         checkpoint.save_state(state, output_dir)
         self.processing_class.save_pretrained(output_dir)
@@ -51,7 +52,7 @@ class SavingTrainer(ResumableTrainer):
             averaged = os.path.join(directory, checkpoint.AVERAGED)
             fresh = self.args.resume_with_changed_settings and not os.path.isdir(averaged)
             checkpoint.load_adapter(policy, name, directory if fresh else averaged)  # it starts from the weights
-            self.averaged_policy.load_state_dict(self.actor_critic.policy_parameters())
+            self.averaged_policy.load_state_dict(whole_weights(self.actor_critic.policy_parameters()))
         checkpoint.load_actor_critic_weights(self.actor_critic, directory)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

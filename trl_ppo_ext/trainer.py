@@ -29,12 +29,13 @@ from .experience import Experience
 from .generation import TransformersGenerator
 from .metrics import Metrics
 from .modeling import load_actor_critic
-from .nonfinite import NonFiniteError, StepGuard
+from .nonfinite import StepGuard
 from .ptx import PTXSampler, tokenize_ptx
 from .rewards import Reward, RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
 from .samples import Samples
 from .saving import SavingTrainer
+from .sharded import without_step
 from .updates import Updates, set_learning_rate
 
 
@@ -185,6 +186,7 @@ class PPOTrainer(SavingTrainer):
         if args.ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
             self.add_callback(AveragingCallback(self.averaged_policy))
+        self._may_step = True
         self._samples: Samples | None = None
         self._since_log = (time.perf_counter(), 0)
 
@@ -234,6 +236,7 @@ class PPOTrainer(SavingTrainer):
         start = time.perf_counter()
         if updates.stopped_early:
             loss = torch.zeros((), device=self.args.device)
+            self._may_step = not self.accelerator.sync_gradients or updates.may_step()
         else:
             loss = super().training_step(model, micro_batch, num_items_in_batch)
         if self.accelerator.sync_gradients:
@@ -244,7 +247,7 @@ class PPOTrainer(SavingTrainer):
 
     def _before_optimizer_step(self, model: nn.Module) -> None:
         """The gradients of an optimizer step are there: see whether it may be taken, and by whom."""
-        if not self.updates.may_step():
+        if not self._may_step:
             self._skip_step(model)
         elif self.state.global_step < self.args.value_warmup_steps:
             for parameter in self.actor_critic.policy_parameters().values():
@@ -258,21 +261,11 @@ class PPOTrainer(SavingTrainer):
         # a gradient scaler looks for itself, and needs the step to adapt
         if self.accelerator.scaler is None:
             finite = math.isfinite(float(grad_norm))
-            if not finite and self.is_deepspeed_enabled:
-                raise NonFiniteError(
-                    f"The gradient of optimizer step {self.state.global_step + 1} is not finite, and DeepSpeed has "
-                    "applied it. Go on from the last checkpoint, with a lower learning rate or other rewards."
-                )
             self._metrics["train"].total("skipped_steps", torch.tensor(float(not finite), device=self.args.device))
             self.guard.see(finite, self.state.global_step + 1, model, self.updates.rollout)
             if not finite:
                 self._skip_step(model)
         return grad_norm
-
-    def _skip_step(self, model: nn.Module) -> None:
-        model.zero_grad()
-        # to Accelerate this is no step, so the optimizer's momentum moves nothing
-        self.accelerator.gradient_state._set_sync_gradients(False)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if not self.accelerator.sync_gradients:
@@ -307,7 +300,12 @@ class PPOTrainer(SavingTrainer):
     ) -> Tensor:
         """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all processes."""
         # gradients are averaged over processes, the loss is a sum
-        return self.updates.loss(model, inputs) * self.accelerator.num_processes
+        loss = self.updates.loss(model, inputs) * self.accelerator.num_processes
+        if self.accelerator.sync_gradients:  # the last micro-batch of its optimizer step
+            self._may_step = self.updates.may_step()
+            if self.is_deepspeed_enabled and not self._may_step:
+                loss = without_step(loss)
+        return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, with `critic_learning_rate` for the critic.

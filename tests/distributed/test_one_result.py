@@ -7,63 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from tiny import llama
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
-
-
-def train(processes, output_dir, **settings):
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(TWO_PROCESSES)] if processes == 2 else []
-    command = [sys.executable, *launcher, str(HERE / "train.py"), str(output_dir), json.dumps(settings)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    files = sorted(output_dir.glob("**/*.safetensors"))
-    weights = {f"{file.relative_to(output_dir)}:{name}": x for file in files for name, x in load_file(file).items()}
-    log = json.loads((output_dir / "log.json").read_text())
-    assert log[0]["num_processes"] == processes
-    return weights, log, json.loads((output_dir / "ppo_state.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train(1, tmp_path_factory.mktemp("single"), per_device_train_batch_size=8)
-
-
-@pytest.mark.parametrize(
-    "processes, settings",
-    [
-        (2, {"per_device_train_batch_size": 4}),
-        (1, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}),
-    ],
-    ids=["2 processes x 4", "8 micro-batches of 1"],
-)
-def test_weights_and_metrics_do_not_depend_on_how_the_batch_is_spread(single, tmp_path, processes, settings):
-    weights, log, state = train(processes, tmp_path, **settings)
-    for name in single[2].keys() - {"settings"}:
-        assert state[name] == pytest.approx(single[2][name], rel=1e-9)  # running statistics of the rewards
-    assert state["rewards"]["count"] == 4 * 8
-    compare(weights, log, single)
-
-
-def compare(weights, log, single):
-    assert weights.keys() == single[0].keys()
-    for name, expected in single[0].items():
-        # by norm: Adam turns the rounding of a gradient near zero into a step of any size
-        assert (weights[name] - expected).norm() <= 1e-4 * expected.norm(), name
-    for got, expected in zip(log, single[1]):
-        for name in expected:
-            if (
-                name != "num_processes"
-                and not name.startswith(("time/", "tokens_per", "train_", "eval_time", "eval_runtime"))
-                and "per_s" not in name
-            ):
-                assert got[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-
+TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime")
 
 CHOICES = {
-    "critic adapter": {"critic": "adapter", "critic_learning_rate": 1e-3, "value_warmup_steps": 2},
+    "plain": {},
+    "critic adapter": {"critic": "adapter", "critic_learning_rate": 1e-3},
+    "warmup": {"critic": "adapter", "value_warmup_steps": 2},
     "all that is steered or added": {
         "kl_target": 0.01,
         "kl_horizon": 100,
@@ -77,13 +32,115 @@ CHOICES = {
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
 }
+SPREADS = {
+    "8": {"per_device_train_batch_size": 8},
+    "8 micro-batches of 1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "2 x 4": {"per_device_train_batch_size": 4},
+    "2 x 2 micro-batches of 2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+}
+# what is run beside one process with the whole batch: by how it is launched
+RUNS = {
+    "one process": [("plain", "8 micro-batches of 1")],
+    "DDP": [("plain", "2 x 2 micro-batches of 2"), *((choice, "2 x 4") for choice in CHOICES)],
+    "ZeRO-1": [("plain", "2 x 4")],
+    "ZeRO-2": [("plain", "2 x 4"), ("plain", "2 x 2 micro-batches of 2"), ("all that is steered or added", "2 x 4")],
+    "ZeRO-3": [("plain", "2 x 4"), ("all that is steered or added", "2 x 4"), ("critic adapter", "2 x 4")],
+}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_no_choice_makes_the_result_depend_on_the_processes(choice, tmp_path):
-    settings = CHOICES[choice]
-    single = train(1, tmp_path / "single", per_device_train_batch_size=8, **settings)
-    weights, log, state = train(2, tmp_path / "two", per_device_train_batch_size=4, **settings)
-    assert state["kl_coef"] == pytest.approx(single[2]["kl_coef"], rel=1e-5)
-    assert state["entropy_coef"] == pytest.approx(single[2]["entropy_coef"], rel=1e-6)
-    compare(weights, log, single)
+def stage_of(launch):
+    return int(launch[-1]) if launch.startswith("ZeRO") else None
+
+
+def deepspeed(stage):
+    sizes = dict.fromkeys(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"], "auto")
+    # a tiny model's parameters would all stay whole
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return sizes | {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
+
+
+def settings_of(choice, spread, launch):
+    stage = stage_of(launch)
+    return CHOICES[choice] | SPREADS[spread] | ({"deepspeed": deepspeed(stage)} if stage else {})
+
+
+def launch(runs, config_file=None):
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config_file)] if config_file else []
+    command = [sys.executable, *launcher, str(HERE / "train.py"), json.dumps(runs)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def outcome(output_dir):
+    files = [file for file in sorted(output_dir.glob("**/*.safetensors")) if "checkpoint-" not in str(file)]
+    weights = {f"{file.relative_to(output_dir)}:{name}": x for file in files for name, x in load_file(file).items()}
+    about, *log = json.loads((output_dir / "log.json").read_text())
+    log = [{k: v for k, v in entry.items() if not k.startswith(TIMED) and "per_s" not in k} for entry in log]
+    return about, weights, log, json.loads((output_dir / "ppo_state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """By launch, choice and spread; processes are started once for each way of launching."""
+    folder, cache = tmp_path_factory.mktemp("runs"), {}
+
+    def get(how, *run):
+        if how not in cache:
+            runs = RUNS[how] + ([(choice, "8") for choice in CHOICES] if how == "one process" else [])
+            names = {each: folder / f"{how} {number}" for number, each in enumerate(runs)}
+            entries = [{"output_dir": str(names[each]), "settings": settings_of(*each, how)} for each in runs]
+            launch(entries, None if how == "one process" else TWO_PROCESSES)
+            cache[how] = {each: outcome(directory) for each, directory in names.items()}
+        return cache[how][run]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("how", "choice", "spread"), [(how, *run) for how, runs in RUNS.items() for run in runs], ids=lambda part: part
+)
+def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, choice, spread):
+    """Weights, averages, metrics, running statistics and steered coefficients, after 8 optimizer steps."""
+    _, expected, expected_log, expected_state = outcomes("one process", choice, "8")
+    about, weights, log, state = outcomes(how, choice, spread)
+    assert about == {"num_processes": 1 if how == "one process" else 2, "zero_stage": stage_of(how)}
+
+    assert weights.keys() == expected.keys()
+    difference = {name: (weights[name] - x).norm() for name, x in expected.items()}
+    whole = sum(x**2 for x in difference.values()).sqrt() / sum(x.norm() ** 2 for x in expected.values()).sqrt()
+    assert whole <= 1e-6
+    for name, x in expected.items():  # Adam turns the rounding of a gradient near zero into a step of any size
+        assert difference[name] <= 1e-4 * x.norm(), name
+
+    assert len(log) == len(expected_log)
+    for got, wanted in zip(log, expected_log):
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    assert state["rewards"] == pytest.approx(expected_state["rewards"], rel=1e-9)
+    assert state["rewards"]["count"] == 8 * 4
+    for name in ("kl_coef", "entropy_coef"):
+        assert state[name] == pytest.approx(expected_state[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_under_deepspeed_samples_and_resumes_bit_for_bit_within_a_rollout(tmp_path, stage):
+    """The launcher knows of DeepSpeed here, and the base comes from a path: ZeRO-3 shards it as it loads."""
+    launcher = TWO_PROCESSES.read_text().replace("MULTI_GPU", "DEEPSPEED")
+    zero = f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, gradient_clipping: auto}}\n"
+    (tmp_path / "launch.yaml").write_text(launcher + zero)
+    llama().save_pretrained(tmp_path / "base")
+    choices = CHOICES["all that is steered or added"] | {"critic": "adapter"}
+    settings = SPREADS["2 x 4"] | choices | {"save_strategy": "steps", "save_steps": 3}
+    run = {"settings": settings, "sample": True, "model": str(tmp_path / "base")}
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")  # a rollout feeds two optimizer steps
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    runs = [run | {"output_dir": str(whole)}, run | {"output_dir": str(resumed), "resume_from": checkpoint}]
+    launch(runs, tmp_path / "launch.yaml")
+    about, weights, log, state = outcome(resumed)
+    assert about == {"num_processes": 2, "zero_stage": stage}
+    _, expected, expected_log, expected_state = outcome(whole)
+    assert all(torch.equal(weights[name], x) for name, x in expected.items())
+    assert log[:-1] == expected_log[:-1]
+    assert {k: v for k, v in state.items() if k != "settings"} == {
+        k: v for k, v in expected_state.items() if k != "settings"
+    }

@@ -1,4 +1,4 @@
-"""Trains on completions that depend on the prompt alone, and saves what came of it; started once for each process."""
+"""Trains, once for each entry of a list, and saves what came of it; started once for each process."""
 
 import json
 import sys
@@ -22,38 +22,43 @@ def reward(completion_ids, **kwargs):
     return [sum(ids) / 50 for ids in completion_ids]
 
 
-def main(output_dir, settings):
+def train(output_dir, settings, sample=False, model=None, resume_from=None):
+    """One run; its completions are those of `completions_of` unless it is to sample.
+
+    `model` is a path for the model's own loading, which shards it as it loads.
+    """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
+    defaults = {
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 2,
+        "max_steps": 8,
+        "entropy_coef": 0.01,
+        "normalize_rewards": True,
+        "reward_baseline": "reference",
+    }
     trainer = PPOTrainer(
-        llama(),
+        model or llama(),
         reward,
-        config(
-            output_dir,
-            **{
-                "num_mini_batches": 1,
-                "num_ppo_epochs": 2,
-                "max_steps": 8,
-                "entropy_coef": 0.01,
-                "normalize_rewards": True,
-                "reward_baseline": "reference",
-            }
-            | settings,
-        ),
+        config(output_dir, **defaults | settings),
         prompts(),
         eval_dataset=prompts(5),
         processing_class=tokenizer(),
         ptx_dataset=ptx,
     )
-    trainer.experience.generator.generate = completions_of
-    trainer.train()
+    if not sample:
+        trainer.experience.generator.generate = completions_of
+    trainer.train(resume_from_checkpoint=resume_from)
     evaluation = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        about = {"num_processes": trainer.accelerator.num_processes, "zero_stage": plugin and plugin.zero_stage}
         with open(f"{output_dir}/log.json", "w") as file:
-            processes = {"num_processes": trainer.accelerator.num_processes}
-            json.dump([processes, *trainer.state.log_history, evaluation], file)
-    trainer.end()
+            json.dump([about, *trainer.state.log_history, evaluation], file)
+    return trainer
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    for run in json.loads(sys.argv[1]):
+        last = train(**run)
+    last.end()

@@ -4,6 +4,7 @@ from .actor_critic import ActorCritic, TokenOutputs
 from .adapters import adapter_weights, check_fit, load_adapter_weights
 from .loading import check_model_arguments, compute_dtype, default_peft_config, hub_kwargs, load_actor_critic
 from .logprobs import token_logprobs
+from .sharding import gathered, is_sharded, whole_weights
 
 __all__ = [
     "ActorCritic",
@@ -13,8 +14,11 @@ __all__ = [
     "check_model_arguments",
     "compute_dtype",
     "default_peft_config",
+    "gathered",
     "hub_kwargs",
+    "is_sharded",
     "load_actor_critic",
     "load_adapter_weights",
     "token_logprobs",
+    "whole_weights",
 ]

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 
 from ..rollout import Sequences
 from .adapters import adapter_parameters, add_adapter, keeping_trained, load_adapter_weights
-from .logprobs import token_logprobs
+from .logprobs import TokenStatistics, token_logprobs
+from .sharding import gathered, is_sharded, whole_weights
 
 
 class TokenOutputs(NamedTuple):
@@ -69,7 +70,8 @@ class ActorCritic(nn.Module):
         self.critic_backprop = critic_backprop
         base = policy.get_base_model()
         self._check_output_projection(base.get_output_embeddings())
-        self._check_logits(base)
+        if not is_sharded(base.get_input_embeddings().weight):  # then the trainer has it checked, once it can run
+            self.check_logits()
         self.value_head: nn.Linear | None = None
         if has_critic:
             hidden_size = policy.config.get_text_config().hidden_size
@@ -88,9 +90,14 @@ class ActorCritic(nn.Module):
                 '`modules_to_save` (`target_modules="all-linear"` leaves it out).'
             )
 
-    @staticmethod
     @torch.no_grad()
-    def _check_logits(base: PreTrainedModel) -> None:
+    def check_logits(self) -> None:
+        """Check that log-probabilities can be computed from hidden states and the output projection alone.
+
+        Raises:
+            `ValueError`: If the model changes its logits after the projection.
+        """
+        base: PreTrainedModel = self.policy.get_base_model()
         ids = torch.arange(4, device=base.get_input_embeddings().weight.device)[None]
         training = base.training
         base.eval()
@@ -145,6 +152,15 @@ class ActorCritic(nn.Module):
         """
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
         return head if self.critic_adapter is None else head | adapter_parameters(self.policy, self.critic_adapter)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Weights of policy and critic, whole also where they are sharded; all processes must call it.
+
+        Returns:
+            `dict[str, Tensor]`: By their names in this module.
+        """
+        trained = {id(x) for x in (*self.policy_parameters().values(), *self.critic_parameters().values())}
+        return whole_weights({name: x for name, x in self.named_parameters() if id(x) in trained})
 
     def _recomputing(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Keyword arguments of checkpointing with which each layer is recomputed under the adapter it ran with."""
@@ -229,13 +245,10 @@ class ActorCritic(nn.Module):
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences)[mask]
         hidden = self._hidden_states(sequences)[mask]  # [tokens, hidden]: nothing is projected for padding
-        head = self.policy.get_base_model().get_output_embeddings()
-        statistics = token_logprobs(
+        statistics = self.project(
             hidden,
-            head.weight,
             sequences.completion_ids[mask],
             temperature,
-            bias=head.bias,
             with_entropy=with_entropy,
             entropy_needs_grad=with_entropy and torch.is_grad_enabled(),
             ref_hidden=ref_hidden,
@@ -262,10 +275,42 @@ class ActorCritic(nn.Module):
         mask = sequences.completion_mask
         with self.reference():
             hidden = self._hidden_states(sequences)[mask]
-        head = self.policy.get_base_model().get_output_embeddings()
-        tokens = sequences.completion_ids[mask]
-        logprobs = token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias).logprobs
+        logprobs = self.project(hidden, sequences.completion_ids[mask], temperature).logprobs
         return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+
+    def project(self, hidden: Tensor, tokens: Tensor, temperature: float, **kwargs: Any) -> TokenStatistics:
+        """Log-probabilities of tokens from hidden states.
+
+        Args:
+            hidden (`Tensor` of shape `[rows, hidden]`): Hidden states that predict the tokens.
+            tokens (`Tensor` of shape `[rows]`): Token ids.
+            temperature (`float`): Sampling temperature.
+            kwargs (`dict`): Passed on to [`token_logprobs`].
+
+        Returns:
+            [`TokenStatistics`]: Log-probabilities, and what else was asked for.
+        """
+        head = self.policy.get_base_model().get_output_embeddings()
+        with gathered([head.weight, head.bias]):
+            return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
+
+    def values_of(self, hidden: Tensor) -> Tensor:
+        """Values from hidden states.
+
+        Args:
+            hidden (`Tensor` of shape `[rows, hidden]`): Hidden states of the critic.
+
+        Returns:
+            `Tensor` of shape `[rows]`: Values in float32.
+
+        Raises:
+            `ValueError`: If there is no value head.
+        """
+        if self.value_head is None:
+            raise ValueError("There is no critic; `critic='none'` leaves the value head out.")
+        with torch.autocast(hidden.device.type, enabled=False):
+            # DeepSpeed casts what it trains
+            return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
 
     def _values(self, hidden: Tensor, sequences: Sequences, mask: Tensor) -> Tensor | None:
         """Values at the positions that predict response tokens, `[tokens]`."""
@@ -276,8 +321,7 @@ class ActorCritic(nn.Module):
                 hidden = self._hidden_states(sequences)[mask]
         elif not self.critic_backprop:
             hidden = hidden.detach()
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float())[:, 0]
+        return self.values_of(hidden)
 
     def reference(self) -> AbstractContextManager[None]:
         """Within this context the model is the reference: the base alone, or its frozen adapter."""

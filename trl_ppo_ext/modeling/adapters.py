@@ -11,6 +11,8 @@ from copy import copy
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
+from .sharding import gathered, is_sharded
+
 
 def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Check that tensors read from a file are those that a model has.
@@ -23,9 +25,10 @@ def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
         `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
     """
     for key, tensor in needed.items():
-        if key not in given or given[key].shape != tensor.shape:
+        whole = tuple(tensor.ds_shape if is_sharded(tensor) else tensor.shape)  # type: ignore[attr-defined]
+        if key not in given or given[key].shape != whole:
             shape = tuple(given[key].shape) if key in given else "missing"
-            raise ValueError(f"`{key}` is {shape}, the model has {tuple(tensor.shape)}.")
+            raise ValueError(f"`{key}` is {shape}, the model has {whole}.")
     for key in given.keys() - needed.keys():
         raise ValueError(f"the model has no `{key}`.")
 
@@ -55,8 +58,10 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
     Raises:
         `ValueError`: If they are not those that the adapter has.
     """
-    check_fit(needed=adapter_weights(policy, name), given=weights)
-    set_peft_model_state_dict(policy, weights, adapter_name=name)
+    parameters = dict(policy.named_parameters())
+    check_fit(needed=adapter_weights(policy, name, parameters), given=weights)
+    with gathered(adapter_parameters(policy, name).values(), changed=True):
+        set_peft_model_state_dict(policy, weights, adapter_name=name)
 
 
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
@@ -69,8 +74,9 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     Returns:
         `dict[str, nn.Parameter]`: Those that PEFT saves, under their names in the model.
     """
-    saved = {tensor.data_ptr() for tensor in adapter_weights(policy, name).values()}
-    return {key: weight for key, weight in policy.named_parameters() if weight.data_ptr() in saved}
+    parameters = dict(policy.named_parameters())
+    saved = {id(parameter) for parameter in adapter_weights(policy, name, parameters).values()}
+    return {key: parameter for key, parameter in parameters.items() if id(parameter) in saved}
 
 
 @contextmanager

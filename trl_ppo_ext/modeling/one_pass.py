@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..rollout import Sequences
 from .actor_critic import ActorCritic, TokenOutputs
-from .logprobs import TokenStatistics, token_logprobs
+from .logprobs import TokenStatistics
 
 NO_ADAPTER = "__base__"  # PEFT's name for it in a mixed batch
 
@@ -191,25 +191,17 @@ def _token_outputs(
     """Heads on the hidden states of policy, reference and, if it has an adapter, critic."""
     mask, start = sequences.completion_mask, sequences.prompt_ids.shape[1] - 1
     policy, reference, *others = (states[:, start:-1][mask] for states in hidden)
-    head, tokens = actor_critic.policy.get_base_model().get_output_embeddings(), sequences.completion_ids[mask]
+    tokens = sequences.completion_ids[mask]
 
     # a projection for each, of the very rows that it has in a forward of its own: the bits are the same
     def project(states: Tensor, ref_states: Tensor | None = None, with_entropy: bool = False) -> TokenStatistics:
-        return token_logprobs(
-            states, head.weight, tokens, temperature, head.bias, with_entropy=with_entropy, ref_hidden=ref_states
-        )
+        return actor_critic.project(states, tokens, temperature, with_entropy=with_entropy, ref_hidden=ref_states)
 
     def spread(per_token: Tensor) -> Tensor:
         return per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
 
     of_policy = project(policy, reference if with_kl else None, with_entropy=True)
-    optional = (_values(actor_critic, others[0] if others else policy), of_policy.entropies, of_policy.kls)
+    values = None if actor_critic.value_head is None else actor_critic.values_of(others[0] if others else policy)
+    optional = (values, of_policy.entropies, of_policy.kls)
     outputs = TokenOutputs(spread(of_policy.logprobs), *(None if x is None else spread(x) for x in optional))
     return outputs, spread(project(reference).logprobs)
-
-
-def _values(actor_critic: ActorCritic, states: Tensor) -> Tensor | None:
-    if actor_critic.value_head is None:
-        return None
-    with torch.autocast(states.device.type, enabled=False):
-        return actor_critic.value_head(states.float())[:, 0]
