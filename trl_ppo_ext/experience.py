@@ -22,6 +22,7 @@ from .generation import Generator
 from .metrics import Metrics
 from .modeling import ActorCritic, TokenOutputs
 from .modeling.one_pass import check_mixing, one_pass
+from .nonfinite import Inspection, RolloutGuard
 from .rewards import AdapterReward, Reward, RewardShaping, ScoringBatch, monitor, score_all
 from .rewards.adapter import AdapterScores
 from .rollout import Rollout, Sequences
@@ -71,6 +72,8 @@ class Experience:
         self.kl_coef = kl_coefficient(args)
         self.entropy_coef = entropy_coefficient(args)
         self.sample_metrics = SampleMetrics(rewards, monitors, self.all_sum, accelerator.gather)
+        inspection = Inspection(args.output_dir, accelerator.process_index, tokenizer)
+        self.guard = RolloutGuard(inspection, self.all_sum, accelerator.gather)
         self.exact_kl = args.kl_estimator == "exact" and args.kl_placement != "loss"
         if args.one_pass_scoring:
             adapters = [reward.adapter_name for reward in (*rewards, *monitors) if isinstance(reward, AdapterReward)]
@@ -260,11 +263,16 @@ class Experience:
 
         Returns:
             [`Collected`]: What is learned from, what was sampled, and the coefficients that go with it.
+
+        Raises:
+            [`NonFiniteError`]: If what the forwards say is not finite for any completion of any process.
         """
         args = self.args
         samples = self.sample(rows, metrics, state)
+        everyone = torch.ones_like(samples.scored.usable)
+        samples = self.guard.leave_out(samples, everyone, metrics, state.global_step + 1)
         tokens, usable = samples.tokens, samples.scored.usable
-        self._log(samples, metrics, torch.ones_like(usable))
+        self._log(samples, metrics, everyone)
 
         completion_mask = samples.sequences.completion_mask
         response_mask = completion_mask & usable[:, None]
@@ -284,8 +292,9 @@ class Experience:
             metrics.mean("value/explained_variance", explained)
         if args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
+        sequences = self.guard.stand_ins(samples)
         rollout = Rollout(
-            samples.sequences, response_mask, tokens.logprobs, tokens.ref_logprobs, advantages, tokens.values, returns
+            sequences, response_mask, tokens.logprobs, tokens.ref_logprobs, advantages, tokens.values, returns
         )
         return Collected(rollout, samples, coefficients)
 
@@ -337,5 +346,7 @@ class Experience:
             [`Samples`]: What was sampled.
         """
         samples = self.sample(rows, metrics, state)
-        self._log(samples, metrics, torch.arange(len(rows), device=samples.stopped.device) < counted)
+        rows_that_count = torch.arange(len(rows), device=samples.stopped.device) < counted
+        samples = self.guard.leave_out(samples, rows_that_count, metrics, step=None)
+        self._log(samples, metrics, rows_that_count)
         return samples

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from safetensors.torch import save_file
@@ -10,13 +10,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .rollout import Rollout, rollout_tensors
+from .metrics import Metrics
+from .rollout import Rollout, Sequences, rollout_tensors
+from .samples import Samples, TokenScores
 
 logger = logging.get_logger(__name__)
 
+Suspects = Mapping[str, list[int]]
+
+# of `TokenScores`, in words
+_NAMES = {
+    "logprobs": "log-probability",
+    "ref_logprobs": "reference log-probability",
+    "entropies": "entropy",
+    "values": "value",
+    "kls": "KL",
+}
+
 
 class NonFiniteError(RuntimeError):
-    """Raised when too many optimizer steps in a row had gradients that are not finite."""
+    """Raised when nothing of a rollout is finite, or too many gradients in a row are not."""
 
 
 def finite_rows(tensors: Iterable[Tensor | None]) -> Tensor:
@@ -31,13 +44,182 @@ def finite_rows(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.stack([x.isfinite().flatten(1).all(1) for x in tensors if x is not None]).all(0)
 
 
-def _write(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, directory: str, affected: list[int]) -> None:
-    os.makedirs(directory, exist_ok=True)
-    tensors = {key: x.detach().cpu().contiguous() for key, x in rollout_tensors(rollout).items()}
-    save_file(tensors, os.path.join(directory, "rollout.safetensors"))
-    texts = tokenizer.batch_decode(rollout.sequences.input_ids)
-    with open(os.path.join(directory, "affected.json"), "w") as file:
-        json.dump([{"row": row, "text": texts[row]} for row in affected], file, indent=1)
+class Inspection:
+    """Writes rollouts that hold, or led to, numbers that are not finite.
+
+    Args:
+        output_dir (`str`): Where a directory is made for each of them.
+        process_index (`int`): Number of this process.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
+    """
+
+    def __init__(self, output_dir: str, process_index: int, tokenizer: PreTrainedTokenizerBase):
+        self.output_dir = output_dir
+        self.process_index = process_index
+        self.tokenizer = tokenizer
+
+    def write(self, rollout: Rollout, step: int, suspects: Suspects, more: Mapping[str, Tensor | None]) -> str:
+        """Write a rollout: its tensors to `rollout.safetensors`, the texts of suspicious rows to `affected.json`.
+
+        Args:
+            rollout ([`Rollout`]): The rollout of this process.
+            step (`int`): Number of the optimizer step.
+            suspects (`dict[str, list[int]]`): Rows that are suspicious, by what is not finite there.
+            more (`dict[str, Tensor]`): Further tensors; `None` is passed over.
+
+        Returns:
+            `str`: A sentence that says where it is and what was found.
+        """
+        # what begins with an underscore is not pushed to the Hub
+        directory = os.path.join(self.output_dir, f"_nonfinite_step_{step}", f"process_{self.process_index}")
+        os.makedirs(directory, exist_ok=True)
+        tensors = rollout_tensors(rollout) | {name: x for name, x in more.items() if x is not None}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        save_file(tensors, os.path.join(directory, "rollout.safetensors"))
+        texts = self.tokenizer.batch_decode(rollout.sequences.input_ids)
+        found: dict[int, list[str]] = {}
+        for name, rows in suspects.items():
+            for row in rows:
+                found.setdefault(row, []).append(name)
+        affected = [{"row": row, "not_finite": found[row], "text": texts[row]} for row in sorted(found)]
+        with open(os.path.join(directory, "affected.json"), "w") as file:
+            json.dump(affected, file, indent=1)
+        return f"The rollout is written to `{directory}`: {in_words(suspects)}."
+
+
+def in_words(suspects: Suspects) -> str:
+    """Say which rows are suspicious.
+
+    Args:
+        suspects (`dict[str, list[int]]`): Rows by what is not finite there.
+
+    Returns:
+        `str`: A clause.
+    """
+    found = []
+    for name, rows in suspects.items():
+        if rows:
+            more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+            found.append(f"the {name} of rows {', '.join(map(str, rows[:8]))}{more}")
+    if not found:
+        return "every log-probability, value and loss of its rows on this process is finite"
+    return f"not finite are {'; '.join(found)}"
+
+
+def suspects_of(rollout: Rollout) -> dict[str, list[int]]:
+    """Rows of a rollout that hold numbers that are not finite.
+
+    Args:
+        rollout ([`Rollout`]): The rollout.
+
+    Returns:
+        `dict[str, list[int]]`: Rows by what is not finite there, such as `"advantages"`.
+    """
+    names = ("old_logprobs", "ref_logprobs", "advantages", "old_values", "returns")
+    tensors = {name: getattr(rollout, name) for name in names if getattr(rollout, name) is not None}
+    rows = {name: (~finite_rows([x])).nonzero()[:, 0].tolist() for name, x in tensors.items()}
+    return {name.replace("_", " "): of_name for name, of_name in rows.items() if of_name}
+
+
+class RolloutGuard:
+    """Leaves out of a rollout the completions about which a forward said a number that is not finite.
+
+    Args:
+        inspection ([`Inspection`]): Writes a rollout of which nothing is left.
+        all_sum (`Callable`): Sums a tensor over all processes.
+        gather (`Callable`): Concatenates tensors of all processes.
+    """
+
+    def __init__(
+        self, inspection: Inspection, all_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]
+    ):
+        self.inspection = inspection
+        self.all_sum = all_sum
+        self.gather = gather
+
+    def leave_out(self, samples: Samples, counted: Tensor, metrics: Metrics, step: int | None) -> Samples:
+        """Make completions unusable whose log-probabilities, entropies or values are not finite.
+
+        Args:
+            samples ([`Samples`]): What was sampled.
+            counted (`Tensor` of shape `[batch]`): False at rows that only fill a batch up.
+            metrics ([`Metrics`]): Where `nonfinite_completions` is added.
+            step (`int`, *optional*): Number of the optimizer step; `None` in an evaluation, which goes on regardless.
+
+        Returns:
+            [`Samples`]: The same, with these completions not usable, and 0 for all that is said about their tokens.
+
+        Raises:
+            [`NonFiniteError`]: If all completions over all processes are such, and something is to be learned.
+        """
+        tokens = {name: x for name, x in samples.tokens._asdict().items() if x is not None}
+        bad = {name: ~finite_rows([x]) & counted for name, x in tokens.items()}
+        finite = finite_rows(tokens.values())
+        affected = ~finite & counted
+        metrics.total("nonfinite_completions", affected)
+        # the one reduction, which every process reaches: all see the same numbers, and go on or stop together
+        *by_name, left_out, completions = self.all_sum(
+            torch.stack([x.sum() for x in (*bad.values(), affected, counted)])
+        ).tolist()
+        if not left_out:
+            return samples
+        which = ", ".join(
+            f"the {_NAMES[name]} of {count} of {completions}" for name, count in zip(bad, by_name) if count
+        )
+        if left_out == completions and step is not None:
+            self._give_up(samples, bad, step, which)
+        if self.inspection.process_index == 0:
+            logger.warning("%d of %d completions are left out: not finite are %s.", left_out, completions, which)
+        cleaned = {name: x.masked_fill(~finite[:, None], 0) for name, x in tokens.items()}
+        scored = samples.scored
+        scored = scored._replace(usable=scored.usable & finite, tokens=scored.tokens.masked_fill(~finite[:, None], 0))
+        return samples._replace(tokens=TokenScores(**cleaned), scored=scored, left_out=~finite)
+
+    def _give_up(self, samples: Samples, bad: Mapping[str, Tensor], step: int, which: str) -> None:
+        tokens, sequences = samples.tokens, samples.sequences
+        nothing = torch.zeros_like(tokens.logprobs)  # no advantages are computed from such numbers
+        mask = sequences.completion_mask
+        rollout = Rollout(sequences, mask, tokens.logprobs, tokens.ref_logprobs, nothing, tokens.values)
+        suspects = {_NAMES[name]: rows.nonzero()[:, 0].tolist() for name, rows in bad.items()}
+        more = {"entropies": tokens.entropies, "kls": tokens.kls, "scores": samples.scored.tokens}
+        where = self.inspection.write(rollout, step, suspects, more)
+        raise NonFiniteError(
+            f"The rollout of optimizer step {step} has nothing to learn from: of its completions, over all processes, "
+            f"not finite are {which}. The weights are those before it. {where} If the run went well before, go on "
+            "from an earlier checkpoint with a lower learning rate; if it has just begun, load the base in bfloat16 "
+            "or float32 (float16 overflows), or look for damage in its weights."
+        )
+
+    def stand_ins(self, samples: Samples) -> Sequences:
+        """Sequences to train on, with a harmless one in place of each that is left out.
+
+        A mask of 0 would not be enough: what is not finite in a forward makes the gradient NaN whatever it is
+        multiplied with. The stand-in is the first two tokens of a completion that was finite: as nothing after them
+        has a say in their hidden states, they are finite too.
+
+        Args:
+            samples ([`Samples`]): What [`RolloutGuard.leave_out`] gave.
+
+        Returns:
+            [`Sequences`]: Of the same shape.
+        """
+        sequences, left_out = samples.sequences, samples.left_out
+        if left_out is None:  # on no process
+            return sequences
+        row = int((~left_out).long().argmax())
+        ids = sequences.input_ids[row][sequences.attention_mask[row].bool()][:2]
+        # a process may have none that is finite, and takes another's
+        offered = self.gather(torch.cat([ids, (~left_out[row])[None].long()])[None])
+        first, second, _ = offered[offered[:, 2].argmax()]
+        prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
+        prompt_ids[left_out, -1], completion_ids[left_out, 0] = first, second
+        replaced = left_out.to(sequences.prompt_lengths.device)
+        return Sequences(
+            prompt_ids,
+            completion_ids,
+            sequences.prompt_lengths.masked_fill(replaced, 1),
+            sequences.completion_lengths.masked_fill(replaced, 1),
+        )
 
 
 class StepGuard:
@@ -52,12 +234,17 @@ class StepGuard:
 
     def __init__(self, most: int, output_dir: str, process_index: int, tokenizer: PreTrainedTokenizerBase):
         self.most = most
-        self.output_dir = output_dir
-        self.process_index = process_index
-        self.tokenizer = tokenizer
+        self.inspection = Inspection(output_dir, process_index, tokenizer)
         self.skipped = 0
 
-    def see(self, finite: bool, step: int, model: nn.Module, rollout: Rollout | None) -> None:
+    def see(
+        self,
+        finite: bool,
+        step: int,
+        model: nn.Module,
+        rollout: Rollout | None,
+        suspects: Callable[[], Suspects] | None = None,
+    ) -> None:
         """Take notice of an optimizer step.
 
         Args:
@@ -65,6 +252,8 @@ class StepGuard:
             step (`int`): Its number.
             model (`nn.Module`): What is trained, with the gradient.
             rollout ([`Rollout`], *optional*): The rollout it belongs to.
+            suspects (`Callable`, *optional*): Gives the rows of the rollout for which the step's own forwards were
+                not finite, by what was not.
 
         Raises:
             [`NonFiniteError`]: If it was one skipped step too many.
@@ -73,23 +262,17 @@ class StepGuard:
             self.skipped = 0
             return
         self.skipped += 1
+        found = {} if suspects is None else dict(suspects())
         names = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         report = f"Optimizer step {step} is skipped: the gradient of {len(names)} parameters is not finite"
         report += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+        report += f"; {in_words(found)}"
         logger.warning("%s.", report)
         if self.skipped < self.most:
             return
         where = ""
         if rollout is not None:
-            numbers = [rollout.old_logprobs, rollout.ref_logprobs, rollout.advantages, rollout.old_values]
-            affected = (~finite_rows([*numbers, rollout.returns])).nonzero()[:, 0].tolist()
-            # what begins with an underscore is not pushed to the Hub
-            directory = os.path.join(self.output_dir, f"_nonfinite_step_{step}", f"process_{self.process_index}")
-            _write(rollout, self.tokenizer, directory, affected)
-            rows = (
-                f"rows {affected[:8]} of it hold numbers that are not finite" if affected else "its numbers are finite"
-            )
-            where = f" The rollout is written to `{directory}`: {rows}."
+            where = " " + self.inspection.write(rollout, step, found | suspects_of(rollout), {})
         raise NonFiniteError(
             f"{self.skipped} optimizer steps in a row had a gradient that is not finite; the weights are those before "
             f"them. {report}.{where} Lower the learning rate, or look at the rewards."

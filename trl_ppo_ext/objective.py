@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from . import ppo_math
 from .metrics import Metrics
 from .modeling import TokenOutputs
+from .nonfinite import finite_rows
 from .rollout import MicroBatch, Rollout, Sequences
 from .samples import Coefficients
 
@@ -61,10 +62,12 @@ class LossOutputs(NamedTuple):
     Args:
         loss (`Tensor`): Its share of the optimizer step's loss, to be summed over micro-batches and processes.
         moved (`Tensor` of shape `[2]`): KL from the policy that sampled, summed over its tokens, and their number.
+        finite (`dict[str, Tensor]`): Of shape `[batch]`, by name: whether all that a row gave is finite.
     """
 
     loss: Tensor
     moved: Tensor
+    finite: dict[str, Tensor]
 
 
 class Objective:
@@ -111,10 +114,18 @@ class Objective:
             per_token = per_token - terms.coefficients.entropy * outputs.entropies
         denominator = terms.denominators[micro_batch.step]
         loss = ppo_math.aggregate_loss(per_token, mask, self.aggregation, denominator)
+        finite = self._finite(outputs, per_token)
         if micro_batch.ptx is not None and terms.ptx_denominators is not None:
             nll = self._supervised_loss(model, micro_batch.ptx)
-            loss = loss + args.ptx_coef * nll / terms.ptx_denominators[micro_batch.step]
-        return LossOutputs(loss, self._moved(outputs.logprobs, rollout))
+            loss = loss + args.ptx_coef * nll.sum() / terms.ptx_denominators[micro_batch.step].clamp(min=1)
+            finite["supervised loss (PTX)"] = finite_rows([nll])
+        return LossOutputs(loss, self._moved(outputs.logprobs, rollout), finite)
+
+    @staticmethod
+    def _finite(outputs: TokenOutputs, per_token: Tensor) -> dict[str, Tensor]:
+        """Which rows are finite in what the forward gave, and in the loss; on the device, nothing waits for it."""
+        numbers = {"log-probability": outputs.logprobs, "value": outputs.values, "loss": per_token}
+        return {name: finite_rows([x]) for name, x in numbers.items() if x is not None}
 
     def _policy_loss(self, logprobs: Tensor, rollout: Rollout) -> Tensor:
         args, mask = self.args, rollout.response_mask
@@ -155,10 +166,10 @@ class Objective:
         return kl
 
     def _supervised_loss(self, model: nn.Module, ptx: Sequences) -> Tensor:
-        """Negative log-likelihood of the supervised rows, summed over their tokens."""
+        """Negative log-likelihood of the supervised rows, at each token."""
         logprobs = model(ptx, with_values=False).logprobs  # at temperature 1, whatever completions are sampled at
         self.metrics.mean("loss/ptx", -logprobs, ptx.completion_mask)
-        return -logprobs.sum()
+        return -logprobs  # 0 at padding
 
     @torch.no_grad()
     def _moved(self, logprobs: Tensor, rollout: Rollout) -> Tensor:

@@ -37,6 +37,8 @@ class Samples(NamedTuple):
         monitored (`Tensor` of shape `[batch, monitors]`): What the monitored rewards gave.
         extra (`dict[str, list]`): Columns that reward functions added to the table of completions.
         tokens ([`TokenScores`]): What policy, reference and critic said.
+        left_out (`Tensor` of shape `[batch]`, *optional*):
+            Completions about which that was not finite: they are not usable. `None` if there are none on any process.
     """
 
     sequences: Sequences
@@ -46,6 +48,7 @@ class Samples(NamedTuple):
     monitored: Tensor
     extra: dict[str, list]
     tokens: TokenScores
+    left_out: Tensor | None = None
 
 
 class Coefficients(NamedTuple):

@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .modeling import load_actor_critic
 from .nonfinite import StepGuard
 from .ptx import PTXSampler, tokenize_ptx
+from .random_state import seeded_apart
 from .rewards import Reward, RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
 from .samples import Samples
@@ -261,8 +262,10 @@ class PPOTrainer(SavingTrainer):
         # a gradient scaler looks for itself, and needs the step to adapt
         if self.accelerator.scaler is None:
             finite = math.isfinite(float(grad_norm))
-            self._metrics["train"].total("skipped_steps", torch.tensor(float(not finite), device=self.args.device))
-            self.guard.see(finite, self.state.global_step + 1, model, self.updates.rollout)
+            counted = torch.tensor(float(not finite and self.is_world_process_zero()), device=self.args.device)
+            self._metrics["train"].total("skipped_steps", counted)
+            step = self.state.global_step + 1
+            self.guard.see(finite, step, model, self.updates.rollout, self.updates.suspects)
             if not finite:
                 self._skip_step(model)
         return grad_norm
@@ -282,7 +285,7 @@ class PPOTrainer(SavingTrainer):
         rollout, self._samples, coefficients = self.experience.collect(rows, metrics, self.state)
         metrics.mean("kl_coef", torch.tensor(coefficients.kl, device=self.args.device))
         metrics.mean("entropy_coef", torch.tensor(coefficients.entropy, device=self.args.device))
-        self._count_tokens(rollout.sequences)
+        self._count_tokens(self._samples.sequences)
         self.updates.start(rollout, coefficients, self.state.global_step)
 
     def _count_tokens(self, sequences: Sequences) -> None:
@@ -337,7 +340,8 @@ class PPOTrainer(SavingTrainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """The Trainer's loop, with the metrics of what was sampled."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with seeded_apart(self.args.seed, self.args.process_index, self.args.device):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output

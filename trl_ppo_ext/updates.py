@@ -49,6 +49,9 @@ class Updates:
         self.terms: LossTerms | None = None
         self.moved = torch.zeros(2, device=self.args.device)
         self.stopped_early = False
+        self.empty = [False]
+        self.step = 0
+        self.finite: list[dict[str, Tensor]] = []
 
     def start(self, rollout: Rollout, coefficients: Coefficients, optimizer_step: int) -> None:
         """Begin with a rollout.
@@ -73,7 +76,15 @@ class Updates:
             ptx = self.ptx.draw(number)
             tokens = loss_denominators(ptx.completion_mask, rows, "token", length, self.all_sum)
             self.terms = self.terms._replace(ptx_denominators=tokens)
+        self.empty = self._empty(self.terms)
         self.micro_batches = micro_batches(rollout, rows, done * plan.gradient_accumulation_steps, ptx)
+
+    def _empty(self, terms: LossTerms) -> list[bool]:
+        """Which optimizer steps have nothing to learn from, over all processes: their denominators are counts."""
+        counts = terms.denominators.float()
+        if terms.ptx_denominators is not None:
+            counts = counts + self.args.ptx_coef * terms.ptx_denominators
+        return (counts == 0).tolist()
 
     def state_dict(self, optimizer_step: int) -> dict[str, Tensor]:
         """The rollout in progress, for a checkpoint; empty if there is none.
@@ -123,23 +134,45 @@ class Updates:
         """
         if self.terms is None:
             raise RuntimeError("There is no rollout to learn from; `start` begins with one.")
+        if micro_batch.step != self.step:
+            self.step, self.finite = micro_batch.step, []
         outputs = self.objective(model, micro_batch, self.terms)
         self.moved = self.moved + outputs.moved
+        self.finite.append(outputs.finite)
         return outputs.loss
 
-    def may_step(self) -> bool:
-        """Whether an optimizer step, whose losses are there now, may be taken: not once the policy has moved too far.
+    def suspects(self) -> dict[str, list[int]]:
+        """Rows for which the forwards of the newest optimizer step were not finite.
 
         Returns:
-            `bool`: The same on all processes; once `False`, it stays so for the rollout.
+            `dict[str, list[int]]`: Rows of this process's rollout, by what was not finite: `"log-probability"`,
+                `"value"`, `"loss"`.
+        """
+        found: dict[str, list[int]] = {}
+        for rows, finite in zip(self.rows[self.step], self.finite):
+            for name, fine in finite.items():
+                found.setdefault(name, []).extend(rows[~fine.cpu()].tolist())
+        return {name: sorted(rows) for name, rows in found.items() if rows}
+
+    def may_step(self) -> bool:
+        """Whether an optimizer step, whose losses are there now, may be taken.
+
+        Not once the policy has moved too far, and not where no process has a token to learn from: momentum and weight
+        decay would move the weights for nothing.
+
+        Returns:
+            `bool`: The same on all processes. Once the policy has moved too far, `False` for the whole rollout.
         """
         target = self.args.target_kl
         if target is not None and not self.stopped_early:
             moved, tokens = self.all_sum(self.moved).tolist()
             self.stopped_early = moved > target * tokens
         self.moved = torch.zeros_like(self.moved)
+        empty = not self.stopped_early and self.empty[self.step]
         self.metrics.mean("stopped_early", torch.tensor(float(self.stopped_early), device=self.args.device))
-        return not self.stopped_early
+        once = empty and self.args.process_index == 0  # it is the same on all processes, and they are summed
+        self.metrics.total("empty_steps", torch.tensor(float(once), device=self.args.device))
+        return not (self.stopped_early or empty)
 
 
 def set_learning_rate(
