@@ -24,9 +24,9 @@ def token_rewards(tokens: Tensor, shaped: Tensor, kl: Tensor, completion_mask: T
     Returns:
         `Tensor` of shape `[batch, response]`: Rewards, 0 at padding.
     """
-    rewards = tokens - kl_coef * kl * completion_mask
+    rewards = tokens - kl_coef * kl.masked_fill(completion_mask == 0, 0)  # a product would keep a NaN
     last = completion_mask.sum(1) - 1  # the token after which nothing was sampled: EOS, or where it was cut off
-    rewards[torch.arange(len(tokens), device=tokens.device), last] += shaped - tokens.sum(1)
+    rewards[torch.arange(len(tokens), device=tokens.device), last] += (shaped - tokens.sum(1)) * (last >= 0)
     return rewards
 
 
@@ -66,5 +66,5 @@ def group_advantages(scores: Tensor, counted: Tensor, args: Any) -> Tensor:
         `Tensor` of shape `[batch]`: Advantages; the scores themselves for plain REINFORCE.
     """
     if args.advantage_estimator == "reinforce":
-        return scores * counted
+        return scores.masked_fill(~counted.bool(), 0)
     return GROUP_BASELINES[args.advantage_estimator](scores, counted, args.num_generations)

@@ -9,9 +9,10 @@ from transformers.utils import is_torch_bf16_gpu_available
 from .batch_plan import BatchPlan, accumulation_for
 from .config_checks import check_generation_kwargs, check_horizon, check_values, choose_defaults
 from .presets import PRESETS
+from .redaction import without_secrets
 
 
-@dataclass
+@dataclass(repr=False)
 class PPOConfig(TrainingArguments):
     r"""Configuration of the [`PPOTrainer`].
 
@@ -336,6 +337,25 @@ class PPOConfig(TrainingArguments):
             self._derive_accumulation()
         plan = BatchPlan.from_config(self, self.world_size)
         check_horizon(self, plan.completions)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # or `dataclass` gives a subclass one that shows tokens
+            cls.__repr__ = PPOConfig.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        lines = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as they may be logged.
+
+        Returns:
+            `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`.
+        """
+        return without_secrets(super().to_dict())
 
     def _derive_accumulation(self) -> None:
         size, passes = self.per_device_train_batch_size, self.world_size

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
 
 from .coefficients import AdaptiveKL
+from .field_types import check_json, check_types, shown
 
 logger = logging.get_logger(__name__)
 
@@ -23,7 +26,17 @@ def choose_defaults(config: Any) -> None:
 
     Args:
         config ([`PPOConfig`]): The config.
+
+    Raises:
+        `ValueError`: If a field holds something of another type.
     """
+    # first: a default follows from other fields
+    check_types(config, tuple(_OTHER_TYPES), {name: said.removeprefix("be ") for name, (_, said) in _RANGES.items()})
+    for name, (types, needed) in _OTHER_TYPES.items():
+        value = getattr(config, name, None)
+        entries = value if isinstance(value, list) else []
+        if not isinstance(value, types) or not all(isinstance(entry, str) for entry in entries):
+            raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}.")
     with_critic = config.critic != "none"
     if config.advantage_estimator is None:
         config.advantage_estimator = "gae" if with_critic else "grpo"
@@ -49,6 +62,9 @@ def check_values(config: Any) -> None:
         value = getattr(config, name)
         if value is not None and not fits(value):
             raise ValueError(f"`{name}` must {needed}, got {value}.")
+    _check_finite(config)
+    check_json(config, _KEYWORD_ARGUMENTS)
+    check_json(config, ("accelerator_config", "deepspeed", "fsdp_config"), or_file=True)
     for name, (off, why) in _NOT_HONOURED.items():
         if getattr(config, name, off) not in (off, None, False):
             raise ValueError(f"`{name}={getattr(config, name)!r}` is not supported: {why}. Leave it at {off!r}.")
@@ -66,6 +82,13 @@ def check_values(config: Any) -> None:
         )
     _check_kl(config)
     _check_critic(config)
+
+
+def _check_finite(config: Any) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name, None)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"`{field.name}` must be finite, got {value}.")
 
 
 def _check_kl(config: Any) -> None:
@@ -165,7 +188,7 @@ _RANGES = {
     **_of(
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print "
-        "gradient_accumulation_steps per_device_train_batch_size kl_horizon "
+        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size kl_horizon "
         "max_skipped_steps",
         lambda value: value >= 1 and value == int(value),
         "be a whole number, at least 1",
@@ -176,6 +199,16 @@ _RANGES = {
         lambda value: 0 < value < math.inf,
         "be above 0",
     ),
+    **_of(
+        "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps logging_steps save_steps "
+        "eval_steps eval_delay dataloader_num_workers ddp_timeout",
+        lambda value: 0 <= value < math.inf,
+        "be finite and not negative",
+    ),
+    **_of("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "be at least 0 and below 1"),
+    **_of("seed", lambda value: 0 <= value < 2**32, "be a whole number from 0 to 4294967295"),
+    **_of("data_seed", lambda value: 0 <= value < 2**63, "be a whole number from 0 to 9223372036854775807"),
+    **_of("max_steps", lambda value: value == -1 or value >= 1, "be at least 1, or -1 for `num_train_epochs`"),
     **_of("value_warmup_steps", lambda value: value >= 0 and value == int(value), "be a whole number, at least 0"),
     **_of("ptx_max_length", lambda value: value >= 2 and value == int(value), "be a whole number, at least 2"),
     **_of("dual_clip", lambda value: 1 < value < math.inf, "be above 1"),
@@ -189,6 +222,21 @@ _RANGES = {
     **_of("top_p", lambda value: 0 < value <= 1, "lie above 0 and at most at 1"),
     **_of("gamma lam lam_critic min_p max_reward_failures", lambda value: 0 <= value <= 1, "lie between 0 and 1"),
 }
+# what their annotations do not say
+_OTHER_TYPES: dict[str, tuple[Any, str]] = {
+    "reward_on_error": (object, "anything: it is read below"),
+    "accelerator_config": (AcceleratorConfig | dict | str | None, "a mapping, or the path of a JSON file"),
+    "fsdp": (str | bool | list | None, "true or false"),
+    "debug": (str | list | None, "text"),
+}
+_KEYWORD_ARGUMENTS = (
+    "model_init_kwargs",
+    "chat_template_kwargs",
+    "generation_kwargs",
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+)
 _CHOICES = {
     "kl_estimator": KL_ESTIMATORS,
     "kl_placement": ("reward", "loss", "both"),

@@ -41,19 +41,45 @@ def _check_columns(dataset: Any, name: str) -> None:
         )
 
 
+def _shown(prompt: Any) -> str:
+    """One line of a prompt, for an error message."""
+    text = repr(prompt)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _check_message(message: Any, place: int) -> None:
+    said = message.get("content") if isinstance(message, dict) else None
+    if not (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(said, str | list | None)
+    ):
+        raise PromptError(
+            f'Message {place} must be a mapping with a "role" and a "content" that are text, got {_shown(message)}.'
+        )
+
+
 def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    if not is_conversational({"prompt": prompt}):
-        raise PromptError(f"A prompt must be text or a list of chat messages, got {prompt!r}.")
+        try:
+            return tokenizer(prompt)["input_ids"]
+        except (TypeError, ValueError) as error:  # half a surrogate pair is text in Python, and nowhere else
+            raise PromptError(f"The tokenizer cannot read {_shown(prompt)}: {error}") from error
+    if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
+        raise PromptError(f"A prompt must be text or a list of chat messages, got {_shown(prompt)}.")
+    for place, message in enumerate(prompt):
+        _check_message(message, place)
     if tokenizer.chat_template is None:
         raise PromptError(
             "The prompts are chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or "
             "give the prompts as text."
         )
-    encoded = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+        )
+    except Exception as error:  # a template raises what it likes, such as for roles that do not take turns
+        raise PromptError(
+            f"The chat template fails with {type(error).__name__} ({error}) for {_shown(prompt)}."
+        ) from error
     return encoded["input_ids"]
 
 
@@ -71,7 +97,7 @@ def _tokenize_rows(
         try:
             ids = [] if prompt in ("", []) else _encode(prompt, tokenizer, chat_template_kwargs)
         except PromptError as error:
-            raise PromptError(f"Row {index} of `{name}`: {error}") from None
+            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
         if not ids:
             raise PromptError(f"Row {index} of `{name}` has an empty prompt; drop it, or give it at least one token.")
         if longest is not None and len(ids) > longest:

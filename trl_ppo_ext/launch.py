@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from yaml import YAMLError
 
 from .arguments import as_list
 from .config import PPOConfig
+from .field_types import check_types
 from .preference_pairs import FILE_FORMATS
 from .rewards import RewardAdapter, RewardFunc
 from .trainer import PPOTrainer
@@ -70,6 +71,12 @@ class PPOScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Dataset whose split 'train' the policy goes on learning from."}
     )
 
+    def __post_init__(self):
+        for name in ("reward_funcs", "monitor_funcs"):
+            if isinstance(getattr(self, name), str):  # one, from a YAML file
+                setattr(self, name, [getattr(self, name)])
+        check_types(self)
+
 
 @dataclass
 class PPOModelConfig(ModelConfig):
@@ -89,12 +96,26 @@ class PPOModelConfig(ModelConfig):
         default_factory=lambda: ["all-linear"], metadata={"help": "LoRA target modules."}
     )
 
+    def __post_init__(self):
+        for name in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])
+        check_types(self)
+        super().__post_init__()
+
 
 @dataclass
 class MixtureConfig(DatasetMixtureConfig):
     """TRL's [`~trl.DatasetMixtureConfig`]: several datasets in one, from a YAML file."""
 
     _argument_group_name = "dataset mixture (in a config file)"
+
+    def __post_init__(self):
+        entries = self.datasets if isinstance(self.datasets, list) else [None]
+        if not all(isinstance(entry, dict) or is_dataclass(entry) for entry in entries):
+            raise ValueError("`datasets` must be a list of mappings, each with a `path`; see TRL's dataset mixtures.")
+        check_types(self, leave_out=("datasets",))
+        super().__post_init__()
 
 
 def parse(
@@ -131,6 +152,8 @@ def parse(
         raise ValueError("--config needs the path of a YAML file after it.") from None
     except YAMLError as error:
         raise ValueError(f"The file that --config names is no YAML: {error}") from None
+    except (TypeError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"The arguments cannot be read: {error}") from error
     known = [entry.name for type_ in types for entry in fields(type_)]
     _refuse_unknown(of_file[::2], "in the config file", known)
     _refuse_unknown([text for text in of_line if text.startswith("-")] or of_line, "on the command line", known)

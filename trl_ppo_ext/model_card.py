@@ -1,8 +1,13 @@
 """The README of a saved adapter: how it was trained, and how to load it."""
 
+import json
 import os
+import re
+from enum import Enum
+from html import escape
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig
@@ -14,7 +19,7 @@ TEMPLATE = """---
 # {{ model_name }}
 
 A {{ adapter_type }} adapter trained with PPO by trl_ppo_ext
-{%- if on_hub %} on [{{ base_model }}](https://huggingface.co/{{ base_model }}){% endif %}.
+{%- if on_hub %} on [{{ base_name }}](https://huggingface.co/{{ base_link }}){% endif %}.
 One frozen base model was policy (this adapter on) and reference ({{ reference }})
 {%- if critic %}, and carried the critic ({{ critic }}){% endif %}.
 
@@ -24,9 +29,9 @@ One frozen base model was policy (this adapter on) and reference ({{ reference }
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{{ base_model or 'path/to/the/base/model' }}")
-model = PeftModel.from_pretrained(base, "{{ adapter }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ adapter }}")
+base = AutoModelForCausalLM.from_pretrained({{ base_model }})
+model = PeftModel.from_pretrained(base, {{ adapter }})
+tokenizer = AutoTokenizer.from_pretrained({{ adapter }})
 ```
 
 ## How it was trained
@@ -75,13 +80,27 @@ CRITICS = {
 PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
 
 
-def _plain(value: Any) -> Any:
-    return ", ".join(sorted(value)) if isinstance(value, set) else value
+def _value(value: Any) -> Any:
+    """A hyperparameter as it stands in the table."""
+    if isinstance(value, set | list | tuple):
+        value = ", ".join(sorted(map(str, value)) if isinstance(value, set) else map(str, value))
+    return _text(value) if isinstance(value, str) and not isinstance(value, Enum) else value
 
 
 def _one_line(text: str) -> str:
-    """Keep a name from breaking out of the table or the list it stands in."""
-    return " ".join(str(text).replace("|", "\\|").replace("`", "'").split())
+    """Keep a name in a code span from breaking out of it, of the table or of the list it stands in."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return " ".join(printable.replace("|", "\\|").replace("`", "'").split())
+
+
+def _text(text: str) -> str:
+    """The same outside of a code span, where HTML and Markdown would be obeyed."""
+    return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
+
+
+def _code(text: str) -> str:
+    """A string in the example's Python code."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def model_card(
@@ -128,16 +147,18 @@ def model_card(
     return ModelCard.from_template(
         card_data,
         template_str=TEMPLATE,
-        model_name=_one_line(metadata.get("model_name") or adapter.rstrip("/").split("/")[-1]),
-        base_model=base_model,
+        model_name=_text(metadata.get("model_name") or adapter.rstrip("/").split("/")[-1]),
+        base_model=_code(base_model or "path/to/the/base/model"),
+        base_name=_text(base_model or ""),
+        base_link=quote(base_model or ""),
         on_hub=on_hub,
-        adapter=adapter,
+        adapter=_code(adapter),
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
         critic=CRITICS[args.critic],
-        hyperparameters={name: getattr(args, name) for name in HYPERPARAMETERS}
-        | {name: _plain(getattr(peft_config, name)) for name in ADAPTER if hasattr(peft_config, name)},
+        hyperparameters={name: _value(getattr(args, name)) for name in HYPERPARAMETERS}
+        | {name: _value(getattr(peft_config, name)) for name in ADAPTER if hasattr(peft_config, name)},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in METRICS + names if name in logged},
         step=step,
         versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),

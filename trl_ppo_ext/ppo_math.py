@@ -31,6 +31,11 @@ def _local(total: Tensor) -> Tensor:
     return total
 
 
+def _counted(x: Tensor, mask: Tensor) -> Tensor:
+    """0 where nothing counts, whatever stands there: a product with the mask would keep NaN."""
+    return x.masked_fill(mask == 0, 0)
+
+
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -231,8 +236,7 @@ def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _
         `Tensor`: Scalar mean.
     """
     _same_shape(x=x, mask=mask)
-    mask = mask.to(x.dtype)
-    total, count = all_sum(torch.stack([(x * mask).sum(), mask.sum()]))
+    total, count = all_sum(torch.stack([_counted(x, mask).sum(), mask.to(x.dtype).sum()]))
     return total / count.clamp(min=1)
 
 
@@ -247,9 +251,9 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _l
     Returns:
         `Tensor`: Scalar variance.
     """
-    mask = mask.to(x.dtype)
+    x = _counted(x, mask)
     squares = (x - masked_mean(x, mask, all_sum)) ** 2
-    total, count = all_sum(torch.stack([(squares * mask).sum(), mask.sum()]))
+    total, count = all_sum(torch.stack([_counted(squares, mask).sum(), mask.to(x.dtype).sum()]))
     return total / (count - 1).clamp(min=1)
 
 
@@ -264,8 +268,9 @@ def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local
     Returns:
         `Tensor`: Whitened values, 0 at masked positions.
     """
+    x = _counted(x, mask)
     centred = x - masked_mean(x, mask, all_sum)
-    return centred * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8) * mask.to(x.dtype)
+    return _counted(centred * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8), mask)
 
 
 def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
@@ -279,7 +284,7 @@ def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], 
     Returns:
         `Tensor`: Scaled values, 0 at masked positions.
     """
-    return (whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum)) * mask.to(x.dtype)
+    return _counted(whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum), mask)
 
 
 def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
@@ -295,8 +300,7 @@ def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Te
         `Tensor`: Scalar between -1 and 1.
     """
     _same_shape(x=x, y=y, mask=mask)
-    mask = mask.to(x.dtype)
-    x, y = (x - masked_mean(x, mask, all_sum)) * mask, (y - masked_mean(y, mask, all_sum)) * mask
+    x, y = (_counted(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
     together, of_x, of_y = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
     return together / (of_x * of_y).sqrt().clamp(min=1e-12)
 
@@ -339,8 +343,7 @@ def aggregate_loss(
         `Tensor`: Scalar loss.
     """
     _same_shape(per_token=per_token, response_mask=response_mask)
-    mask = response_mask.to(per_token.dtype)
-    per_sequence, lengths = (per_token * mask).sum(1), mask.sum(1)
+    per_sequence, lengths = _counted(per_token, response_mask).sum(1), response_mask.to(per_token.dtype).sum(1)
     if mode == "token":
         total, count = per_sequence.sum(), lengths.sum()
     elif mode == "sequence_mean":

@@ -4,28 +4,36 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
+from .agreement import on_every_process
 from .checkpoint import CheckpointError
 from .hub import push_in_background
-from .whole_checkpoints import STAGING, newest_whole, publish, verify
+from .whole_checkpoints import STAGING, heal, is_whole, newest_whole, publish, rotate, verify
 
 logger = logging.get_logger(__name__)
 
 PREEMPTED = 75  # exit code of a run that a signal ended and that saved: EX_TEMPFAIL, "try again later"
+SAME_SIGNAL = 1.0  # seconds: a launcher passes on what the process has had already, as with Ctrl-C in a terminal
 TRAINER_STATE = "trainer_state.json"
+UNWRITTEN = (OSError, SafetensorError)
+# what `torch.save` and `tokenizers` say of a full disk, in errors of no kind of their own
+SIGNS_OF_UNWRITTEN = ("inline_container", "iostream error", "(os error ")
 
 
 def run_state_file(process_index: int) -> str:
@@ -41,18 +49,21 @@ def run_state_file(process_index: int) -> str:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT ask a run to save and leave; a second one makes it leave at once."""
+    """SIGTERM and SIGINT ask a run to save and leave; a second one, a second later or more, makes it leave at once."""
 
     def __init__(self):
         self.received: int | None = None
+        self.at = 0.0
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.received is not None:
-            os._exit(128 + number)
-        self.received = number
+            if time.monotonic() - self.at >= SAME_SIGNAL:
+                os._exit(128 + number)
+            return
+        self.received, self.at = number, time.monotonic()
         logger.warning(
-            "%s: the run saves a checkpoint after this optimizer step and leaves with exit code %d. Send it once more "
-            "to leave at once.",
+            "%s: the run saves a checkpoint after this optimizer step and leaves with exit code %d. Send it once "
+            "more, after a second, to leave at once.",
             signal.Signals(number).name,
             PREEMPTED,
         )
@@ -69,7 +80,8 @@ class StopSignals:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # one that Python did not set is unknown to it
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _RunCallback(TrainerCallback):
@@ -104,7 +116,11 @@ class ResumableTrainer(Trainer):
         self.signals = StopSignals()
         self.preempted = False
         self._resumed_from: str | None = None
+        self._resumed: dict[str, Tensor] = {}
+        self._pass = (0, 0)  # over the data: its number, and the optimizer step at which it began
         self._staging: Path | None = None
+        self._unwritten: Exception | None = None
+        self._whole: dict[Path, bool] = {}  # of checkpoints: whether they are, once it was looked
         self.add_callback(_RunCallback(self))
 
     def _run_state(self) -> dict[str, Tensor]:
@@ -140,37 +156,81 @@ class ResumableTrainer(Trainer):
             raise SystemExit(PREEMPTED)
         return output
 
+    # ---- taking up a run ----
+
     def _find_checkpoint(self, given: str | bool | None) -> str | None:
         if not given:
             return None
-        with PartialState().main_process_first():
-            if given is True:
-                found = newest_whole(self.args.output_dir)
-                if found is None:
-                    raise CheckpointError(
-                        f"There is no checkpoint in `{self.args.output_dir}` to resume from; call `train()` without "
-                        "`resume_from_checkpoint`, or name one."
-                    )
-                given = os.path.join(self.args.output_dir, found.name)
-            else:
-                verify(given)
-        self._check_resumed(given)
-        return given
+        find = partial(self._whole_checkpoint, given)
+        try:
+            # one process of those that share a disk reads all of it
+            found = on_every_process(lambda: find() if self.args.should_save else None, CheckpointError, OSError)
+            places = sorted({path for path in gather_object([found]) if path is not None})
+            if len(places) > 1:  # with `save_on_each_node`
+                raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
+            found = places[0]
+            self._resumed = on_every_process(partial(self._read_resumed, found), CheckpointError, OSError)
+        except OSError as error:
+            raise CheckpointError(f"The run cannot be resumed: {error}") from error
+        return found
+
+    def _whole_checkpoint(self, given: str | bool) -> str:
+        if given is True:
+            found = newest_whole(self.args.output_dir)
+            if found is None:
+                raise CheckpointError(
+                    f"There is no checkpoint in `{self.args.output_dir}` to resume from; call `train()` without "
+                    "`resume_from_checkpoint`, or name one."
+                )
+            return os.path.join(self.args.output_dir, found.name)
+        named = str(given)
+        heal(Path(named).parent)
+        verify(named)
+        return named
+
+    def _read_resumed(self, directory: str) -> dict[str, Tensor]:
+        self._check_resumed(directory)
+        path = os.path.join(directory, run_state_file(self.args.process_index))
+        if not os.path.isfile(path):
+            raise CheckpointError(
+                f"`{directory}` has nothing for process {self.args.process_index} of {self.args.world_size}; "
+                "resume with as many processes as the run had, and a directory that all of them see."
+            )
+        return load_file(path)
 
     def _take_up(self) -> None:
         if self._resumed_from is None:
             return
-        path = os.path.join(self._resumed_from, run_state_file(self.args.process_index))
-        if not os.path.isfile(path):
-            raise CheckpointError(
-                f"`{self._resumed_from}` has nothing for process {self.args.process_index} of {self.args.world_size}; "
-                "resume with as many processes as the run had."
-            )
-        state = load_file(path)
+        state, self._resumed = self._resumed, {}
         loss, last_logged = state.pop("loss").tolist()
         self._tr_loss, self._globalstep_last_logged = torch.tensor(loss, device=self.args.device), int(last_logged)
         self._total_loss_scalar = -loss  # the mean at the end is that of this `train()` alone
         self._load_run_state(state)
+
+    # ---- position in the data ----
+
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        """Which pass over the data it is, and how many batches of it are read."""
+        number, batches = super()._init_training_state(*args, **kwargs)
+        position = self._resumed.pop("position", None)
+        if position is not None:  # the length of a stream is unknown: the Trainer takes it for one pass
+            number, steps = position.tolist()
+            batches = steps * self.args.gradient_accumulation_steps
+        self._pass = (number, self.state.global_step - batches // self.args.gradient_accumulation_steps)
+        return number, batches
+
+    def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: DataLoader, *args, **kwargs) -> None:
+        """One pass over the data, of which the Trainer skips what was read before the checkpoint."""
+        if self.state.global_step >= self.state.max_steps:  # it ended before: the Trainer would take one step more
+            self.control.should_training_stop = True
+            return
+        if epoch != self._pass[0]:
+            self._pass = (epoch, self.state.global_step)
+        # with several processes, the loader that skips batches does not pass the epoch on to the sampler
+        train_dataloader.set_epoch(epoch)
+        super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
+
+    # ---- writing ----
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
@@ -178,47 +238,127 @@ class ResumableTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint aside, and rename it when it is whole."""
         run_dir, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        staging = run_dir / STAGING
+        staged, final = run_dir / STAGING / name, run_dir / name
         try:
+            on_every_process(partial(self._make_place, staged), *UNWRITTEN)
+            self._staging = staged.parent
+            self._write_on_every_process(partial(self._write_checkpoint, model, trial, staged))
+            on_every_process(partial(self._publish, staged, final), *UNWRITTEN)
+        except UNWRITTEN as error:
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-                (staging / name).mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self._staging = staging
-            super()._save_checkpoint(model, trial)
-            state = {key: x.detach().cpu().contiguous() for key, x in self._run_state().items()}
-            progress = [self._tr_loss.item(), self._globalstep_last_logged]
-            state["loss"] = torch.tensor(progress, dtype=torch.float64)
-            save_file(state, staging / name / run_state_file(self.args.process_index))
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self._publish(staging / name, run_dir / name)
-        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-            shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(staged.parent, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of step {self.state.global_step} cannot be written to `{run_dir}` ({error}); earlier "
-                "ones are as they were. Make room, and go on with `train(resume_from_checkpoint=True)`."
+                "ones are as they were. Make room, see that the directory can be written to, and go on with "
+                "`train(resume_from_checkpoint=True)`."
             ) from error
         finally:
             self._staging = None
-        self.accelerator.wait_for_everyone()
-        if self.state.best_model_checkpoint == str(staging / name):  # so every process has it from the Trainer
-            self.state.best_model_checkpoint = str(run_dir / name)
+        if self.state.best_model_checkpoint == str(staged):  # so every process has it from the Trainer
+            self.state.best_model_checkpoint = str(final)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(run_dir / name))
+            self._push_from_checkpoint(str(final))
+
+    def _make_place(self, staged: Path) -> None:
+        if self.args.should_save:
+            shutil.rmtree(staged.parent, ignore_errors=True)
+            staged.mkdir(parents=True)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the processes write parts of one state, and meet while they do."""
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    def _write_on_every_process(self, write: partial) -> None:
+        if self._sharded:
+            write()  # one that fails raises alone: the others wait for it until its end ends them
+            self.accelerator.wait_for_everyone()
+        else:
+            on_every_process(write, *UNWRITTEN)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, staged: Path) -> None:
+        self._unwritten = None
+        with self._noting():
+            super()._save_checkpoint(model, trial)
+        with self._noting():
+            if not staged.is_dir():
+                raise OSError(f"process {self.args.process_index} does not see it; all of them must share a disk")
+            save_file(self._progress(), staged / run_state_file(self.args.process_index))
+        if self._unwritten is not None:
+            raise self._unwritten
+
+    def _progress(self) -> dict[str, Tensor]:
+        """What this process has under way."""
+        state = {key: x.detach().cpu().contiguous() for key, x in self._run_state().items()}
+        state["loss"] = torch.tensor([self._tr_loss.item(), self._globalstep_last_logged], dtype=torch.float64)
+        if not has_length(self.train_dataset):
+            number, began = self._pass
+            state["position"] = torch.tensor([number, self.state.global_step - began])
+        return state
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep an error of writing until all processes are told: the Trainer meets the others between its files."""
+        try:
+            yield
+        except Exception as error:
+            named = isinstance(error, UNWRITTEN)
+            if self._staging is None or not (named or any(sign in str(error) for sign in SIGNS_OF_UNWRITTEN)):
+                raise
+            unwritten = error if named else OSError(str(error).strip())
+            if self._sharded:
+                raise unwritten from None
+            self._unwritten = self._unwritten or unwritten
+
+    def save_model(self, *args, **kwargs) -> None:
+        """Save what [`~transformers.Trainer.save_model`] saves.
+
+        Args:
+            args (`tuple`): Its arguments.
+            kwargs (`dict`): Its arguments.
+        """
+        with self._noting():
+            super().save_model(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._noting():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with self._noting():
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self._noting():
+            super()._save_rng_state(output_dir)
 
     def _publish(self, staged: Path, final: Path) -> None:
+        if not self.args.should_save:
+            return
         if self.state.best_model_checkpoint == str(staged):
             self.state.best_model_checkpoint = str(final)
             self.state.save_to_json(str(staged / TRAINER_STATE))  # it names the place aside
         publish(staged, final)
         shutil.rmtree(staged.parent, ignore_errors=True)
-        rotate_checkpoints(
-            output_dir=str(final.parent),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        self._whole[final] = True
+        rotate(final, self.args.save_total_limit, self.state.best_model_checkpoint, self._whole)
+
+    # ---- the end ----
+
+    def _finalize_training(self, *args, **kwargs) -> Any:
+        """The Trainer's, which deletes all but the best checkpoint if `save_total_limit` is 1."""
+        if self.preempted:  # it would delete what was saved a moment ago
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self._finish_current_push()
+            self.is_in_train = False
+            return None
+        best = self.state.best_model_checkpoint
+        if best is not None and self.args.load_best_model_at_end:
+            on_every_process(lambda: verify(best) if self.args.should_save else None, CheckpointError, OSError)
+        elif best is not None and self.args.save_total_limit == 1 and not is_whole(Path(best)):
+            logger.warning("The best checkpoint `%s` is damaged; the last one is kept beside it.", best)
+            self.state.best_model_checkpoint = None
+        return super()._finalize_training(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging is None:  # what is still written aside is pushed when it is whole

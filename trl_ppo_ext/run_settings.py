@@ -46,9 +46,16 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
         args ([`PPOConfig`]): The run's config.
 
     Raises:
-        [`CheckpointError`]: Names every setting that changed, what it was and what it is.
+        [`CheckpointError`]: Names every setting that changed, what it was and what it is; or the number of processes,
+            which must be the same whatever else may change.
     """
     now = run_settings(args)
+    processes = saved.get("num_processes", now["num_processes"])
+    if processes != now["num_processes"]:  # each has its share of the rollout, and random states of its own
+        raise CheckpointError(
+            f"`{directory}` was saved by {processes} process{'es' * (processes > 1)}, and this run has "
+            f"{now['num_processes']} (num_processes); resume with as many as it had."
+        )
     changed = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
     if changed and not args.resume_with_changed_settings:
         listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {now.get(name)!r})" for name in sorted(changed))

@@ -66,6 +66,7 @@ def publish(staged: Path, final: Path) -> None:
         `OSError`: If the disk is full or not writable; `final` is as it was then.
     """
     seal(staged)
+    heal(final.parent)
     aside = final.parent / REPLACED
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
@@ -74,6 +75,20 @@ def publish(staged: Path, final: Path) -> None:
     os.replace(staged, final)
     _flush(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def heal(output_dir: str | os.PathLike) -> None:
+    """Put back a checkpoint whose replacement was cut short between two renames.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Directory of the run.
+
+    Raises:
+        `OSError`: If the disk is not writable.
+    """
+    for replaced in Path(output_dir).glob(f"{REPLACED}/{PREFIX_CHECKPOINT_DIR}-*"):
+        if not (Path(output_dir) / replaced.name).exists():
+            os.replace(replaced, Path(output_dir) / replaced.name)
 
 
 def verify(directory: str | os.PathLike) -> None:
@@ -89,19 +104,48 @@ def verify(directory: str | os.PathLike) -> None:
     try:
         listed = json.loads((path / MANIFEST).read_text())
         entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
+        if not entries:
+            raise ValueError("it lists no file")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"`{directory}` is no whole checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error})."
+            f"`{directory}` is no whole checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). Resume "
+            "from another checkpoint."
         ) from None
-    for name, (size, digest) in entries.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"`{directory}` is damaged: {name} is missing. Resume from another checkpoint.")
-        if file.stat().st_size != size or _digest(file) != digest:
-            raise CheckpointError(
-                f"`{directory}` is damaged: {name} ({file.stat().st_size} bytes) is not what was written ({size} "
-                "bytes). Resume from another checkpoint."
-            )
+    for name, written in entries.items():
+        _verify_file(path, name, *written)
+
+
+def _verify_file(directory: Path, name: str, size: int, digest: str) -> None:
+    file = directory / name
+    if not file.is_file():
+        raise CheckpointError(f"`{directory}` is damaged: {name} is missing. Resume from another checkpoint.")
+    try:
+        as_written = file.stat().st_size == size and _digest(file) == digest
+    except OSError as error:  # of a disk that fails
+        raise CheckpointError(
+            f"`{directory}` is damaged: {name} cannot be read ({error}). Resume from another checkpoint."
+        ) from None
+    if not as_written:
+        raise CheckpointError(
+            f"`{directory}` is damaged: {name} ({file.stat().st_size} bytes) is not what was written ({size} bytes, "
+            f"by its {MANIFEST}). Resume from another checkpoint."
+        )
+
+
+def is_whole(directory: str | os.PathLike) -> bool:
+    """Whether a checkpoint is what was written.
+
+    Args:
+        directory (`str` or `os.PathLike`): The checkpoint.
+
+    Returns:
+        `bool`: What [`verify`] finds.
+    """
+    try:
+        verify(directory)
+    except CheckpointError:
+        return False
+    return True
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -133,9 +177,7 @@ def newest_whole(output_dir: str | os.PathLike) -> Path | None:
     Raises:
         [`CheckpointError`]: If there are checkpoints, and all of them are damaged.
     """
-    for replaced in Path(output_dir).glob(f"{REPLACED}/{PREFIX_CHECKPOINT_DIR}-*"):
-        if not (Path(output_dir) / replaced.name).exists():  # the run was killed between two renames
-            os.replace(replaced, Path(output_dir) / replaced.name)
+    heal(output_dir)
     found = checkpoints(output_dir)
     for path in found:
         try:
@@ -150,3 +192,28 @@ def newest_whole(output_dir: str | os.PathLike) -> Path | None:
             "anew in another directory, or restore one of them."
         )
     return None
+
+
+def rotate(latest: Path, limit: int | None, best: str | None, whole: dict[Path, bool]) -> None:
+    """Delete checkpoints beyond a number: damaged ones first, then those that were written first.
+
+    The latest and the best are kept in any case.
+
+    Args:
+        latest (`Path`): The checkpoint that was just published.
+        limit (`int`, *optional*): How many are kept; `None` or 0 keeps all.
+        best (`str`, *optional*): The best checkpoint.
+        whole (`dict[Path, bool]`): Of checkpoints that were looked at before, whether they are whole; it is added to.
+    """
+    found = checkpoints(latest.parent)
+    if not limit or len(found) <= limit:
+        return
+    kept = {latest} | {path for path in found if best is not None and path == Path(best)}
+    for path in found:
+        if path not in whole:
+            whole[path] = is_whole(path)
+    others = [path for path in found if path not in kept]
+    others.sort(key=lambda path: (whole[path], path.stat().st_mtime), reverse=True)  # equal ones stay newest first
+    for path in others[max(limit - len(kept), 0) :]:
+        shutil.rmtree(path, ignore_errors=True)
+        whole.pop(path)

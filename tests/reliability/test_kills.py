@@ -7,36 +7,151 @@ import sys
 from pathlib import Path
 
 import pytest
+from killed_runs import SETTINGS
+from test_trainer import trainer
+from tiny import config, prompts
 
+from trl_ppo_ext.checkpoint import CheckpointError
 from trl_ppo_ext.resumable import PREEMPTED
 
 HERE = Path(__file__).parent
+BOUND = 30  # seconds within which what is left of a run ends
+# by name: processes, signal or what fails, to how many or from which step on or on which process, how often
+SCENARIOS = {
+    "killed": (1, "SIGKILL", "all", 3),
+    "asked": (1, "SIGTERM", 14, 1),
+    "asked at any moment": (1, "SIGTERM", "all", 1),
+    "two killed": (2, "SIGKILL", "all", 1),
+    "one of two asked": (2, "SIGTERM", 9, 1),  # the second pass over 20 prompts, in rollouts of 16, begins at 8
+    "one of two killed": (2, "SIGKILL", 5, 1),
+    "one of two fails": (2, "fails", 1, 1),
+    "one of two has no room": (2, "disk", 1, 1),
+}
 
 
-def killed_runs(folder, kills, signal, **settings):
-    command = [sys.executable, str(HERE / "killed_runs.py"), str(folder), str(kills), signal, json.dumps(settings)]
+def killed_runs(folder, scenarios, **settings):
+    arguments = [str(folder), json.dumps(scenarios), json.dumps({"rows": 20} | settings)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, str(HERE / "killed_runs.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name: [run for run in told if run["scenario"] == name] for name in scenarios}, done.stderr
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_as_the_run_that_was_not(tmp_path, kills):
-    """Bit for bit: adapters, value head, average, and every metric that was logged."""
-    runs, stderr = killed_runs(tmp_path, kills, "SIGKILL")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    """What came of every scenario, and what was said; what takes seconds to start is started once."""
+    return killed_runs(folder, SCENARIOS)
+
+
+def check_resumed(runs, stderr):
+    """Bit for bit: adapters, value head, average, and every metric that was logged; and no step beyond the last."""
+    for run in runs:
+        assert set(run["ended"]) == {0} and run["equal"] and run["last"] == ["checkpoint-18"], (run, stderr[-4000:])
+
+
+def check_kills(runs, stderr, kills):
     assert len(runs) == kills
-    for run in runs:
-        assert run["code"] in (-9, 0) and run["ended"] == 0 and run["equal"], (run, stderr[-2000:])
+    check_resumed(runs, stderr)
+    assert all(code in (-9, 0) for run in runs for code in run["codes"])
+    assert any(-9 in run["codes"] for run in runs)
     assert len({run["step"] for run in runs}) > kills // 4  # they were killed at different steps
-    assert any(run["code"] == -9 for run in runs)
 
 
-def test_a_run_that_gets_sigterm_saves_and_leaves_with_a_code_of_its_own_and_goes_on(tmp_path):
-    runs, stderr = killed_runs(tmp_path, 3, "SIGTERM")
-    asked = [run for run in runs if run["code"] == PREEMPTED]
-    assert asked, runs
+def check_asked(runs, stderr):
+    check_resumed(runs, stderr)
     for run in runs:
-        assert run["ended"] == 0 and run["equal"], (run, stderr[-2000:])
-        assert run["code"] in (PREEMPTED, -15)  # before training begins, the signal does what it always does
-    assert all(run["step"] > 0 for run in asked)
+        if PREEMPTED in run["codes"]:
+            assert set(run["codes"]) == {PREEMPTED} and run["step"] > 0
+        else:  # before training begins, the signal does what it always does
+            assert set(run["codes"]) <= {-15, 0, 1}
+
+
+def test_a_run_killed_at_random_moments_ends_as_the_run_that_was_not(told):
+    runs, stderr = told
+    check_kills(runs["killed"], stderr, 3)
+
+
+def test_a_run_that_gets_sigterm_saves_and_leaves_with_a_code_of_its_own_and_goes_on(told):
+    runs, stderr = told
+    (run,) = runs["asked"]
+    assert run["codes"] == [PREEMPTED] and run["step"] >= 14
+    check_asked(runs["asked"] + runs["asked at any moment"], stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_runs_killed_many_times_end_as_those_that_were_not(tmp_path, processes, stream):
+    one = "all" if processes == 1 else "one"
+    scenarios = {
+        "killed": (processes, "SIGKILL", "all", 20),
+        "asked": (processes, "SIGTERM", one, 10),
+        "lost": (processes, "SIGKILL", one, 10),
+    }
+    runs, stderr = killed_runs(tmp_path, scenarios, stream=stream)
+    check_kills(runs["killed"], stderr, 20)
+    check_asked(runs["asked"], stderr)
+    check_resumed(runs["lost"], stderr)
+
+
+def test_two_processes_killed_end_as_those_that_were_not(told):
+    runs, stderr = told
+    check_resumed(runs["two killed"], stderr)
+
+
+def test_sigterm_to_one_process_stops_both_with_a_checkpoint_and_a_code_of_its_own(told):
+    runs, stderr = told
+    (run,) = runs["one of two asked"]
+    assert run["codes"] == [PREEMPTED, PREEMPTED] and run["step"] >= 9 and run["seconds"] < BOUND
+    check_resumed([run], stderr)
+
+
+def test_where_one_process_is_killed_the_other_does_not_hang(told):
+    runs, stderr = told
+    (run,) = runs["one of two killed"]
+    assert sorted(run["codes"]) == [-9, 1] and run["seconds"] < BOUND, run
+    check_resumed([run], stderr)
+
+
+def test_where_a_reward_raises_on_one_process_the_other_does_not_hang(told):
+    runs, stderr = told
+    (run,) = runs["one of two fails"]
+    assert run["codes"] == [1, 1] and run["seconds"] < BOUND, run
+    assert run["checkpoints"][0] == "checkpoint-4"
+    assert "the judge is on strike" in stderr
+
+
+def test_where_one_process_cannot_write_both_say_so(told):
+    runs, stderr = told
+    (run,) = runs["one of two has no room"]
+    assert run["codes"] == [1, 1] and run["seconds"] < BOUND, run
+    assert run["checkpoints"] == ["checkpoint-2", "checkpoint-1"]  # and nothing was published without it
+    said = [line for line in stderr.splitlines() if "checkpoint of step 3 cannot be written" in line]
+    assert len(said) == 2 and any("on process 1" in line for line in said), said
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_two_processes_saved_is_not_resumed_with_one(told, folder, allowed):
+    """Not even where settings may change: a process has half of the rollout and of the random states."""
+    saved = folder / "2" / "one of two fails-0"
+    settings = SETTINGS | {"resume_with_changed_settings": allowed, "learning_rate": 1.0}
+    built = trainer(saved, dataset=prompts(20), **settings)
+    with pytest.raises(CheckpointError, match=r"saved by 2 processes, and this run has 1 \(num_processes\)"):
+        built.train(resume_from_checkpoint=True)
+
+
+def test_every_setting_that_changed_is_named(tmp_path):
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    changed = {"max_steps": 2, "learning_rate": 0.5, "cliprange": 0.125, "seed": 3}
+    with pytest.raises(CheckpointError) as refused:
+        trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
+    for name, value in changed.items():
+        assert f"{name} (was {getattr(config(tmp_path, max_steps=1), name)!r}, is {value!r})" in str(refused.value)
+    assert str(refused.value).count("(was") == len(changed)

@@ -12,6 +12,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from peft import PeftConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -84,6 +85,28 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         ) from None
 
 
+def _damaged(file: str, error: Exception) -> AdapterFileError:
+    return AdapterFileError(f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew.")
+
+
+def read_weights(file: str) -> dict[str, Tensor]:
+    """Read a file of safetensors.
+
+    Args:
+        file (`str`): The file.
+
+    Returns:
+        `dict[str, Tensor]`: Its tensors.
+
+    Raises:
+        [`AdapterFileError`]: If it is damaged.
+    """
+    try:
+        return load_file(file)
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(file, error) from error
+
+
 def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
     """Read the config of an adapter.
 
@@ -93,12 +116,18 @@ def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
 
     Returns:
         `PeftConfig` or `None`: The config, if there is an adapter.
+
+    Raises:
+        [`AdapterFileError`]: If it is damaged, or no config of PEFT's.
     """
     config_file = find_file(path, ADAPTER_CONFIG, folder)
     if config_file is None:
         return None
-    with open(config_file) as stream:
-        return PeftConfig.from_peft_type(**json.load(stream))
+    try:
+        with open(config_file) as stream:
+            return PeftConfig.from_peft_type(**json.load(stream))
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(config_file, error) from error
 
 
 def read_adapter(path: str, folder: str = "") -> AdapterFiles:
@@ -112,18 +141,24 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         [`AdapterFiles`]: Config, weights and score head.
 
     Raises:
-        [`AdapterFileError`]: If a file is missing.
+        [`AdapterFileError`]: If a file is missing or damaged, or the adapter would change the base.
     """
     place = os.path.join(path, folder) if folder else path
     config = read_adapter_config(path, folder)
     if config is None:
         raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is no PEFT adapter.")
+    if getattr(config, "bias", "none") != "none":
+        raise AdapterFileError(
+            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base, which policy "
+            "and reference share. Train it with `bias='none'`; a reward can be merged into its base and be a model of "
+            "its own."
+        )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
         raise AdapterFileError(
             f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save the adapter anew."
         )
-    weights = load_file(weights_file)
+    weights = read_weights(weights_file)
     of_head = {
         key: x for key, x in weights.items() if any(f".{head}." in key for head in SCORE_HEADS) and "lora_" not in key
     }

@@ -4,7 +4,6 @@ import json
 from typing import NamedTuple
 
 from peft import PeftConfig
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .adapter_files import (
@@ -16,6 +15,7 @@ from .adapter_files import (
     public_name,
     read_adapter,
     read_adapter_config,
+    read_weights,
 )
 from .adapters import check_fit
 
@@ -57,7 +57,7 @@ def read_critic(path: str, critic: str, base: str, label: int | None = None) -> 
     head_file = find_file(path, VALUE_HEAD)
     if head_file is None:
         return _from_reward_adapter(path, critic, base, label)
-    head = load_file(head_file)
+    head = read_weights(head_file)
     has_adapter = read_adapter_config(path, CRITIC_FOLDER) is not None
     if has_adapter != (critic == "adapter"):
         kind = "adapter" if has_adapter else "head"

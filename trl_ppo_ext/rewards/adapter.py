@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
+from ..modeling.adapter_files import (
+    SCORE_HEADS,
+    AdapterFileError,
+    AdapterFiles,
+    check_same_base,
+    find_file,
+    read_adapter,
+)
 from ..modeling.one_pass import RewardRows
 from .base import Reward, RewardError, ScoringBatch
 from .model import SequenceScorer, checked_label, last_states
@@ -42,13 +49,25 @@ _OTHER_BASE = (
 def _check_tokenizer(adapter: RewardAdapter, tokenizer: PreTrainedTokenizerBase) -> None:
     if find_file(adapter.path, "tokenizer_config.json") is None:
         return  # it was saved without one
-    theirs = AutoTokenizer.from_pretrained(adapter.path)
+    theirs = AutoTokenizer.from_pretrained(
+        adapter.path, trust_remote_code=False
+    )  # never: its words alone are compared
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise RewardError(
             f"The reward adapter `{adapter.path}` was trained with another tokenizer ({len(theirs)} tokens) than the "
             f"policy's ({len(tokenizer)} tokens); on a shared base both must be the same. Use it as a model of its "
             "own: merge it into its base and pass that."
         )
+
+
+def _read(adapter: RewardAdapter, base: str) -> AdapterFiles:
+    try:
+        files = read_adapter(adapter.path)
+        if adapter.check_base:
+            check_same_base(adapter.path, files.config, base, _OTHER_BASE)
+    except AdapterFileError as error:
+        raise RewardError(str(error)) from error
+    return files
 
 
 class AdapterReward(SequenceScorer):
@@ -74,12 +93,7 @@ class AdapterReward(SequenceScorer):
         label: int | None = None,
     ):
         super().__init__(adapter.name or adapter.path.rstrip("/").split("/")[-1], tokenizer, batch_size)
-        try:
-            files = read_adapter(adapter.path)
-            if adapter.check_base:
-                check_same_base(adapter.path, files.config, actor_critic.config._name_or_path, _OTHER_BASE)
-        except AdapterFileError as error:
-            raise RewardError(str(error)) from None
+        files = _read(adapter, actor_critic.config._name_or_path)
         _check_tokenizer(adapter, tokenizer)
         if "weight" not in files.head:
             raise RewardError(

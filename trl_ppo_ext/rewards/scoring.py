@@ -137,11 +137,12 @@ def _stop_where_too_many_failed(
     counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(failed)], dtype=torch.long)])).tolist()
     for reward, scores, count in zip(rewards, all_scores, counts):
         if count > max_failures * counts[-1]:
-            cause = next(iter(scores.failures.values()), "it failed on another process")
+            first = next(iter(scores.failures.values()), None)
+            said = first or "it failed on another process"
             raise RewardError(
                 f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
-                f"max_reward_failures={max_failures} allows. The first cause: {cause}"
-            )
+                f"max_reward_failures={max_failures} allows. The first cause: {said}"
+            ) from first
 
 
 def _filled(scores: Scores, value: float, lengths: list[int]) -> Scores:

@@ -1,0 +1,61 @@
+"""A run that is resumed draws the prompts that it would have drawn."""
+
+import pytest
+from test_trainer import trainer
+from tiny import length_reward, prompts
+
+
+def drawing(tmp_path, dataset, **settings):
+    """A trainer, and where the prompts of each of its rollouts will be, by the optimizer steps before it."""
+    drawn = {}
+
+    def reward(completion_ids, prompts, trainer_state, **kwargs):
+        drawn[trainer_state.global_step] = prompts
+        return length_reward(completion_ids)
+
+    settings = {"max_steps": 24, "save_strategy": "steps", "save_steps": 10} | settings
+    return trainer(tmp_path, reward_funcs=reward, dataset=dataset, **settings), drawn
+
+
+def check_position(tmp_path, dataset):
+    whole, expected = drawing(tmp_path, dataset)
+    whole.train()
+    assert sorted(expected) == [0, 4, 8, 12, 16, 20]
+    assert len({tuple(drawn) for drawn in expected.values()}) == 6
+    for step in (10, 20):
+        again, drawn = drawing(tmp_path / str(step), dataset)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert drawn == {at: prompts for at, prompts in expected.items() if at >= step}, step
+        assert again.state.global_step == 24
+
+
+# in rollouts of 8: three passes over 12 or 13 prompts, six over 5
+@pytest.mark.parametrize("rows", [12, 5])
+def test_a_dataset_goes_on_where_it_was_in_any_pass(tmp_path, rows):
+    check_position(tmp_path, prompts(rows))
+
+
+@pytest.mark.parametrize("rows", [13, 5])
+def test_a_stream_goes_on_where_it_was_in_any_pass(tmp_path, rows):
+    stream = prompts(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
+    check_position(tmp_path, stream)
+
+
+def test_a_stream_goes_on_for_longer_where_it_was(tmp_path):
+    """Its position does not depend on how long the run was meant to be."""
+    stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
+    whole, expected = drawing(tmp_path / "whole", stream, save_strategy="no", lr_scheduler_type="constant")
+    whole.train()
+    first, drawn = drawing(tmp_path, stream, max_steps=10, lr_scheduler_type="constant")
+    first.train()
+    longer, after = drawing(tmp_path, stream, lr_scheduler_type="constant", resume_with_changed_settings=True)
+    longer.train(resume_from_checkpoint=True)
+    assert drawn | after == expected and min(after) == 12
+
+
+def test_a_run_that_ended_takes_no_step_more(tmp_path):
+    first, _ = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
+    first.train()
+    again, drawn = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5 and not drawn

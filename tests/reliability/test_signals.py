@@ -1,0 +1,104 @@
+"""Signals ask a run to save and leave; a second one is obeyed at once."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from test_trainer import trainer, weights
+from tiny import prompts
+from transformers import TrainerCallback
+
+from trl_ppo_ext import resumable
+from trl_ppo_ext.resumable import PREEMPTED, StopSignals
+from trl_ppo_ext.whole_checkpoints import checkpoints, verify
+
+
+def left_with(numbers, pause):
+    """Exit code of a process that gets signals at some distance."""
+    child = os.fork()
+    if not child:
+        with StopSignals().watched():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(pause)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_at_once(number):
+    assert left_with([number], 0) == 0
+    assert left_with([number, number, number], 0.6) == 128 + number
+    assert left_with([signal.SIGTERM, number], resumable.SAME_SIGNAL) == 128 + number
+
+
+def test_a_signal_that_comes_from_the_terminal_and_from_the_launcher_is_one():
+    assert left_with([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 0.1) == 0
+
+
+def test_handlers_are_those_of_before(monkeypatch):
+    monkeypatch.setattr(resumable.signal, "signal", recorded := Recorded())
+    with StopSignals().watched():
+        pass
+    assert recorded.given[-2:] == [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_DFL)]
+
+
+class Recorded:
+    """`signal.signal` in a process whose handlers were not set by Python."""
+
+    def __init__(self):
+        self.given = []
+
+    def __call__(self, number, handler):
+        if handler is None:
+            raise TypeError("signal handler must be callable")
+        self.given.append((number, handler))
+
+
+def test_training_in_another_thread_needs_no_signals(tmp_path):
+    built = trainer(tmp_path, max_steps=1)
+    thread = threading.Thread(target=built.train)
+    thread.start()
+    thread.join()
+    assert built.state.global_step == 1
+
+
+class Asks(TrainerCallback):
+    """Sends the process a signal in some step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path):
+    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended."""
+    settings = {
+        "max_steps": 6,
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": prompts(4),
+        "metric_for_best_model": "eval_reward",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    asked = trainer(tmp_path, callbacks=[Asks(4)], **settings)
+    with pytest.raises(SystemExit) as left:
+        asked.train()
+    assert left.value.code == PREEMPTED and asked.state.global_step == 5
+    newest = checkpoints(tmp_path)[0]
+    assert newest.name == "checkpoint-5"
+    verify(newest)
+    again = trainer(tmp_path, **settings)
+    again.train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
