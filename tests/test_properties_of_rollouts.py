@@ -164,7 +164,7 @@ def rollout_of(size, seed):
 def test_every_row_comes_once_in_every_epoch_and_from_any_position_the_rest(plan, seed, data):
     torch.manual_seed(seed)
     size = plan.completions_per_process
-    rollout, rows = rollout_of(size, seed), schedule(size, plan)
+    rollout, rows = rollout_of(size, seed), schedule(torch.ones(size), plan)
     whole = list(micro_batches(rollout, rows))
     assert len(whole) == plan.micro_steps
     seen = [batch.rollout.sequences.completion_ids[:, 0].sub(1).tolist() for batch in whole]
@@ -188,7 +188,7 @@ def test_every_row_comes_once_in_every_epoch_and_from_any_position_the_rest(plan
 @given(plans(), seeds)
 def test_a_micro_batch_is_its_rows_without_the_padding_that_none_of_them_needs(plan, seed):
     rollout = rollout_of(plan.completions_per_process, seed)
-    for batch in micro_batches(rollout, schedule(len(rollout), plan)):
+    for batch in micro_batches(rollout, schedule(rollout.sequences.lengths, plan)):
         part = batch.rollout
         mask = part.sequences.completion_mask
         assert len(part) == plan.micro_batch_size

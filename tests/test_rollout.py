@@ -87,7 +87,7 @@ PLANS = [BatchPlan(*sizes) for sizes in itertools.product([1, 2, 3], [1, 2], [1,
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_every_row_is_learned_from_exactly_once_an_epoch(plan):
     size = plan.completions_per_process
-    rows = schedule(size, plan)
+    rows = schedule(torch.ones(size), plan)
     assert rows.shape == (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
     epochs = rows.reshape(plan.num_ppo_epochs, size)
     assert epochs[0].tolist() == list(range(size))  # first ratios are exactly 1 only in this order
@@ -95,19 +95,31 @@ def test_every_row_is_learned_from_exactly_once_an_epoch(plan):
         assert sorted(epoch.tolist()) == list(range(size))
 
 
+def test_micro_batches_of_a_minibatch_hold_rows_of_about_the_same_length():
+    plan = BatchPlan(2, 3, 2, num_ppo_epochs=3)
+    lengths = torch.tensor([5, 1, 9, 9, 2, 7, 3, 3, 8, 1, 6, 4])
+    torch.manual_seed(0)
+    unsorted = schedule(torch.ones(12), plan)
+    torch.manual_seed(0)
+    rows = schedule(lengths, plan)
+    for step, (minibatch, drawn) in enumerate(zip(rows, unsorted)):
+        assert sorted(minibatch.flatten().tolist()) == sorted(drawn.flatten().tolist()), step  # its loss is the same
+        assert lengths[minibatch.flatten()].tolist() == sorted(lengths[drawn.flatten()].tolist(), reverse=True)
+
+
 def test_later_epochs_are_shuffled_anew():
     torch.manual_seed(0)
     plan = BatchPlan(8, 4, 2, num_ppo_epochs=4)
-    epochs = schedule(64, plan).reshape(4, 64)
+    epochs = schedule(torch.ones(64), plan).reshape(4, 64)
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
     torch.manual_seed(0)
-    assert torch.equal(schedule(64, plan).reshape(4, 64), epochs)
+    assert torch.equal(schedule(torch.ones(64), plan).reshape(4, 64), epochs)
 
 
 def test_micro_batches_take_the_rows_of_the_schedule_in_order():
     plan = BatchPlan(2, 2, 2, num_ppo_epochs=2)
     whole = rollout(8)
-    rows = schedule(8, plan)
+    rows = schedule(torch.ones(8), plan)
     batches = list(micro_batches(whole, rows))
     assert [batch.step for batch in batches] == [0, 0, 1, 1, 2, 2, 3, 3]
     for batch, expected in zip(batches, rows.flatten(0, 1)):
@@ -118,7 +130,7 @@ def test_micro_batches_take_the_rows_of_the_schedule_in_order():
 def test_micro_batches_resume_at_the_same_rows(start):
     plan = BatchPlan(2, 2, 2, num_ppo_epochs=2)
     whole = rollout(8)
-    rows = schedule(8, plan)
+    rows = schedule(torch.ones(8), plan)
     rest = list(micro_batches(whole, rows))[start:]
     resumed = list(micro_batches(whole, rows, start=start))
     assert [batch.step for batch in resumed] == [batch.step for batch in rest]

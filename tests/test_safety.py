@@ -302,12 +302,15 @@ def test_weights_of_other_names_are_refused_by_name(base, saved, tmp_path, file,
         ("adapter_config.json", b"[]", "cannot be read .TypeError"),
         ("adapter_config.json", b'{"peft_type": "OTHER"}', "cannot be read .KeyError"),
     ],
+    ids=["weights of zeros", "no JSON", "a list", "an unknown type"],
 )
 def test_a_damaged_reward_adapter_is_refused_by_name(base, reward_adapter, tmp_path, file, content, message):
     path = copied(reward_adapter, tmp_path / "adapter")
     (path / file).write_bytes(content)
-    with pytest.raises(RewardError, match=rf"reward adapter `{path}` {message}"):
+    with pytest.raises(RewardError, match=rf"`{path / file}` {message}.*copy or save it anew"):
         PPOTrainer(base, RewardAdapter(str(path)), config(tmp_path / "run"), prompts())
+    with pytest.raises(ValueError, match=rf"`{path / file}` {message}.*copy or save it anew"):
+        load_actor_critic(base, config(tmp_path / "run", critic="adapter", critic_init=str(path)))
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])

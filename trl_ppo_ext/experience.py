@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
@@ -25,7 +24,7 @@ from .modeling.one_pass import check_mixing, one_pass
 from .nonfinite import Inspection, RolloutGuard
 from .rewards import AdapterReward, Reward, RewardShaping, ScoringBatch, monitor, score_all
 from .rewards.adapter import AdapterScores
-from .rollout import Rollout, Sequences
+from .rollout import Rollout, Sequences, longest_first
 from .sample_metrics import SampleMetrics
 from .samples import Coefficients, Collected, Samples, TokenScores
 
@@ -182,18 +181,23 @@ class Experience:
         return Samples(sequences, stopped, batch, scored, monitored, extra, tokens)
 
     def _forward(self, run: Callable[[Tensor], Outputs], sequences: Sequences, name: str) -> Outputs:
-        """Run a forward on the rows of each micro-batch of the updates, and put the outputs together again."""
-        batches = torch.arange(len(sequences)).split(self.args.per_device_train_batch_size)
-        no_bar = self.args.disable_tqdm or not self.accelerator.is_main_process
+        """Run a forward on the rows of each micro-batch of the first epoch, and put the outputs in their places."""
+        args, whole = self.args, cast(Outputs, {})
+        no_bar = args.disable_tqdm or not self.accelerator.is_main_process
+        batches = self._micro_batches(sequences.lengths)
         bar = tqdm(batches, desc=name, leave=False, delay=3, disable=no_bar)  # where it takes more than a few seconds
         with self.accelerator.autocast():  # as around the forward that is trained
-            outputs = [run(index) for index in bar]
-        width = sequences.completion_ids.shape[1]
+            for index in bar:
+                for key, x in run(index).items():
+                    place = whole.setdefault(key, x.new_zeros(sequences.completion_ids.shape))
+                    place[index.to(x.device), : x.shape[1]] = x
+        return whole
 
-        def together(key: str) -> Tensor:
-            return torch.cat([pad(output[key], (0, width - output[key].shape[1])) for output in outputs])
-
-        return {key: together(key) for key in outputs[0]}
+    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
+        """Rows of each micro-batch, as [`schedule`] makes them for the first epoch."""
+        size = self.args.per_device_train_batch_size
+        minibatches = torch.arange(len(lengths)).split(size * self.args.gradient_accumulation_steps)
+        return [part for rows in minibatches for part in longest_first(rows[None], lengths)[0].split(size)]
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
@@ -235,7 +239,7 @@ class Experience:
         def run(index: Tensor) -> Outputs:
             part, temperature = sequences.rows(index), self.args.temperature
             outputs = one_pass(self.actor_critic, part, adapters.texts(index), temperature, self.exact_kl)
-            adapters.add(outputs.reward_states)
+            adapters.add(index, outputs.reward_states)
             return _given(outputs.tokens) | {"ref_logprobs": outputs.ref_logprobs}
 
         tokens = TokenScores(**self._forward(run, sequences, "Scoring in one pass"))

@@ -71,6 +71,11 @@ class Sequences:
         return len(self.prompt_ids)
 
     @property
+    def lengths(self) -> Tensor:
+        """`[batch]`, real tokens of each row, on the CPU."""
+        return self.prompt_lengths + self.completion_lengths
+
+    @property
     def completion_mask(self) -> Tensor:
         """`[batch, response]`, 1 at sampled tokens."""
         lengths = self.completion_lengths.to(self.completion_ids.device)
@@ -209,21 +214,39 @@ def rollout_from_tensors(tensors: Mapping[str, Tensor], device: torch.device | s
     return Rollout(sequences, **{key: x.to(device) for key, x in tensors.items() if not key.startswith(prefix)})
 
 
-def schedule(size: int, plan: BatchPlan) -> Tensor:
-    """Draw which rows each micro-batch of a rollout takes.
+def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Sort the rows of each minibatch by length.
 
-    The first epoch takes the rows in their order, so that its micro-batches are the very ones in which the old
-    log-probabilities were computed, and its first ratios are exactly 1; later epochs are shuffled.
+    Its micro-batches, cut from it afterwards, then hold rows of about the same length and little padding. The
+    minibatch's loss is the same.
 
     Args:
-        size (`int`): Rows of the rollout.
+        rows (`Tensor` of shape `[minibatches, rows]`): Row numbers.
+        lengths (`Tensor` of shape `[batch]`): Length of each row of the rollout.
+
+    Returns:
+        `Tensor` of shape `[minibatches, rows]`: The same row numbers.
+    """
+    return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
+
+
+def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
+    """Draw which rows each micro-batch of a rollout takes.
+
+    The minibatches of the first epoch take the rows in their order, so that its micro-batches are the very ones in
+    which the old log-probabilities were computed, and its first ratios are exactly 1; later epochs are shuffled.
+
+    Args:
+        lengths (`Tensor` of shape `[batch]`): Length of each row, prompt and completion.
         plan ([`BatchPlan`]): The run's sizes.
 
     Returns:
         `Tensor` of shape `[optimizer steps, gradient_accumulation_steps, micro_batch_size]`: Row numbers.
     """
+    size = len(lengths)
     epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
-    return torch.stack(epochs).reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+    minibatches = longest_first(torch.stack(epochs).reshape(plan.optimizer_steps, plan.mini_batch_size), lengths)
+    return minibatches.reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
 
 
 def micro_batches(

@@ -61,7 +61,7 @@ class Updates:
             coefficients ([`Coefficients`]): Coefficients of its loss.
             optimizer_step (`int`): Optimizer steps taken so far.
         """
-        self._begin(rollout, schedule(len(rollout), self.plan), coefficients, optimizer_step)
+        self._begin(rollout, schedule(rollout.sequences.lengths, self.plan), coefficients, optimizer_step)
 
     def _begin(self, rollout: Rollout, rows: Tensor, coefficients: Coefficients, optimizer_step: int) -> None:
         self.forget()

@@ -170,7 +170,7 @@ class AdapterScores:
             if isinstance(reward, AdapterReward):
                 with suppress(Exception):
                     self.encoded[reward] = reward.encode(batch)
-        self.scores: dict[AdapterReward, list[float]] = {reward: [] for reward in self.encoded}
+        self.scores = {reward: [0.0] * len(ids) for reward, ids in self.encoded.items()}
 
     def texts(self, index: Tensor) -> list[RewardRows]:
         """What the adapters read.
@@ -184,14 +184,16 @@ class AdapterScores:
         rows = index.tolist()
         return [RewardRows(reward.adapter_name, [ids[row] for row in rows]) for reward, ids in self.encoded.items()]
 
-    def add(self, states: Sequence[Tensor]) -> None:
-        """Score the next rows.
+    def add(self, index: Tensor, states: Sequence[Tensor]) -> None:
+        """Score some rows.
 
         Args:
+            index (`Tensor` of shape `[rows]`): Which.
             states (`list[Tensor]`): For each adapter the hidden states of its last tokens, `[rows, hidden]`.
         """
         for (reward, scores), of_reward in zip(self.scores.items(), states):
-            scores += reward.score_states(of_reward).tolist()
+            for row, score in zip(index.tolist(), reward.score_states(of_reward).tolist()):
+                scores[row] = score
 
     def scored(self) -> dict[int, Reward]:
         """What to ask in place of the adapters, now that all rows are scored.

@@ -1,0 +1,130 @@
+"""One PPO step beside its peers', each program in a process and an environment of its own.
+
+A step is: generate, score, values and reference, advantages, four epochs of updates; the same model shape,
+completions, lengths and LoRA for all. The programs take turns, and medians over all their steps after a warm-up are shown, with the
+peak of resident memory above that after the imports. The peers are installed once into `benchmarks/.environments`.
+
+    python benchmarks/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
+
+prints a table and writes benchmarks/results/step.json. Nothing else should run on the machine.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+PEERS, ENVIRONMENTS = HERE / "peers", HERE / ".environments"
+RESULTS = HERE / "results" / "step.json"
+# name: worker, further arguments, how it is installed
+PROGRAMS = {
+    "trl_ppo_ext": ("ours.py", [], None),
+    "TRL 1.12.0 PPOTrainer": ("trl_ppo.py", [], "trl"),
+    "AgileRL 2.58.0 LLMPPO": ("agilerl_ppo.py", ["batch"], "agilerl"),
+    "AgileRL 2.58.0, prompt by prompt": ("agilerl_ppo.py", ["each"], "agilerl"),
+    "TRL GRPOTrainer (no critic)": ("trl_grpo.py", [], None),
+}
+OURS = "trl_ppo_ext"
+
+
+def installed(peer: str | None) -> tuple[str, dict[str, str]]:
+    """The interpreter of a program, and what its environment adds."""
+    if peer is None:
+        return sys.executable, {"PYTHONPATH": str(HERE.parent)}
+    place = ENVIRONMENTS / peer
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if peer == "trl":  # beside the tested stack
+        if not place.exists():
+            subprocess.run([*pip, "--no-deps", "--target", str(place), "trl==1.12.0"], check=True)
+        return sys.executable, {"PYTHONPATH": str(place)}
+    python = str(place / "bin" / "python")
+    if not place.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        subprocess.run([python, *pip[1:], "-r", str(PEERS / "requirements_agilerl.txt")], check=True)
+    return python, {}
+
+
+def run(program: str, shape: str, dtype: str, steps: int) -> dict:
+    """One process of a program; what its last line says."""
+    worker, more, peer = PROGRAMS[program]
+    python, environment = installed(peer)
+    command = [python, str(PEERS / worker), shape, dtype, str(steps + 1), *more]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=PEERS)
+    if done.returncode:
+        raise RuntimeError(f"{program} failed on {shape} {dtype}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def together(runs: list[dict]) -> dict:
+    """What several processes of one program measured."""
+    seconds = [x for each in runs for x in each["seconds"]]
+    phases = [each["phases"] for each in runs if "phases" in each]
+    summary = {
+        "median": statistics.median(seconds),
+        "seconds": seconds,
+        "peak_mib": max(each["peak_mib"] for each in runs),
+        "completion_lengths": sorted({x for each in runs for x in each.get("completion_lengths", [])}),
+    }
+    if phases:
+        summary["phases"] = {name: statistics.median(each[name] for each in phases) for name in phases[0]}
+    return summary
+
+
+def show(results: dict[str, dict], title: str) -> None:
+    """A table of one shape and dtype."""
+    table = Table(title=title)
+    for column in ("", "s a step", "least to most", "times ours", "peak MiB", "phases, s"):
+        table.add_column(column, justify="left" if column in ("", "phases, s") else "right")
+    ours = results.get(OURS)
+    for name, found in results.items():
+        spread = f"{min(found['seconds']):.2f} to {max(found['seconds']):.2f}"
+        ratio = "" if ours is None else f"{found['median'] / ours['median']:.2f}"
+        phases = ", ".join(f"{phase} {x:.2f}" for phase, x in found.get("phases", {}).items())
+        table.add_row(name, f"{found['median']:.2f}", spread, ratio, f"{found['peak_mib']:.0f}", phases)
+    Console(width=150).print(table)
+
+
+def about() -> dict:
+    """Versions and hardware."""
+    cpu = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "trl", "accelerate")}
+    return {"versions": versions, "cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["small", "medium"])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each process, after one of warm-up")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    written = json.loads(args.results.read_text())["results"] if args.results.exists() else {}
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            runs: dict[str, list[dict]] = {program: [] for program in args.programs}
+            for _ in range(args.rounds):
+                for program in args.programs:  # in turns: a slow minute of the machine meets all of them
+                    runs[program].append(run(program, shape, dtype, args.steps))
+            found = {program: together(each) for program, each in runs.items()}
+            show(found, f"{shape}, {dtype}")
+            written[f"{shape} {dtype}"] = found
+            args.results.parent.mkdir(exist_ok=True)
+            args.results.write_text(json.dumps(about() | {"results": written}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What one PPO step costs, counted exactly: a regression shows without a clock."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny import config, length_reward, llama, prompts, tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.modeling import logprobs as fused
+
+VOCABULARY = 2048  # so that anything over the vocabulary is larger than anything else
+CHUNK = 5  # rows of logits at a time
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, by what was going on."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.elements = "", Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and not x.is_meta and function is not torch.ops.aten.t.default:
+                known = x.untyped_storage().data_ptr() in self.parameters
+                self.elements[self.phase] = max(self.elements[self.phase], 0 if known else x.numel())
+        return out
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch):
+    """Run one PPO step and count."""
+
+    def run(**settings):
+        monkeypatch.setitem(fused.CHUNK_LOGITS, "cpu", CHUNK * VOCABULARY)
+        trainer = PPOTrainer(
+            llama(VOCABULARY),
+            length_reward,
+            config(tmp_path, **{"num_ppo_epochs": 1, "num_mini_batches": 1} | settings),
+            prompts(),
+            processing_class=tokenizer([f"w{i}" for i in range(VOCABULARY - 4)]),
+        )
+        trainer.args.max_steps = trainer.plan.optimizer_steps
+        return Counted(trainer, monkeypatch)
+
+    return run
+
+
+class Counted:
+    """A trainer whose one step has been run, with what was counted."""
+
+    def __init__(self, trainer, monkeypatch):
+        self.forwards, self.projected, self.logits = Counter(), Counter(), []
+        self.largest = Largest()
+        self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
+        self.trainer = trainer
+        self.count(trainer, monkeypatch)
+        with self.largest:
+            trainer.train()
+
+    def count(self, trainer, monkeypatch):
+        actor_critic, experience = trainer.actor_critic, trainer.experience
+        base = actor_critic.policy.get_base_model()
+        actor_critic.trunk.register_forward_pre_hook(lambda *args: self.forwards.update([self.largest.phase]))
+        base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))
+        original = fused._Projection.log_softmax
+
+        def log_softmax(projection, hidden):
+            self.projected[self.largest.phase] += len(hidden)
+            return original(projection, hidden)
+
+        monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
+        for owner, name in ((experience.generator, "generate"), (experience, "score_tokens"), (trainer.updates, "loss")):
+            monkeypatch.setattr(owner, name, self.within(name, getattr(owner, name)))
+
+    def within(self, name, function):
+        def wrapped(*args, **kwargs):
+            with self.phase(name):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    @contextmanager
+    def phase(self, name):
+        before, self.largest.phase = self.largest.phase, name
+        yield
+        self.largest.phase = before
+
+    @property
+    def sequences(self):
+        return self.trainer.updates.rollout.sequences
+
+
+SHAPES = [
+    {},
+    {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+    {"num_ppo_epochs": 3},
+    {"num_mini_batches": 2, "num_generations": 4},
+]
+EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a micro-batch, in scoring and in an update
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+@pytest.mark.parametrize("critic", EXTRA_FORWARDS)
+def test_forwards_of_the_base(step, critic, settings):
+    """A token each while sampling; policy, reference and, on an adapter of its own, critic; an update a micro-batch."""
+    counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
+    plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
+    micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
+    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
+    assert counted.forwards["score_tokens"] == scoring * micro_batches
+    assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_only_sampled_tokens_are_projected_to_the_vocabulary(step, settings):
+    """Once each for policy and reference, and once an epoch; while sampling, the newest position alone."""
+    counted = step(**settings)
+    tokens = int(counted.sequences.completion_lengths.sum())
+    assert counted.projected == {"score_tokens": 2 * tokens, "loss": counted.trainer.plan.num_ppo_epochs * tokens}
+    assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_nothing_larger_than_a_chunk_of_logits_is_ever_made(step, settings):
+    counted = step(**settings, entropy_coef=0.01)
+    assert counted.largest.elements["score_tokens"] == counted.largest.elements["loss"] == CHUNK * VOCABULARY
+    assert counted.largest.elements["generate"] == len(counted.sequences) * VOCABULARY
+    assert counted.largest.elements[""] < CHUNK * VOCABULARY  # backward, optimizer, metrics
+
+
+def test_padding_is_not_computed_on(step, monkeypatch):
+    """Micro-batches are cut from minibatches sorted by length, and trimmed to their longest rows."""
+    counted = step(gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
+    rollout, rows = counted.trainer.updates.rollout, counted.trainer.updates.rows
+    lengths = rollout.sequences.lengths
+    widths = [rollout.rows(index).sequences.input_ids.shape[1] for index in rows.flatten(0, 1)]
+    best = [lengths[step.flatten()].sort(descending=True).values[::2].tolist() for step in rows]
+    # prompts are padded on the left and completions on the right, so a row may be narrower than both together
+    for width, longest in zip(widths, [x for step in best for x in step]):
+        assert longest <= width <= longest + int(rollout.sequences.prompt_lengths.max())
