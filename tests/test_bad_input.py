@@ -292,27 +292,34 @@ def test_settings_that_contradict_an_argument_are_refused(tmp_path, nothing_is_l
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "message"),
+    ("stage", "deepspeed", "settings", "message"),
     [
-        (0, {}, r"DeepSpeed without ZeRO would apply gradients that are not finite; set ZeRO's `stage` to 1, 2 or 3"),
-        (
-            2,
-            {"value_warmup_steps": 3},
-            r"`value_warmup_steps=3` takes the policy's.*`critic_init` instead",
-        ),
-        (2, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` is for the optimizer that the trainer makes"),
-        (3, {"one_pass_scoring": True}, r"`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it"),
+        (0, {}, {}, r"would apply gradients that are not finite without ZeRO.*set ZeRO's `stage` to 1, 2 or 3"),
+        (2, {"bf16": {"check_grad_overflow": False}}, {}, r"or with `check_grad_overflow` False; set ZeRO's `stage`"),
+        (2, {}, {"value_warmup_steps": 3}, r"`value_warmup_steps=3` takes the policy's.*`critic_init` instead"),
+        (2, {}, {"fp16": True}, r"`fp16=True` with DeepSpeed scales the loss.*use `bf16`"),
+        (2, {"scheduler": {}}, {}, r"DeepSpeed's config has a `scheduler`.*leave it out, and set `lr_scheduler_type`"),
+        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` is for.*`optimizer` out"),
+        (3, {}, {"one_pass_scoring": True}, r"`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it"),
     ],
-    ids=["without ZeRO", "value_warmup_steps", "critic_learning_rate", "one_pass_scoring"],
+    ids=["no ZeRO", "overflow", "value_warmup_steps", "fp16", "scheduler", "critic_learning_rate", "one_pass_scoring"],
 )
 def test_what_deepspeed_could_not_honour_is_refused(
-    tmp_path, nothing_is_loaded, monkeypatch, stage, settings, message
+    tmp_path, nothing_is_loaded, monkeypatch, stage, deepspeed, settings, message
 ):
     args = config(tmp_path, **settings)
-    ready_config = SimpleNamespace(config={"optimizer": {"type": "AdamW"}})
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=ready_config)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=SimpleNamespace(config=deepspeed))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=message):
+        build(tmp_path, {"args": args})
+
+
+def test_a_deepspeed_that_applies_what_is_not_finite_is_refused(tmp_path, nothing_is_loaded, monkeypatch):
+    args = config(tmp_path)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, hf_ds_config=SimpleNamespace(config={}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("trl_ppo_ext.arguments.version", lambda name: "0.17.1")
+    with pytest.raises(ValueError, match=r"DeepSpeed 0\.17\.1 may apply .*install 0\.19\.8 or newer"):
         build(tmp_path, {"args": args})
 
 

@@ -75,7 +75,8 @@ class Counted:
             return original(projection, hidden)
 
         monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
-        for owner, name in ((experience.generator, "generate"), (experience, "score_tokens"), (trainer.updates, "loss")):
+        counted = {"generate": experience.generator, "score_tokens": experience, "loss": trainer.updates}
+        for name, owner in counted.items():
             monkeypatch.setattr(owner, name, self.within(name, getattr(owner, name)))
 
     def within(self, name, function):
@@ -108,7 +109,7 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a mic
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
 def test_forwards_of_the_base(step, critic, settings):
-    """A token each while sampling; policy, reference and, on an adapter of its own, critic; an update a micro-batch."""
+    """A token each while sampling; policy, reference and a critic on an adapter of its own; one a micro-batch."""
     counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps

@@ -1,10 +1,12 @@
 """Checks of what is passed to [`PPOTrainer`], before anything is loaded."""
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from datasets import IterableDataset
+from packaging.version import Version
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
@@ -13,6 +15,7 @@ from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments
 
+DEEPSPEED = Version("0.19.8")  # it discards steps whose gradient is not finite, in every dtype
 # arguments of the PPOTrainer that TRL had until 1.12, and what they have become
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
@@ -82,27 +85,34 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
 
 
 def _check_deepspeed(args: PPOConfig) -> None:
-    plugin = args.deepspeed_plugin
-    if args.critic_learning_rate is not None and "optimizer" in plugin.hf_ds_config.config:
-        raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of "
-            "its own; leave its section `optimizer` out, or `critic_learning_rate`."
-        )
-    if plugin.zero_stage == 0:
-        raise ValueError(
-            "DeepSpeed without ZeRO would apply gradients that are not finite; set ZeRO's `stage` to 1, 2 or 3, or "
-            "use DDP, which does the same."
-        )
-    if args.value_warmup_steps:
-        raise ValueError(
-            f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer "
-            "step, and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo "
-            "pretrain-critic` makes one), or use DDP."
-        )
-    if args.one_pass_scoring and plugin.zero_stage == 3:
-        raise ValueError(
-            "`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it; leave it False, or use ZeRO-2."
-        )
+    """DeepSpeed takes an optimizer step within the backward, unless its gradient is no number."""
+    plugin, installed = args.deepspeed_plugin, version("deepspeed")
+    config = plugin.hf_ds_config.config
+    applies_all = plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False
+    refused = {
+        "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of its "
+        "own; leave its section `optimizer` out, or `critic_learning_rate`.": (
+            args.critic_learning_rate is not None and "optimizer" in config
+        ),
+        "DeepSpeed would apply gradients that are not finite without ZeRO, or with `check_grad_overflow` False; set "
+        "ZeRO's `stage` to 1, 2 or 3 and leave that out, or use DDP, which does the same as stage 0.": applies_all,
+        f"DeepSpeed {installed} may apply gradients that are not finite; install {DEEPSPEED} or newer.": (
+            Version(installed) < DEEPSPEED
+        ),
+        "`fp16=True` with DeepSpeed scales the loss by what the last steps bore, and steps that are left out on "
+        "purpose would lower it; use `bf16`.": args.fp16,
+        "DeepSpeed's config has a `scheduler`, which would not go on at steps that are left out; leave it out, and "
+        "set `lr_scheduler_type`.": "scheduler" in config,
+        f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer step, "
+        "and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo pretrain-critic` makes "
+        "one), or use DDP.": bool(args.value_warmup_steps),
+        "`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it; leave it False, or use ZeRO-2.": (
+            args.one_pass_scoring and plugin.zero_stage == 3
+        ),
+    }
+    for message, given in refused.items():
+        if given:
+            raise ValueError(message)
 
 
 def check_trainer_arguments(

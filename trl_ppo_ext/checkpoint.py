@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .modeling import ActorCritic, adapter_weights, check_fit, gathered, load_adapter_weights
+from .modeling import ActorCritic, adapter_weights, check_fit, gathered, load_adapter_weights, parameter_names
 from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
@@ -122,6 +122,27 @@ def load_adapter(policy: PeftModel, name: str, directory: str) -> None:
         load_adapter_weights(policy, name, weights)
     except ValueError as error:
         raise _unfit(ADAPTER_WEIGHTS, error) from None
+
+
+def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
+    """Read averaged weights of an adapter, without setting them.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+        directory (`str`): Where [`save_adapter`] wrote them.
+
+    Returns:
+        `dict[str, Tensor]`: The weights, by the names they have in the model.
+
+    Raises:
+        [`CheckpointError`]: If the file is missing, or is that of another adapter.
+    """
+    names, weights = parameter_names(policy, name), _read(directory, ADAPTER_WEIGHTS)
+    if names.keys() != weights.keys():
+        other = sorted(names.keys() ^ weights.keys())[0]
+        raise _unfit(ADAPTER_WEIGHTS, ValueError(f"`{other}` is in one of the two alone."))
+    return {names[key]: x for key, x in weights.items()}
 
 
 def _unfit(file: str, error: ValueError) -> CheckpointError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -194,8 +194,8 @@ class RolloutGuard:
         """Sequences to train on, with a harmless one in place of each that is left out.
 
         A mask of 0 would not be enough: what is not finite in a forward makes the gradient NaN whatever it is
-        multiplied with. The stand-in is the first two tokens of a completion that was finite: as nothing after them
-        has a say in their hidden states, they are finite too.
+        multiplied with, also at padding. The stand-in is the first two tokens of a sequence that was finite: as
+        nothing after them has a say in their hidden states, they are finite too. The row is filled up with them.
 
         Args:
             samples ([`Samples`]): What [`RolloutGuard.leave_out`] gave.
@@ -212,7 +212,7 @@ class RolloutGuard:
         offered = self.gather(torch.cat([ids, (~left_out[row])[None].long()])[None])
         first, second, _ = offered[offered[:, 2].argmax()]
         prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
-        prompt_ids[left_out, -1], completion_ids[left_out, 0] = first, second
+        prompt_ids[left_out], completion_ids[left_out] = first, second
         replaced = left_out.to(sequences.prompt_lengths.device)
         return Sequences(
             prompt_ids,
@@ -241,7 +241,6 @@ class StepGuard:
         self,
         finite: bool,
         step: int,
-        model: nn.Module,
         rollout: Rollout | None,
         suspects: Callable[[], Suspects] | None = None,
     ) -> None:
@@ -250,7 +249,6 @@ class StepGuard:
         Args:
             finite (`bool`): Whether its gradient was finite.
             step (`int`): Its number.
-            model (`nn.Module`): What is trained, with the gradient.
             rollout ([`Rollout`], *optional*): The rollout it belongs to.
             suspects (`Callable`, *optional*): Gives the rows of the rollout for which the step's own forwards were
                 not finite, by what was not.
@@ -263,10 +261,7 @@ class StepGuard:
             return
         self.skipped += 1
         found = {} if suspects is None else dict(suspects())
-        names = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        report = f"Optimizer step {step} is skipped: the gradient of {len(names)} parameters is not finite"
-        report += f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
-        report += f"; {in_words(found)}"
+        report = f"Optimizer step {step} is skipped: its gradient is not finite; {in_words(found)}"
         logger.warning("%s.", report)
         if self.skipped < self.most:
             return

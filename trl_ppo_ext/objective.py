@@ -118,7 +118,6 @@ class Objective:
         if micro_batch.ptx is not None and terms.ptx_denominators is not None:
             nll = self._supervised_loss(model, micro_batch.ptx)
             loss = loss + args.ptx_coef * nll.sum() / terms.ptx_denominators[micro_batch.step].clamp(min=1)
-            finite["supervised loss (PTX)"] = finite_rows([nll])
         return LossOutputs(loss, self._moved(outputs.logprobs, rollout), finite)
 
     @staticmethod

@@ -47,13 +47,15 @@ class SavingTrainer(ShardedTrainer, ResumableTrainer):
         self._card(self.final_place(output_dir)).save(os.path.join(output_dir, "README.md"))
 
     def _load_weights(self, directory: str) -> None:
-        if self.averaged_policy is not None:
-            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            averaged = os.path.join(directory, checkpoint.AVERAGED)
-            fresh = self.args.resume_with_changed_settings and not os.path.isdir(averaged)
-            checkpoint.load_adapter(policy, name, directory if fresh else averaged)  # it starts from the weights
-            self.averaged_policy.load_state_dict(whole_weights(self.actor_critic.policy_parameters()))
         checkpoint.load_actor_critic_weights(self.actor_critic, directory)
+        if self.averaged_policy is None:
+            return
+        policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+        averaged = os.path.join(directory, checkpoint.AVERAGED)
+        if self.args.resume_with_changed_settings and not os.path.isdir(averaged):  # it starts from the weights
+            self.averaged_policy.load_state_dict(whole_weights(self.actor_critic.policy_parameters()))
+        else:
+            self.averaged_policy.load_state_dict(checkpoint.read_averages(policy, name, averaged))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)

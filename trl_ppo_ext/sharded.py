@@ -12,17 +12,18 @@ from transformers.trainer import SCHEDULER_NAME
 from .modeling import ActorCritic
 
 
-def without_step(loss: Tensor) -> Tensor:
+def without_step(loss: Tensor, outputs: Tensor) -> Tensor:
     """Make DeepSpeed leave out an optimizer step: it takes them within the backward, unless the gradient is no number.
 
     Args:
         loss (`Tensor`): Loss of the step's last micro-batch.
+        outputs (`Tensor`): What the model said; no mask lies between it and the parameters.
 
     Returns:
         `Tensor`: The same loss, with a gradient that is no number.
     """
-    loss.register_hook(lambda gradient: gradient * torch.nan)
-    return loss
+    outputs.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+    return loss.detach() + 0 * outputs.sum()
 
 
 class ShardedTrainer(Trainer):

@@ -265,7 +265,7 @@ class PPOTrainer(SavingTrainer):
             counted = torch.tensor(float(not finite and self.is_world_process_zero()), device=self.args.device)
             self._metrics["train"].total("skipped_steps", counted)
             step = self.state.global_step + 1
-            self.guard.see(finite, step, model, self.updates.rollout, self.updates.suspects)
+            self.guard.see(finite, step, self.updates.rollout, self.updates.suspects)
             if not finite:
                 self._skip_step(model)
         return grad_norm
@@ -307,7 +307,7 @@ class PPOTrainer(SavingTrainer):
         if self.accelerator.sync_gradients:  # the last micro-batch of its optimizer step
             self._may_step = self.updates.may_step()
             if self.is_deepspeed_enabled and not self._may_step:
-                loss = without_step(loss)
+                loss = without_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -29,6 +29,8 @@ CHOICES = {
         "ptx_coef": 0.5,
         "ema_decay": 0.5,
     },
+    # one rollout has nothing to learn from: neither momentum nor weight decay may move the weights
+    "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
 }
@@ -42,9 +44,14 @@ SPREADS = {
 RUNS = {
     "one process": [("plain", "8 micro-batches of 1")],
     "DDP": [("plain", "2 x 2 micro-batches of 2"), *((choice, "2 x 4") for choice in CHOICES)],
-    "ZeRO-1": [("plain", "2 x 4")],
+    "ZeRO-1": [("plain", "2 x 4"), ("an empty rollout", "2 x 4")],
     "ZeRO-2": [("plain", "2 x 4"), ("plain", "2 x 2 micro-batches of 2"), ("all that is steered or added", "2 x 4")],
-    "ZeRO-3": [("plain", "2 x 4"), ("all that is steered or added", "2 x 4"), ("critic adapter", "2 x 4")],
+    "ZeRO-3": [
+        ("plain", "2 x 4"),
+        ("all that is steered or added", "2 x 4"),
+        ("critic adapter", "2 x 4"),
+        ("an empty rollout", "2 x 4"),
+    ],
 }
 
 
@@ -117,7 +124,8 @@ def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, ch
     for got, wanted in zip(log, expected_log):
         assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     assert state["rewards"] == pytest.approx(expected_state["rewards"], rel=1e-9)
-    assert state["rewards"]["count"] == 8 * 4
+    assert state["rewards"]["count"] == 8 * (3 if choice == "an empty rollout" else 4)
+    assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
     for name in ("kl_coef", "entropy_coef"):
         assert state[name] == pytest.approx(expected_state[name], rel=1e-5)
 

@@ -22,6 +22,11 @@ def reward(completion_ids, **kwargs):
     return [sum(ids) / 50 for ids in completion_ids]
 
 
+def failing_once(completion_ids, trainer_state, **kwargs):
+    """Has no score for any completion of the third rollout."""
+    return [float("nan") if trainer_state.global_step == 4 else sum(ids) / 50 for ids in completion_ids]
+
+
 def train(output_dir, settings, sample=False, model=None, resume_from=None):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
@@ -38,7 +43,7 @@ def train(output_dir, settings, sample=False, model=None, resume_from=None):
     }
     trainer = PPOTrainer(
         model or llama(),
-        reward,
+        failing_once if "reward_on_error" in settings else reward,
         config(output_dir, **defaults | settings),
         prompts(),
         eval_dataset=prompts(5),

@@ -1,7 +1,7 @@
 """Models: loading, and the actor-critic on one shared base."""
 
 from .actor_critic import ActorCritic, TokenOutputs
-from .adapters import adapter_weights, check_fit, load_adapter_weights
+from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
 from .loading import check_model_arguments, compute_dtype, default_peft_config, hub_kwargs, load_actor_critic
 from .logprobs import token_logprobs
 from .sharding import gathered, is_sharded, whole_weights
@@ -19,6 +19,7 @@ __all__ = [
     "is_sharded",
     "load_actor_critic",
     "load_adapter_weights",
+    "parameter_names",
     "token_logprobs",
     "whole_weights",
 ]

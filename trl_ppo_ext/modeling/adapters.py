@@ -64,6 +64,21 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
         set_peft_model_state_dict(policy, weights, adapter_name=name)
 
 
+def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
+    """What the weights of an adapter are called in the model.
+
+    Args:
+        policy (`PeftModel`): The model.
+        name (`str`): The adapter.
+
+    Returns:
+        `dict[str, str]`: Names in the model by names in a file.
+    """
+    names = {id(parameter): key for key, parameter in policy.named_parameters()}
+    saved = adapter_weights(policy, name, dict(policy.named_parameters()))
+    return {key: names[id(parameter)] for key, parameter in saved.items()}
+
+
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     """Parameters of an adapter.
 
@@ -74,9 +89,8 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     Returns:
         `dict[str, nn.Parameter]`: Those that PEFT saves, under their names in the model.
     """
-    parameters = dict(policy.named_parameters())
-    saved = {id(parameter) for parameter in adapter_weights(policy, name, parameters).values()}
-    return {key: parameter for key, parameter in parameters.items() if id(parameter) in saved}
+    saved = set(parameter_names(policy, name).values())
+    return {key: parameter for key, parameter in policy.named_parameters() if key in saved}
 
 
 @contextmanager
