@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/docstrings/run.py
@@ -14,6 +14,9 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/step.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """One PPO step beside its peers', each program in a process and an environment of its own.
 
 A step is: generate, score, values and reference, advantages, four epochs of updates; the same model shape,
-completions, lengths and LoRA for all. The programs take turns, and medians over all their steps after a warm-up are shown, with the
-peak of resident memory above that after the imports. The peers are installed once into `benchmarks/.environments`.
+completions, lengths and LoRA for all. The programs take turns; shown are medians over all their steps after a warm-up,
+and the peak of resident memory above that after the imports. The peers are installed once into
+`benchmarks/.environments`.
 
     python benchmarks/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
 

@@ -135,12 +135,20 @@ def counted(built):
     def count(name):
         return lambda *_: calls.update([name]) if doing and doing[-1] == "collect" else None
 
+    start = built.updates.start
+
+    def starting(rollout, *args):
+        start(rollout, *args)
+        calls["offloaded"] += built.updates.rollout is not rollout
+
+    built.updates.start = starting
     built.experience.collect = during("collect", built.experience.collect)
     built.actor_critic.generate = during("generate", built.actor_critic.generate)
     built.actor_critic.trunk.register_forward_pre_hook(count("trunk"))
     for reward in built.experience.rewards:
         if hasattr(reward, "model"):
             reward.model.base_model.register_forward_pre_hook(count("classifier"))
+            reward.model.to = during("moved", reward.model.to)
     return calls
 
 
@@ -498,6 +506,14 @@ CASES = {
     ),
     "ema_decay": Case(
         (None, 0.5, 0.9), "files", same="weights", exact=lambda a, b: b.files.keys() - a.files == {AVERAGED}
+    ),
+    "offload_rollout": Case((False, True), "calls", same="weights logs", exact=lambda a, b: not a.calls["offloaded"]),
+    "offload_rewards": Case(
+        (False, True),
+        "calls",
+        given=classifier,
+        same="weights logs",
+        exact=lambda a, b: "moved" not in a.calls and b.calls["moved"] == 2 * b.calls["collect"],
     ),
     # a run that goes wrong, or goes on
     "max_skipped_steps": Case(

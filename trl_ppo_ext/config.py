@@ -166,6 +166,11 @@ class PPOConfig(TrainingArguments):
         ema_decay (`float`, *optional*):
             Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
 
+        offload_rollout (`bool`, *optional*, defaults to `False`):
+            Keep a rollout's tensors in main memory, but for the micro-batch under way.
+        offload_rewards (`bool`, *optional*, defaults to `False`):
+            Keep reward models in main memory, but while they score.
+
         max_skipped_steps (`int`, *optional*, defaults to `5`):
             The run ends at this many optimizer steps in a row that were skipped because a gradient was not finite.
             With fp16 the gradient scaler skips steps by itself, and they are not counted.
@@ -312,6 +317,9 @@ class PPOConfig(TrainingArguments):
         default=False, metadata={"help": "Score a rollout with all adapters in one forward over a mixed batch."}
     )
     ema_decay: float | None = field(default=None, metadata={"help": "Decay of the policy's moving average."})
+
+    offload_rollout: bool = field(default=False, metadata={"help": "Keep a rollout's tensors in main memory."})
+    offload_rewards: bool = field(default=False, metadata={"help": "Keep reward models in main memory."})
 
     max_skipped_steps: int = field(
         default=5, metadata={"help": "Steps in a row with a gradient that is not finite before the run ends."}

@@ -1,7 +1,7 @@
 """What is sampled and what is learned from it: named tensors with checked shapes, and their minibatches."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,17 @@ class Sequences:
         """`[batch, prompt + response]`, prompts followed by completions."""
         return torch.cat([self.prompt_ids, self.completion_ids], 1)
 
+    def to(self, device: torch.device | str) -> "Sequences":
+        """The same on another device; lengths stay on the CPU.
+
+        Args:
+            device (`torch.device` or `str`): Where to.
+
+        Returns:
+            [`Sequences`]: The sequences.
+        """
+        return replace(self, prompt_ids=self.prompt_ids.to(device), completion_ids=self.completion_ids.to(device))
+
     def rows(self, index: Tensor) -> "Sequences":
         """The rows of `index`, without the padding that none of them needs.
 
@@ -155,6 +166,17 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def to(self, device: torch.device | str) -> "Rollout":
+        """The same on another device.
+
+        Args:
+            device (`torch.device` or `str`): Where to.
+
+        Returns:
+            [`Rollout`]: The rollout.
+        """
+        return Rollout(self.sequences.to(device), **{name: x.to(device) for name, x in self._tensors().items()})
+
     def rows(self, index: Tensor) -> "Rollout":
         """The rows of `index`, without the padding that none of them needs.
 
@@ -181,6 +203,17 @@ class MicroBatch(NamedTuple):
     rollout: Rollout
     step: int
     ptx: Sequences | None = None
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on another device.
+
+        Args:
+            device (`torch.device` or `str`): Where to.
+
+        Returns:
+            [`MicroBatch`]: The micro-batch.
+        """
+        return MicroBatch(self.rollout.to(device), self.step, None if self.ptx is None else self.ptx.to(device))
 
 
 def rollout_tensors(rollout: Rollout) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from .rollout import MicroBatch, Sequences
 from .samples import Samples
 from .saving import SavingTrainer
 from .sharded import without_step
+from .throughput import Throughput
 from .updates import Updates, set_learning_rate
 
 
@@ -189,7 +190,7 @@ class PPOTrainer(SavingTrainer):
             self.add_callback(AveragingCallback(self.averaged_policy))
         self._may_step = True
         self._samples: Samples | None = None
-        self._since_log = (time.perf_counter(), 0)
+        self.throughput = Throughput(actor_critic, self.plan, args.device)
 
     # ---- data: one dataloader batch is the prompts of a whole rollout, repeated for each of its micro-batches ----
 
@@ -292,7 +293,7 @@ class PPOTrainer(SavingTrainer):
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
         prompt_tokens, completion_tokens = self.experience.all_sum(lengths.to(self.args.device)).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
-        self._since_log = (self._since_log[0], self._since_log[1] + completion_tokens)
+        self.throughput.add(prompt_tokens, completion_tokens)
 
     def compute_loss(
         self,
@@ -362,10 +363,7 @@ class PPOTrainer(SavingTrainer):
         if self._metrics["train"] and "loss" in logs:
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            (since, tokens), now = self._since_log, time.perf_counter()
-            if tokens:  # a rollout was collected since
-                logs["tokens_per_second"] = tokens / (now - since)
-                self._since_log = (now, 0)
+            logs |= self.throughput.since_last()
         super().log(logs, start_time)
         if self.args.log_completions and self._samples is not None and self.accelerator.is_main_process:
             names = [reward.name for reward in self.experience.rewards]

@@ -77,7 +77,10 @@ class Updates:
             tokens = loss_denominators(ptx.completion_mask, rows, "token", length, self.all_sum)
             self.terms = self.terms._replace(ptx_denominators=tokens)
         self.empty = self._empty(self.terms)
-        self.micro_batches = micro_batches(rollout, rows, done * plan.gradient_accumulation_steps, ptx)
+        if args.offload_rollout:
+            self.rollout = rollout.to("cpu")
+        cut = micro_batches(self.rollout, rows, done * plan.gradient_accumulation_steps, ptx)
+        self.micro_batches = (micro_batch.to(args.device) for micro_batch in cut)
 
     def _empty(self, terms: LossTerms) -> list[bool]:
         """Which optimizer steps have nothing to learn from, over all processes: their denominators are counts."""

@@ -89,8 +89,22 @@ def build_rewards(
             )
         if isinstance(entry, PreTrainedModel | PeftModel):
             if not getattr(entry, "is_quantized", False):
-                entry = entry.to(device)
-            rewards.append(ClassifierReward(entry, own_tokenizer, size, label, args.trust_remote_code))
+                entry = entry.to("cpu" if args.offload_rewards else device)
+            elif args.offload_rewards and getattr(entry, "is_loaded_in_8bit", False):
+                raise ValueError(
+                    "`offload_rewards=True` moves reward models, and one in int8 cannot be moved; use "
+                    "`reward_quantization='nf4'`, or leave `offload_rewards` False."
+                )
+            rewards.append(
+                ClassifierReward(
+                    entry,
+                    own_tokenizer,
+                    size,
+                    label,
+                    args.trust_remote_code,
+                    device=device if args.offload_rewards else None,
+                )
+            )
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, size, label))
         elif _is_reward(entry):

@@ -214,6 +214,8 @@ class ClassifierReward(SequenceScorer):
         batch_size (`int`, *optional*, defaults to 16): Completions scored at a time.
         label (`int`, *optional*): Which of several labels is the reward.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether its tokenizer may run code of its own.
+        device (`torch.device`, *optional*):
+            Where it is while it scores; between that it is in main memory. By default it stays where it is.
 
     Raises:
         [`RewardError`]: If it has several labels and none was picked, or there is no tokenizer to be had.
@@ -226,6 +228,7 @@ class ClassifierReward(SequenceScorer):
         batch_size: int = 16,
         label: int | None = None,
         trust_remote_code: bool = False,
+        device: torch.device | None = None,
     ):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
@@ -241,6 +244,26 @@ class ClassifierReward(SequenceScorer):
         super().__init__(name, tokenizer, batch_size, context_length)
         self.model = model.requires_grad_(False).eval()
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.device = device
+        if device is not None:
+            self.model.to("cpu")
+
+    def score(self, batch: ScoringBatch) -> list[float]:
+        """Score completions in batches of similar length.
+
+        Args:
+            batch ([`ScoringBatch`]): Prompts and completions.
+
+        Returns:
+            `list[float]`: A score for each completion.
+        """
+        if self.device is None:
+            return super().score(batch)
+        try:
+            self.model.to(self.device)
+            return super().score(batch)
+        finally:
+            self.model.to("cpu")
 
     @torch.inference_mode()
     def _score_ids(self, encoded: list[list[int]]) -> Tensor:

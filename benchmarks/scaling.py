@@ -1,0 +1,67 @@
+"""How a PPO step grows with the batch, the completions and the groups: `python benchmarks/scaling.py`.
+
+Micro-batches stay at 8 completions; each row is a process of its own, with one step of warm-up. Prints a table of
+seconds, of seconds a thousand tokens, and of peak resident memory above that after the imports, and writes
+benchmarks/results/scaling.json. About ten minutes on two cores; nothing else should run.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from step import HERE, PEERS, about, installed
+
+MICRO_BATCH, PROMPT = 8, 48
+MODEL = "8192,256,6"  # vocabulary, hidden size, layers
+ROWS = [  # what grows, completions, tokens of a completion, completions of a prompt
+    *[("batch", batch, 64, 1) for batch in (8, 16, 32, 64)],
+    *[("completions", 8, response, 1) for response in (64, 128, 256, 512, 1024)],
+    *[("both", batch, response, 1) for batch, response in ((32, 256), (64, 256))],
+    *[("groups", 32, 64, group) for group in (1, 4, 16)],
+]
+
+
+def measure(batch: int, response: int, group: int, dtype: str, steps: int) -> dict:
+    """Steps of one process."""
+    python, environment = installed(None)
+    fields = [
+        f"per_device_train_batch_size={MICRO_BATCH}",
+        f"gradient_accumulation_steps={batch // MICRO_BATCH}",
+        f"num_generations={group}",
+    ]
+    shape = f"{MODEL},{batch},{PROMPT},{response}"
+    command = [python, str(PEERS / "ours.py"), shape, dtype, str(steps + 1), *fields]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=PEERS)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "scaling.json")
+    args = parser.parse_args()
+    table = Table(title=f"{MODEL} (vocabulary, hidden, layers), {args.dtype}, micro-batches of {MICRO_BATCH}")
+    for column in ("grows", "completions", "tokens", "of a prompt", "s a step", "s a 1000 tokens", "peak MiB"):
+        table.add_column(column, justify="left" if column == "grows" else "right")
+    rows = []
+    for grows, batch, response, group in ROWS:
+        found = measure(batch, response, group, args.dtype, args.steps)
+        thousands = batch * (PROMPT + response) / 1000
+        row = {"grows": grows, "completions": batch, "response": response, "num_generations": group}
+        rows.append(row | {"seconds": found["median"], "peak_mib": found["peak_mib"], "phases": found["phases"]})
+        numbers = (f"{found['median']:.2f}", f"{found['median'] / thousands:.3f}", f"{found['peak_mib']:.0f}")
+        table.add_row(grows, str(batch), str(response), str(group), *numbers)
+    Console(width=120).print(table)
+    args.results.write_text(json.dumps(about() | {"dtype": args.dtype, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
