@@ -13,8 +13,9 @@ from rich.console import Console
 from test_trainer import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, field_types
 from trl_ppo_ext.completions import LONGEST, print_completions, printable
+from trl_ppo_ext.data import PromptError, _encode
 from trl_ppo_ext.launch import parse
 from trl_ppo_ext.model_card import model_card
 from trl_ppo_ext.pretrain_critic import PretrainCriticConfig
@@ -57,6 +58,55 @@ def test_what_is_a_secret_is_told_by_its_name():
     hidden = without_secrets(settings)
     assert "x" not in str(hidden).replace("<", "") and hidden["use_auth_token"] is True
     assert hidden["a"] == [{"password": "<PASSWORD>"}, ({"hub_token": "<HUB_TOKEN>"},)]
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Api-Key", "access_key", "secret-key", "credentials", "Proxy-Authorization", "apikey", "client_secret"]
+)
+@pytest.mark.parametrize("value", ["k1", b"k1", {"user": "k1", "of": [b"k1"]}], ids=["text", "bytes", "mapping"])
+def test_a_secret_is_one_in_any_spelling_and_of_any_kind(name, value):
+    for settings in (without_secrets({name: value}), without_secrets({"headers": [{name: value}]})):
+        assert "k1" not in str(settings) and name in str(settings)
+    assert "k1" not in field_types.shown(name, value)
+
+
+@pytest.mark.parametrize("name", ["keys", "max_new_tokens", "hotkey", "secretary", "token_ids", "X-Request-Id"])
+def test_what_only_sounds_like_a_secret_is_shown(name):
+    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in field_types.shown(name, "k1")
+
+
+# ---- length ----
+
+
+class Unread(str):
+    """A text of which nothing makes all of the representation."""
+
+    def __repr__(self):
+        raise AssertionError("all of it was read")
+
+
+@pytest.mark.parametrize("prompt", [Unread("w1 " * 10**5), [{"role": "user", "content": Unread("w1 " * 10**5)}] * 99])
+def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_say(prompt):
+    def fails(*args, **kwargs):
+        raise ValueError("no\n" * 10**5)
+
+    class Failing:
+        chat_template = "{{ x }}"
+        __call__ = apply_chat_template = fails
+
+    with pytest.raises(PromptError, match="no\n") as caught:
+        _encode(prompt, Failing(), {})
+    assert 300 < len(str(caught.value)) < 900
+
+
+def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
+    told = []
+    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
+    with pytest.raises(OSError, match=r"^x+$"):
+        agreement.on_every_process(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
+    assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
+    with pytest.raises(agreement.ElsewhereError, match="on process 1: OSError: no room"):
+        agreement.on_every_process(lambda: 1, OSError)
 
 
 class Broken:

@@ -170,7 +170,10 @@ def test_checkpoint_that_does_not_fit_is_refused_by_name(base, tmp_path, damage,
 
 
 def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeypatch):
-    """Every file that the Hub gets, by a client that only records it."""
+    """Every file that the Hub gets, by a client that only records it.
+
+    A push while training saves nothing a second time: sharded weights are gathered where all processes are.
+    """
     uploads = []
 
     class Recorder:
@@ -185,7 +188,17 @@ def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeyp
 
     monkeypatch.setattr("transformers.trainer.hf_api", Recorder)
     monkeypatch.setattr("trl_ppo_ext.hub.HfApi", Recorder)
-    built = trained(base, tmp_path / "run", push_to_hub=True, save_strategy="steps", save_steps=2)
+    settings = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
+    built = PPOTrainer(base, length_reward, config(tmp_path / "run", **settings), prompts())
+    (tmp_path / "run" / "critic").mkdir(parents=True)
+    (tmp_path / "run" / "critic" / "adapter_config.json").touch()  # of a run with a critic of another kind
+    saved_to, save_model = [], built.save_model
+    built.save_model = lambda *args, **kwargs: saved_to.append(args) or save_model(*args, **kwargs)
+    built.train()
+    assert [str(tmp_path / "run" / ".saving" / f"checkpoint-{step}") for step in (2, 4)] == [to for (to,) in saved_to]
+    for name in ("adapter_model.safetensors", "value_head.safetensors", "ppo_state.json", "tokenizer.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "run" / "checkpoint-4" / name).read_bytes()
+    assert not (tmp_path / "run" / "critic" / "adapter_config.json").exists()
     built.push_to_hub()
     wanted = {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"}
     assert len(uploads) == 3 and all(wanted <= files for files in uploads)

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 from accelerate.utils import gather_object
 
+from .redaction import shortened
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ def on_every_process(action: Callable[[], T], *failures: type[Exception]) -> T:
         result = action()
     except failures as caught:
         error = caught
-    told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+    told = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])
     if error is not None:
         raise error
     for process, said in enumerate(told):

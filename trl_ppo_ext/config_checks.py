@@ -276,6 +276,15 @@ _NOT_HONOURED = {
         "it would change the size of the rollout in the middle of a run; set `per_device_train_batch_size` and, to "
         "keep the rollout, `generation_batch_size` instead",
     ),
+    "ignore_data_skip": (
+        False,
+        "a run that is resumed would begin its epoch anew, with other prompts",
+    ),
+    "save_only_model": (
+        False,
+        "a checkpoint is what a run goes on from, after a signal too, and needs its optimizer; `save_model()` writes "
+        "weights alone",
+    ),
     "include_num_input_tokens_seen": ("no", "`num_tokens` is logged anyway"),
 }
 

@@ -1,5 +1,6 @@
 """Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
 
+import reprlib
 from collections import UserList
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,11 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
+from .redaction import shortened
+
 PROMPT_IDS = "prompt_ids"
+_SHORT = reprlib.Repr()  # of what is long, it looks at the ends alone
+_SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
@@ -43,8 +48,7 @@ def _check_columns(dataset: Any, name: str) -> None:
 
 def _shown(prompt: Any) -> str:
     """One line of a prompt, for an error message."""
-    text = repr(prompt)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return shortened(_SHORT.repr(prompt), 200)
 
 
 def _check_message(message: Any, place: int) -> None:
@@ -62,7 +66,7 @@ def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwarg
         try:
             return tokenizer(prompt)["input_ids"]
         except (TypeError, ValueError) as error:  # half a surrogate pair is text in Python, and nowhere else
-            raise PromptError(f"The tokenizer cannot read {_shown(prompt)}: {error}") from error
+            raise PromptError(f"The tokenizer cannot read {_shown(prompt)}: {shortened(error)}") from error
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {_shown(prompt)}.")
     for place, message in enumerate(prompt):
@@ -78,7 +82,7 @@ def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwarg
         )
     except Exception as error:  # a template raises what it likes, such as for roles that do not take turns
         raise PromptError(
-            f"The chat template fails with {type(error).__name__} ({error}) for {_shown(prompt)}."
+            f"The chat template fails with {type(error).__name__} ({shortened(error)}) for {_shown(prompt)}."
         ) from error
     return encoded["input_ids"]
 
@@ -190,14 +194,14 @@ class RolloutSampler(Sampler[int]):
 
     @property
     def rollouts(self) -> int:
-        """Rollouts in one pass over the dataset."""
+        """Rollouts in one epoch."""
         return -(-self.num_rows // self.prompts)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation.
 
         Args:
-            epoch (`int`): Number of the pass over the dataset.
+            epoch (`int`): Its number.
         """
         self.epoch = epoch
 
@@ -246,7 +250,7 @@ class RolloutStream(torch.utils.data.IterableDataset):
         """Pass the epoch on, so that the stream's own shuffling changes.
 
         Args:
-            epoch (`int`): Number of the pass over the stream.
+            epoch (`int`): Its number.
         """
         self.dataset.set_epoch(epoch)
 

@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .redaction import is_secret, shortened
+
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "left out"}
 _NAMES |= {list: "a list", dict: "a mapping"}
 _MAY_BE_NONE = ("max_grad_norm",)
@@ -80,12 +82,11 @@ def shown(name: str, value: Any) -> str:
         value (`Any`): What was given.
 
     Returns:
-        `str`: The value and its type; of a token, and of keyword arguments, the type alone.
+        `str`: The value and its type; of a secret, and of keyword arguments, the type alone.
     """
-    if "token" in name or isinstance(value, dict | list | tuple):
+    if is_secret(name) or isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__}"
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+    return f"{shortened(repr(value), 80)} ({type(value).__name__})"
 
 
 @cache

@@ -1,11 +1,21 @@
 """Pushing a run to the Hub while it trains."""
 
 import os
+import shutil
+from contextlib import suppress
 from typing import Any
 
 from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
+
+from .checkpoint import AVERAGED, STATE
+from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
+
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+# of a checkpoint, what `save_model` writes; the tokenizer aside, which knows its own files
+SAVED = [os.path.join(folder, file) for folder in ("", CRITIC_FOLDER, AVERAGED) for file in _ADAPTER]
+SAVED += [VALUE_HEAD, STATE, "README.md"]
 
 
 def push_in_background(trainer: Any, checkpoint_folder: str) -> None:
@@ -24,7 +34,7 @@ def push_in_background(trainer: Any, checkpoint_folder: str) -> None:
     if busy and not args.hub_always_push:
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    trainer.save_model(args.output_dir, _internal_call=True)
+    _copy_saved(trainer, checkpoint_folder)
 
     def upload(folder: str, **kwargs: Any) -> Any:
         return HfApi().upload_folder(
@@ -46,3 +56,16 @@ def push_in_background(trainer: Any, checkpoint_folder: str) -> None:
         under_way.jobs.extend(jobs)
     else:
         trainer.push_in_progress = PushInProgress(jobs)
+
+
+def _copy_saved(trainer: Any, checkpoint_folder: str) -> None:
+    """Do what `save_model` does, for which sharded weights would be gathered: and the other processes are not here."""
+    for file in SAVED:
+        source, target = os.path.join(checkpoint_folder, file), os.path.join(trainer.args.output_dir, file)
+        if os.path.isfile(source):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(source, target)
+        else:  # of a run with a critic of another kind: it would pass for a part of this one
+            with suppress(FileNotFoundError):
+                os.remove(target)
+    trainer.processing_class.save_pretrained(trainer.args.output_dir)

@@ -1,11 +1,25 @@
-"""Settings as they may be shown: in logs, reports and files, without tokens and keys."""
+"""Settings and errors as they may be shown: in logs, reports and files, without tokens and keys, and not too long."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-# of `hub_token`, `token`, `use_auth_token`, `api_key`, `password`; not of `max_new_tokens` or `eos_token_id`
-SECRET = re.compile(r"(^|_)(token|api_?key|password|secret|authorization)$", re.IGNORECASE)
+# of `hub_token`, `use_auth_token`, `X-Api-Key`, `credentials`; not of `max_new_tokens`, `eos_token_id` or `keys`
+_SECRET = re.compile(
+    r"(^|[-_])(token|(api|access|secret|private)[-_]?key|password|secret|authorization|credentials?)$", re.IGNORECASE
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether what stands under a name is not to be shown.
+
+    Args:
+        name (`str`): A field, a key of a mapping, or a header of HTTP.
+
+    Returns:
+        `bool`: Whether the name is that of a secret.
+    """
+    return _SECRET.search(name) is not None
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
@@ -16,12 +30,27 @@ def without_secrets(settings: Any, name: str = "") -> Any:
         name (`str`, *optional*): Name under which it stands there.
 
     Returns:
-        `Any`: The same, with `<NAME>` for text under a name that is that of a secret.
+        `Any`: The same, with `<NAME>` for text and bytes under a name that is that of a secret.
     """
-    if isinstance(settings, str) and SECRET.search(name):
+    if isinstance(settings, str | bytes | bytearray) and is_secret(name):
         return f"<{name.upper()}>"
     if isinstance(settings, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
+        # all of what stands under `credentials` is secret
+        return {key: without_secrets(value, name if is_secret(name) else str(key)) for key, value in settings.items()}
     if type(settings) in (list, tuple):  # a named tuple cannot be made of a generator
         return type(settings)(without_secrets(value, name) for value in settings)
     return settings
+
+
+def shortened(text: Any, longest: int = 500) -> str:
+    """The beginning of a text that may be of any length.
+
+    Args:
+        text (`Any`): The text, or an error that says it.
+        longest (`int`, *optional*, defaults to 500): Characters that are kept.
+
+    Returns:
+        `str`: The text; if it is longer, its beginning and "...".
+    """
+    text = str(text)
+    return text if len(text) <= longest else text[:longest] + "..."

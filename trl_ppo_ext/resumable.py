@@ -24,7 +24,7 @@ from transformers.utils import logging
 from .agreement import on_every_process
 from .checkpoint import CheckpointError
 from .hub import push_in_background
-from .whole_checkpoints import STAGING, heal, is_whole, newest_whole, publish, rotate, verify
+from .whole_checkpoints import STAGING, heal, newest_whole, publish, rotate, verify
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +32,7 @@ PREEMPTED = 75  # exit code of a run that a signal ended and that saved: EX_TEMP
 SAME_SIGNAL = 1.0  # seconds: a launcher passes on what the process has had already, as with Ctrl-C in a terminal
 TRAINER_STATE = "trainer_state.json"
 UNWRITTEN = (OSError, SafetensorError)
+UNREADABLE = (CheckpointError, *UNWRITTEN)
 # what `torch.save` and `tokenizers` say of a full disk, in errors of no kind of their own
 SIGNS_OF_UNWRITTEN = ("inline_container", "iostream error", "(os error ")
 
@@ -117,7 +118,7 @@ class ResumableTrainer(Trainer):
         self.preempted = False
         self._resumed_from: str | None = None
         self._resumed: dict[str, Tensor] = {}
-        self._pass = (0, 0)  # over the data: its number, and the optimizer step at which it began
+        self._epoch_began = (0, 0)  # number of the epoch, and the optimizer step at which it began
         self._staging: Path | None = None
         self._unwritten: Exception | None = None
         self._whole: dict[Path, bool] = {}  # of checkpoints: whether they are, once it was looked
@@ -146,7 +147,8 @@ class ResumableTrainer(Trainer):
 
         Raises:
             [`CheckpointError`]: If the checkpoint is damaged, or belongs to a run with other settings.
-            `SystemExit`: With code 75 after SIGTERM or SIGINT, once a checkpoint is saved.
+            `SystemExit`: With code 75 after SIGTERM or SIGINT, once a checkpoint is saved. A signal that comes
+                after the last step does what it always does, once the run has ended.
         """
         self._resumed_from = self._find_checkpoint(resume_from_checkpoint)
         self.preempted = False
@@ -154,23 +156,26 @@ class ResumableTrainer(Trainer):
             output = super().train(self._resumed_from, *args, **kwargs)
         if self.preempted:
             raise SystemExit(PREEMPTED)
+        if self.signals.received is not None:  # after the last step: nobody has seen to it
+            signal.raise_signal(self.signals.received)
         return output
 
     # ---- taking up a run ----
 
     def _find_checkpoint(self, given: str | bool | None) -> str | None:
+        self._resumed = {}  # what a `train()` that failed has left
         if not given:
             return None
         find = partial(self._whole_checkpoint, given)
         try:
             # one process of those that share a disk reads all of it
-            found = on_every_process(lambda: find() if self.args.should_save else None, CheckpointError, OSError)
+            found = on_every_process(lambda: find() if self.args.should_save else None, *UNREADABLE)
             places = sorted({path for path in gather_object([found]) if path is not None})
             if len(places) > 1:  # with `save_on_each_node`
                 raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
             found = places[0]
-            self._resumed = on_every_process(partial(self._read_resumed, found), CheckpointError, OSError)
-        except OSError as error:
+            self._resumed = on_every_process(partial(self._read_resumed, found), *UNREADABLE)
+        except UNWRITTEN as error:
             raise CheckpointError(f"The run cannot be resumed: {error}") from error
         return found
 
@@ -210,27 +215,31 @@ class ResumableTrainer(Trainer):
     # ---- position in the data ----
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """Which pass over the data it is, and how many batches of it are read."""
+        """Which epoch it is, and how many batches of it are read."""
         number, batches = super()._init_training_state(*args, **kwargs)
         position = self._resumed.pop("position", None)
-        if position is not None:  # the length of a stream is unknown: the Trainer takes it for one pass
+        if position is not None:  # the length of a stream is unknown: the Trainer takes it for one epoch
             number, steps = position.tolist()
             batches = steps * self.args.gradient_accumulation_steps
-        self._pass = (number, self.state.global_step - batches // self.args.gradient_accumulation_steps)
+        self._epoch_began = (number, self.state.global_step - batches // self.args.gradient_accumulation_steps)
         return number, batches
 
     def _run_epoch(self, model: nn.Module, epoch: int, train_dataloader: DataLoader, *args, **kwargs) -> None:
-        """One pass over the data, of which the Trainer skips what was read before the checkpoint."""
+        """One epoch, of which the Trainer skips what was read before the checkpoint."""
         if self.state.global_step >= self.state.max_steps:  # it ended before: the Trainer would take one step more
             self.control.should_training_stop = True
             return
-        if epoch != self._pass[0]:
-            self._pass = (epoch, self.state.global_step)
+        if epoch != self._epoch_began[0]:
+            self._epoch_began = (epoch, self.state.global_step)
         # with several processes, the loader that skips batches does not pass the epoch on to the sampler
         train_dataloader.set_epoch(epoch)
         super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
 
     # ---- writing ----
+
+    def _determine_best_metric(self, *args, **kwargs) -> bool:
+        """Whether to save, which with `save_strategy="best"` an evaluation decides: a run that is stopped does."""
+        return super()._determine_best_metric(*args, **kwargs) or self.preempted
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
@@ -264,13 +273,8 @@ class ResumableTrainer(Trainer):
             shutil.rmtree(staged.parent, ignore_errors=True)
             staged.mkdir(parents=True)
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether the processes write parts of one state, and meet while they do."""
-        return self.is_deepspeed_enabled or self.is_fsdp_enabled
-
     def _write_on_every_process(self, write: partial) -> None:
-        if self._sharded:
+        if self.is_deepspeed_enabled:  # the processes write parts of one state, and meet while they do
             write()  # one that fails raises alone: the others wait for it until its end ends them
             self.accelerator.wait_for_everyone()
         else:
@@ -292,13 +296,13 @@ class ResumableTrainer(Trainer):
         state = {key: x.detach().cpu().contiguous() for key, x in self._run_state().items()}
         state["loss"] = torch.tensor([self._tr_loss.item(), self._globalstep_last_logged], dtype=torch.float64)
         if not has_length(self.train_dataset):
-            number, began = self._pass
+            number, began = self._epoch_began
             state["position"] = torch.tensor([number, self.state.global_step - began])
         return state
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keep an error of writing until all processes are told: the Trainer meets the others between its files."""
+        """Keep an error of writing until all processes are told: the Trainer meets the others after `save_model`."""
         try:
             yield
         except Exception as error:
@@ -306,7 +310,7 @@ class ResumableTrainer(Trainer):
             if self._staging is None or not (named or any(sign in str(error) for sign in SIGNS_OF_UNWRITTEN)):
                 raise
             unwritten = error if named else OSError(str(error).strip())
-            if self._sharded:
+            if self.is_deepspeed_enabled:
                 raise unwritten from None
             self._unwritten = self._unwritten or unwritten
 
@@ -319,18 +323,6 @@ class ResumableTrainer(Trainer):
         """
         with self._noting():
             super().save_model(*args, **kwargs)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._noting():
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        with self._noting():
-            super()._save_scaler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        with self._noting():
-            super()._save_rng_state(output_dir)
 
     def _publish(self, staged: Path, final: Path) -> None:
         if not self.args.should_save:
@@ -353,12 +345,22 @@ class ResumableTrainer(Trainer):
             self.is_in_train = False
             return None
         best = self.state.best_model_checkpoint
-        if best is not None and self.args.load_best_model_at_end:
-            on_every_process(lambda: verify(best) if self.args.should_save else None, CheckpointError, OSError)
-        elif best is not None and self.args.save_total_limit == 1 and not is_whole(Path(best)):
-            logger.warning("The best checkpoint `%s` is damaged; the last one is kept beside it.", best)
-            self.state.best_model_checkpoint = None
+        if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
+            self._check_best(best)
         return super()._finalize_training(*args, **kwargs)
+
+    def _check_best(self, best: str) -> None:
+        """Do without a best checkpoint that is damaged: the run is over, and its last weights are good."""
+        try:
+            on_every_process(lambda: verify(best) if self.args.should_save else None, *UNREADABLE)
+        except UNREADABLE as error:
+            logger.warning(
+                "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and no "
+                "checkpoint is deleted for the best one.",
+                best,
+                error,
+            )
+            self.state.best_model_checkpoint = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging is None:  # what is still written aside is pushed when it is whole

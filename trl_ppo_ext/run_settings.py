@@ -29,12 +29,14 @@ def run_settings(args: Any) -> dict[str, Any]:
         args ([`PPOConfig`]): The run's config.
 
     Returns:
-        `dict`: Their values, as JSON holds them, and the number of processes.
+        `dict`: Their values, as JSON holds them, the number of processes, and DeepSpeed's stage of ZeRO if it is used.
     """
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     given = args.to_dict()
     settings = {name: given[name] for name in sorted(own | set(OF_THE_TRAINER)) if name in given}
-    return json.loads(json.dumps(settings | {"num_processes": args.world_size}, default=str))
+    deepspeed = args.deepspeed_plugin
+    settings |= {"num_processes": args.world_size, "zero_stage": None if deepspeed is None else deepspeed.zero_stage}
+    return json.loads(json.dumps(settings, default=str))
 
 
 def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
@@ -46,8 +48,8 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
         args ([`PPOConfig`]): The run's config.
 
     Raises:
-        [`CheckpointError`]: Names every setting that changed, what it was and what it is; or the number of processes,
-            which must be the same whatever else may change.
+        [`CheckpointError`]: Names every setting that changed, what it was and what it is; or the number of processes
+            or the stage of ZeRO, which must be the same whatever else may change.
     """
     now = run_settings(args)
     processes = saved.get("num_processes", now["num_processes"])
@@ -56,6 +58,12 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
             f"`{directory}` was saved by {processes} process{'es' * (processes > 1)}, and this run has "
             f"{now['num_processes']} (num_processes); resume with as many as it had."
         )
+    was, is_now = (_backend(given["zero_stage"]) for given in (now | saved, now))
+    if was != is_now:  # each has files of its own for the optimizer, and does not look for the other's
+        raise CheckpointError(
+            f"`{directory}` was saved {was}, and this run is {is_now} (zero_stage): its optimizer would begin anew. "
+            f"Resume {was}."
+        )
     changed = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
     if changed and not args.resume_with_changed_settings:
         listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {now.get(name)!r})" for name in sorted(changed))
@@ -63,3 +71,7 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
             f"`{directory}` was saved under other settings, and the run would not be the one that was interrupted: "
             f"{listed}. Set them as they were, or `resume_with_changed_settings=True`."
         )
+
+
+def _backend(zero_stage: int | None) -> str:
+    return "without DeepSpeed" if zero_stage is None else f"under DeepSpeed's ZeRO-{zero_stage}"

@@ -208,7 +208,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, whole: dict[Path, 
     found = checkpoints(latest.parent)
     if not limit or len(found) <= limit:
         return
-    kept = {latest} | {path for path in found if best is not None and path == Path(best)}
+    kept = {latest} | {path for path in found if best is not None and path.resolve() == Path(best).resolve()}
     for path in found:
         if path not in whole:
             whole[path] = is_whole(path)

@@ -24,7 +24,7 @@ from trl_ppo_ext import PPOTrainer, resumable
 from trl_ppo_ext.whole_checkpoints import checkpoints, is_whole
 
 STEPS = 18
-BOUND = 60  # seconds after which a process that should have ended hangs
+BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
 TIMED = ("time/", "tokens_per_second", "train_", "epoch")
 SETTINGS = {
     "max_steps": STEPS,
@@ -113,19 +113,17 @@ def start(action, processes):
     """Start the processes of a run; return their ids."""
     if processes == 1:
         return [in_a_fork(action, {})]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)})
-        for rank in range(processes)
-    ]
+    with socket.socket() as held:  # the forks hold it too, so that nobody else is given the port before they listen
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        return [in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
 
 
-def finished(children):
+def finished(children, bound):
     """Exit codes of processes, negative for the signal that killed them; `None` for one that hangs."""
-    codes, end = {}, time.monotonic() + BOUND
+    codes, end = {}, time.monotonic() + bound
     while len(codes) < len(children) and time.monotonic() < end:
         for child in set(children) - codes.keys():
             found, status = os.waitpid(child, os.WNOHANG)
@@ -136,6 +134,12 @@ def finished(children):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     return [codes.get(child) for child in children]
+
+
+def newest(output_dir):
+    """Step of the newest checkpoint; 0 without one."""
+    found = checkpoints(output_dir)
+    return int(found[0].name.split("-")[1]) if found else 0
 
 
 def outcome(output_dir):
@@ -169,35 +173,37 @@ class Killer:
     def __init__(self, folder, processes, settings):
         self.folder, self.processes, self.settings = folder, processes, settings
         self.random = random.Random(0)
-        began = time.monotonic()
-        codes = finished(self.start(folder / "whole"))
+        self.bound, began = BOUND, time.monotonic()
+        codes = self.finished(self.start(folder / "whole"))
         assert codes == [0] * processes, codes
         self.length, self.expected = time.monotonic() - began, outcome(folder / "whole")
+        self.bound = max(60.0, 5 * self.length)
         self.drawn = drawn(folder / "whole", processes)
 
     def start(self, output_dir, **settings):
         return start(lambda: train(output_dir, self.settings | settings), self.processes)
 
+    def finished(self, children):
+        return finished(children, self.bound)
+
     def kill(self, name, number, whom):
         """Send a signal to one process or to all of them, and resume; say what came of it.
 
-        At a random moment; or, where `whom` is a step, to one when a checkpoint of that step is there.
+        At a random moment; or, where `whom` is a step, to one when a checkpoint of that step or a later one is there.
         """
         output_dir = self.folder / name
         children, moment = self.start(output_dir), self.random.uniform(0.02, 0.98) * self.length
         if isinstance(whom, int):
-            waited = time.monotonic() + BOUND
-            while not (output_dir / f"checkpoint-{whom}").exists() and time.monotonic() < waited:
+            waited = time.monotonic() + self.bound
+            while newest(output_dir) < whom and time.monotonic() < waited:
                 time.sleep(0.005)
         else:
             time.sleep(moment)
         chosen = children if whom == "all" else [children[self.random.randrange(len(children))]]
         for child in chosen:
             os.kill(child, number)
-        killed = time.monotonic()
-        codes = finished(children)
-        took, found = time.monotonic() - killed, checkpoints(output_dir)
-        ended = finished(self.start(output_dir))
+        codes, step = self.finished(children), newest(output_dir)
+        ended = self.finished(self.start(output_dir))
         equal = (
             ended == [0] * self.processes
             and same(outcome(output_dir), self.expected)
@@ -209,8 +215,7 @@ class Killer:
         return {
             "moment": moment,
             "codes": codes,
-            "seconds": took,
-            "step": int(found[0].name.split("-")[1]) if found else 0,
+            "step": step,
             "ended": ended,
             "equal": equal,
             "last": [path.name for path in last],
@@ -218,10 +223,9 @@ class Killer:
 
     def fail(self, name, **settings):
         """Train with something that fails on one process."""
-        children, began = self.start(self.folder / name, **settings), time.monotonic()
-        codes = finished(children)
-        told = {"codes": codes, "seconds": time.monotonic() - began}
-        return told | {"checkpoints": [path.name for path in checkpoints(self.folder / name) if is_whole(path)]}
+        codes = self.finished(self.start(self.folder / name, **settings))
+        whole = [path.name for path in checkpoints(self.folder / name) if is_whole(path)]
+        return {"codes": codes, "checkpoints": whole}
 
 
 def main(folder, scenarios, settings):

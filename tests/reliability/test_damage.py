@@ -3,13 +3,18 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from test_trainer import trainer
+from tiny import prompts
+from transformers import TrainerCallback
 
-from trl_ppo_ext import whole_checkpoints
+from trl_ppo_ext import agreement, whole_checkpoints
 from trl_ppo_ext.checkpoint import CheckpointError
-from trl_ppo_ext.whole_checkpoints import MANIFEST, REPLACED, STAGING, checkpoints, newest_whole, rotate, verify
+from trl_ppo_ext.whole_checkpoints import MANIFEST, REPLACED, STAGING, checkpoints, newest_whole, rotate, seal, verify
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "critic": "adapter", "ema_decay": 0.5}
 FILES = sorted(
@@ -150,6 +155,14 @@ def test_a_limit_deletes_damaged_checkpoints_before_whole_ones(copy, limit):
         verify(copy / name)
 
 
+@pytest.mark.parametrize("given, named", [("run", "{}/run"), ("{}/run", "run"), ("run/../run", "run")])
+def test_the_best_is_kept_however_its_path_is_spelt(copy, monkeypatch, given, named):
+    monkeypatch.chdir(copy.parent)
+    output_dir, of_the_best = (Path(path.format(copy.parent)) for path in (given, named))
+    rotate(output_dir / "checkpoint-2", 1, str(of_the_best / "checkpoint-1"), {})
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-2", "checkpoint-1"]
+
+
 @pytest.mark.parametrize(
     "limit, kept", [(None, "54321"), (0, "54321"), (1, "41"), (2, "41"), (3, "541"), (9, "54321")]
 )
@@ -169,3 +182,41 @@ def test_a_run_with_a_limit_never_deletes_its_last_whole_checkpoint(copy):
     built.train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoints(copy)] == ["checkpoint-3"]
     verify(copy / "checkpoint-3")
+
+
+class Damages(TrainerCallback):
+    """Damages the best checkpoint when the run has taken its last step and saved, and counts its ends."""
+
+    def __init__(self):
+        self.ends = 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            one_bit_flipped(Path(state.best_model_checkpoint) / "adapter_model.safetensors")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.ends += 1
+
+
+def test_a_run_whose_best_checkpoint_is_damaged_ends_with_its_last_weights(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
+    damages = Damages()
+    built = trainer(tmp_path, eval_dataset=prompts(4), callbacks=[damages], learning_rate=1e-2, **settings)
+    built.train()
+    assert built.state.best_global_step < 3 and damages.ends == 1
+    assert "best checkpoint" in caplog.text and "adapter_model.safetensors" in caplog.text
+    verify(tmp_path / "checkpoint-3")
+    last = load_file(tmp_path / "checkpoint-3" / "value_head.safetensors")
+    assert torch.equal(last["weight"], built.actor_critic.value_head.weight)
+
+
+def test_what_a_process_had_under_way_is_told_to_the_others_when_it_cannot_be_read(copy, monkeypatch):
+    """It is whole, as its manifest says."""
+    told = []
+    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or given)
+    (copy / "checkpoint-2" / "run_state_0.safetensors").write_bytes(b"\0" * 100)
+    seal(copy / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="cannot be resumed"):
+        trainer(copy, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
+    assert told[-1].startswith("SafetensorError")

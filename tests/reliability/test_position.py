@@ -29,14 +29,14 @@ def check_position(tmp_path, dataset):
         assert again.state.global_step == 24
 
 
-# in rollouts of 8: three passes over 12 or 13 prompts, six over 5
+# in rollouts of 8: three epochs of 12 or 13 prompts, six of 5
 @pytest.mark.parametrize("rows", [12, 5])
-def test_a_dataset_goes_on_where_it_was_in_any_pass(tmp_path, rows):
+def test_a_dataset_goes_on_where_it_was_in_any_epoch(tmp_path, rows):
     check_position(tmp_path, prompts(rows))
 
 
 @pytest.mark.parametrize("rows", [13, 5])
-def test_a_stream_goes_on_where_it_was_in_any_pass(tmp_path, rows):
+def test_a_stream_goes_on_where_it_was_in_any_epoch(tmp_path, rows):
     stream = prompts(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
     check_position(tmp_path, stream)
 
@@ -59,3 +59,21 @@ def test_a_run_that_ended_takes_no_step_more(tmp_path):
     again, drawn = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 5 and not drawn
+
+
+def test_a_run_that_could_not_be_resumed_begins_where_any_other_does(tmp_path, monkeypatch):
+    """Nothing of the checkpoint is left, such as its epoch in a stream: it was in the second."""
+    stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
+    first, expected = drawing(tmp_path, stream, max_steps=10)
+    first.train()
+    again, drawn = drawing(tmp_path, stream, max_steps=10)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(again, "get_train_dataloader", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            again.train(resume_from_checkpoint=True)
+    again.train()
+    assert drawn == expected

@@ -77,8 +77,12 @@ class Asks(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path):
-    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended."""
+@pytest.mark.parametrize("during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"])
+def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path, during, last):
+    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended.
+
+    An evaluation that is due at the last step finds nothing better, and would leave the checkpoint out.
+    """
     settings = {
         "max_steps": 6,
         "save_strategy": "best",
@@ -89,12 +93,13 @@ def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path):
         "load_best_model_at_end": True,
         "save_total_limit": 1,
     }
-    asked = trainer(tmp_path, callbacks=[Asks(4)], **settings)
+    asked = trainer(tmp_path, callbacks=[Asks(during)], **settings)
     with pytest.raises(SystemExit) as left:
         asked.train()
-    assert left.value.code == PREEMPTED and asked.state.global_step == 5
+    assert left.value.code == PREEMPTED and asked.state.global_step == last
+    assert asked.state.best_global_step == 2
     newest = checkpoints(tmp_path)[0]
-    assert newest.name == "checkpoint-5"
+    assert newest.name == f"checkpoint-{last}"
     verify(newest)
     again = trainer(tmp_path, **settings)
     again.train(resume_from_checkpoint=True)
@@ -102,3 +107,31 @@ def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path):
     whole.train()
     assert again.state.best_global_step == whole.state.best_global_step
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
+class AsksAtTheEnd(Asks):
+    """Sends it after the last step: within the evaluation that is due there, or when training ends."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.step is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [1, None], ids=["evaluation", "end"])
+def test_a_signal_after_the_last_step_does_what_it_always_does_once_the_run_has_ended(tmp_path, monkeypatch, step):
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append((number, built.is_in_train)))
+    try:
+        settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)}
+        built = trainer(tmp_path, callbacks=[AsksAtTheEnd(step)], **settings)
+        assert built.train().global_step == 1
+        assert got == [(signal.SIGTERM, False)]
+        built.remove_callback(AsksAtTheEnd)
+        built.train()
+        assert len(got) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
