@@ -1,6 +1,7 @@
 """What `estimate_memory` says against what runs take, by phase.
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py [NAME ...]
+    python benchmarks/estimate.py --table    # that of docs/memory.md, no run
 
 Each configuration runs two PPO steps in a process of its own. On a CPU a dispatch mode follows every storage from the
 operation that makes it until it is freed: exact, whatever malloc does; resident memory above that after the imports is
@@ -17,22 +18,28 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    Qwen2Config,
+)
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from common import LORA, SHAPES, Shape, model, prompts, resident, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.estimate import estimate_memory
+from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter, estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 MIB = 2**20
@@ -46,8 +53,10 @@ class Case:
     shape: Shape
     dtype: str = "bf16"
     fields: dict[str, Any] = field(default_factory=dict)
-    classifier: str | None = None  # dtype or quantisation of a classifier of the same shape; else a function
+    classifier: str | None = None  # dtype or quantisation of one of the same shape, or "adapter"; else a function
+    ptx: int = 0  # tokens of supervised rows
     quantized: bool = False  # NF4 base
+    family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
     lora: dict[str, Any] = field(default_factory=dict)
     same_length: bool = True  # whether prompts have one length, so that no attention mask is needed
 
@@ -76,6 +85,26 @@ CASES = {
     ),
     "bf16, exact KL, entropy bonus": Case(
         WIDE, fields={"kl_estimator": "exact", "kl_placement": "both", "entropy_coef": 0.01}
+    ),
+    "bf16, large rollout, micro-batches of 1": Case(
+        SHAPES["small"], fields={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 48}
+    ),
+    "bf16, Qwen3, prompts of several lengths": Case(SHAPES["small"], same_length=False, family="qwen3"),
+    "fp32, Qwen2, one pass, critic adapter": Case(
+        SHAPES["small"], "fp32", {"critic": "adapter", "one_pass_scoring": True}, family="qwen2"
+    ),
+    "bf16, reward adapter, scored 48 at a time": Case(
+        SHAPES["small"],
+        fields={
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 24,
+            "per_device_generation_batch_size": 8,
+            "per_device_reward_batch_size": 48,
+        },
+        classifier="adapter",
+    ),
+    "bf16, supervised rows": Case(
+        SHAPES["small"], fields={"per_device_train_batch_size": 8, "ptx_max_length": 64}, ptx=64
     ),
     "NF4 base, NF4 classifier": Case(SHAPES["small"], classifier="nf4", quantized=True),
 }
@@ -162,7 +191,10 @@ def short(completion_ids, **kwargs):
 def texts(case: Case, rows: int) -> list[str]:
     """Prompts; of several lengths, every second one is half as long."""
     whole = prompts(case.shape, rows)
-    return whole if case.same_length else [p if n % 2 else p[: len(p) // 2] for n, p in enumerate(whole)]
+    if case.same_length:
+        return whole
+    half = case.shape.prompt // 2
+    return [p if n % 2 else " ".join(p.split()[:half]) for n, p in enumerate(whole)]
 
 
 def arguments(case: Case, directory: str) -> dict[str, Any]:
@@ -182,9 +214,7 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
     } | case.fields
     args = PPOConfig(directory, **settings)
     args.max_steps = 2 * args.num_ppo_epochs * args.num_mini_batches
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     return {
         "args": args,
         "peft_config": LoraConfig(**LORA | case.lora),
@@ -192,20 +222,35 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
     }
 
 
+def of_family(llama: Any, family: str) -> Any:
+    """The config of another kind of model, of about the same size."""
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
+    names += "bos_token_id eos_token_id pad_token_id"
+    same = {name: getattr(llama, name) for name in names.split()}
+    heads = llama.num_attention_heads // 2
+    return AutoConfig.for_model(family, **same, num_key_value_heads=heads, tie_word_embeddings=True, head_dim=64)
+
+
 def saved_models(case: Case, directory: Path) -> tuple[str, str]:
     """Directories of the policy and of the classifier."""
     weights = {"bf16": torch.bfloat16, "fp32": torch.float32}
     dtypes = {"base": weights[case.dtype], "classifier": weights.get(case.classifier or "", weights[case.dtype])}
     for name, dtype in dtypes.items():
-        model(case.shape, dtype, classifier=name == "classifier", seed=len(name)).save_pretrained(directory / name)
+        made = model(case.shape, dtype, classifier=name == "classifier", seed=len(name))
+        if case.family != "llama" and name == "base":
+            made = AutoModelForCausalLM.from_config(of_family(made.config, case.family)).to(dtype)
+        made.save_pretrained(directory / name)
         tokenizer(case.shape).save_pretrained(directory / name)
+    if case.classifier == "adapter":
+        scorer = AutoModelForSequenceClassification.from_pretrained(directory / "base", num_labels=1)
+        get_peft_model(scorer, LoraConfig(**LORA | {"task_type": "SEQ_CLS"})).save_pretrained(directory / "adapter")
     return str(directory / "base"), str(directory / "classifier")
 
 
 def rewards(case: Case, classifier: str) -> Any:
     """What rewards the run; a classifier that is not quantised is loaded here, in its own dtype."""
-    from transformers import AutoModelForSequenceClassification
-
+    if case.classifier == "adapter":
+        return RewardAdapter(str(Path(classifier).parent / "adapter"), check_base=False)
     if case.classifier in (None, "nf4"):
         return short if case.classifier is None else classifier
     dtype = torch.bfloat16 if case.classifier == "bf16" else torch.float32
@@ -221,14 +266,21 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
     rows = Dataset.from_dict({"prompt": texts(case, 4 * case.shape.batch)})
     with tracker:
         given = arguments(case, directory)
-        trainer = PPOTrainer(base, rewards(case, classifier), train_dataset=rows, **given)
-        for tensor in [] if gpu else [*trainer.model.parameters(), *trainer.model.buffers()]:
-            tracker.add(tensor)
+        if case.ptx:
+            given["ptx_dataset"] = Dataset.from_dict({"text": prompts(replace(case.shape, prompt=case.ptx), 64)})
+        trainer = PPOTrainer(
+            base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **given
+        )
+        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.experience.rewards)]
+        for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
+            for tensor in [*loaded.parameters(), *loaded.buffers()]:  # those from a file were made by no operation
+                tracker.add(tensor)
         for reward in trainer.experience.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
         generator, experience = trainer.experience.generator, trainer.experience
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        experience.score_tokens = in_phase(tracker, "forward", experience.score_tokens)
+        for name in ("score_tokens", "score_in_one_pass"):
+            setattr(experience, name, in_phase(tracker, "forward", getattr(experience, name)))
         trainer.train()
     return {
         "phases": {phase: tracker.peaks.get(phase, 0) / MIB for phase in ("load", *PHASES)},
@@ -238,11 +290,9 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
 
 def estimated(case: Case, directory: str) -> Any:
     """What is said before the run, from configs alone."""
-    from transformers import AutoConfig
-
     base, classifier = Path(directory) / "base", Path(directory) / "classifier"
-    reward = None
-    if case.classifier is not None:
+    reward: Any = rewards(case, str(classifier)) if case.classifier in ("nf4", "adapter") else None
+    if case.classifier in ("bf16", "fp32"):
         reward = AutoConfig.from_pretrained(classifier)
         reward.dtype = {"fp32": torch.float32}.get(case.classifier, torch.bfloat16)
     return estimate_memory(
@@ -250,6 +300,7 @@ def estimated(case: Case, directory: str) -> Any:
         reward_funcs=reward,
         prompt_length=case.shape.prompt,
         same_length=case.same_length,
+        ptx=case.ptx > 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
         **arguments(case, directory),
     )
@@ -260,15 +311,18 @@ def one(name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         measured = measure(CASES[name], directory)
         said = estimated(CASES[name], directory)
-    phases = {phase.name: phase.bytes / MIB for phase in said.phases}
-    parts = {phase.name: {key: x / MIB for key, x in phase.parts.items()} for phase in said.phases}
-    told = {"name": name, "measured": measured, "estimated": {"peak": said.peak / MIB, "phases": phases}, "parts": parts}
-    print("\n" + json.dumps(told), flush=True)
+    told = {
+        "peak": said.peak / MIB,
+        "phases": {phase.name: phase.bytes / MIB for phase in said.phases},
+        "parts": {phase.name: {key: x / MIB for key, x in phase.parts.items()} for phase in said.phases},
+    }
+    print("\n" + json.dumps({"name": name, "measured": measured, "estimated": told}), flush=True)
 
 
 def hardware() -> dict[str, Any]:
     """What it ran on."""
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     packages = ("torch", "transformers", "peft", "trl", "bitsandbytes")
     versions = {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()}
@@ -293,11 +347,70 @@ def main(names: list[str]) -> None:
         print(f"{name:42} {told['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} {resident:9.1f}   {ratios}")
         sys.stdout.flush()
     if not names:
-        RESULTS.write_text(json.dumps({"hardware": hardware(), "unit": "MiB", "results": results}, indent=1) + "\n")
+        told = {"hardware": hardware(), "unit": "MiB", "results": results}
+        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+
+
+# hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied embeddings
+MODELS = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def config_of(name: str, **more: Any) -> Qwen2Config:
+    """The config of a known model, from its sizes."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = MODELS[name]
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+        **more,
+    )
+
+
+def table() -> str:
+    """The table of docs/memory.md."""
+    names = ("load", *PHASES)
+    lines = [
+        "| base | loaded in | checkpointing | " + " | ".join(names) + " | needed |",
+        "|---|---|---|" + "---:|" * (len(names) + 1),
+    ]
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    with tempfile.TemporaryDirectory() as directory:
+        config_of("Qwen2.5-0.5B", num_labels=1).save_pretrained(directory)
+        for name, quantized, checkpointing in product(MODELS, (False, True), (False, True)):
+            args = PPOConfig(
+                directory,
+                use_cpu=True,
+                bf16=True,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=8,
+                per_device_generation_batch_size=32,
+                max_completion_length=512,
+                gradient_checkpointing=checkpointing,
+                report_to="none",
+            )
+            quantization = four_bit if quantized else None
+            said = estimate_memory(config_of(name), args, reward_funcs=directory, quantization_config=quantization)
+            by_name = {phase.name: f"{phase.bytes / 2**30:.1f}" for phase in said.phases}
+            cells = [name, "NF4" if quantized else "bf16", "yes" if checkpointing else "no"]
+            cells += [by_name[phase] for phase in names] + [f"{said.needed / 2**30:.1f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         one(sys.argv[2])
+    elif sys.argv[1:] == ["--table"]:
+        print(table())
     else:
         main(sys.argv[1:])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import PPOConfig
+    from .memory import estimate_memory
     from .modeling import ActorCritic
     from .rewards import Judge, RemoteReward, RewardAdapter, RewardError
     from .trainer import PPOTrainer
@@ -18,9 +19,19 @@ _MODULES = {
     "RemoteReward": "rewards",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
+    "estimate_memory": "memory",
 }
 
-__all__ = ["ActorCritic", "Judge", "PPOConfig", "PPOTrainer", "RemoteReward", "RewardAdapter", "RewardError"]
+__all__ = [
+    "ActorCritic",
+    "Judge",
+    "PPOConfig",
+    "PPOTrainer",
+    "RemoteReward",
+    "RewardAdapter",
+    "RewardError",
+    "estimate_memory",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,12 @@ from importlib import import_module
 # sub-command: (module with `add_arguments(parser)` and `main(args)`, line of help)
 COMMANDS = {
     "check-reward": ("check_reward", "compare a reward model in full precision and in 4-bit on preference pairs"),
+    "estimate": ("estimate", "say what memory a run will need, and which settings would make it fit"),
     "pretrain-critic": ("pretrain_critic", "train a critic on rollouts of a frozen policy, to start PPO runs from"),
     "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
 }
 # these read a config file too, so TRL's parser reads their arguments: `main(argv)`
-LAUNCHERS = {"pretrain-critic"}
+LAUNCHERS = {"estimate", "pretrain-critic"}
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:

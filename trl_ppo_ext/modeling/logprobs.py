@@ -3,7 +3,6 @@
 Logits over the vocabulary exist for a chunk of rows at a time, in the forward and in the backward.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +26,48 @@ class TokenStatistics(NamedTuple):
     kls: Tensor | None
 
 
-class _Projection(NamedTuple):
-    """From hidden states to log-probabilities over the vocabulary, and derivatives back."""
+class _Projection:
+    """From hidden states to log-probabilities over the vocabulary, and derivatives back, a chunk of rows at a time.
 
-    weight: Tensor
-    bias: Tensor | None
-    temperature: float
+    Every chunk works in the same buffers: memory fresh from the system costs a CPU as much as the arithmetic on it.
+    """
 
-    def log_softmax(self, hidden: Tensor) -> Tensor:
-        logits = (hidden @ self.weight.T).float()
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, rows: int, references: bool):
+        device = weight.device
+        # products with `out` are none of autocast's business
+        autocast = torch.is_autocast_enabled(device.type)
+        self.weight = weight.to(torch.get_autocast_dtype(device.type)) if autocast else weight
+        self.bias, self.temperature = bias, temperature
+        self.product = self.weight.new_empty(rows, len(weight))
+        self.logits = self.product if self.product.dtype == torch.float32 else self._buffer()
+        self.log_p = self._buffer()
+        self.log_q = self._buffer() if references else self.log_p
+
+    def _buffer(self) -> Tensor:
+        return torch.empty_like(self.product, dtype=torch.float32)
+
+    def log_softmax(self, hidden: Tensor, out: Tensor) -> Tensor:
+        rows = slice(len(hidden))
+        logits = torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=self.product[rows])
+        if logits.dtype != torch.float32:
+            logits = self.logits[rows].copy_(logits)
         if self.bias is not None:
             logits += self.bias.float()
-        logits /= self.temperature
-        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+        if self.temperature != 1:
+            logits /= self.temperature
+        return torch.log_softmax(logits, -1, out=out[rows])
+
+    def probabilities(self, log_p: Tensor) -> Tensor:
+        return torch.exp(log_p, out=self.logits[: len(log_p)])
 
     def pull_back(self, by_logits: Tensor) -> Tensor:
-        return (by_logits.to(self.weight.dtype) @ self.weight).float() / self.temperature
+        if self.weight.dtype != torch.float32:
+            by_logits = self.product[: len(by_logits)].copy_(by_logits)
+        return (by_logits @ self.weight).float() / self.temperature
 
 
-def _chunks(rows: int, logits_per_row: int, device: torch.device) -> Iterator[slice]:
-    size = max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // logits_per_row)
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
+def _rows_at_a_time(logits_per_row: int, device: torch.device) -> int:
+    return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // logits_per_row)
 
 
 def _expectation_(x: Tensor, p: Tensor, projection: _Projection, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -73,18 +92,17 @@ def _statistics(
 ) -> tuple[Tensor | None, ...]:
     """Log-probabilities, entropies and KLs of one chunk, then their derivatives by the hidden state.
 
-    Few tensors over the vocabulary: each step overwrites the one that no later step reads.
+    Each step overwrites what no later step reads.
     """
     entropies = kls = by_logprob = by_entropy = by_kl = None
-    log_p = projection.log_softmax(hidden)
+    log_p = projection.log_softmax(hidden, projection.log_p)
     logprobs = log_p.gather(1, tokens[:, None])[:, 0]
     if not (needs_grad[0] or with_entropy or ref_hidden is not None):
         return logprobs, None, None, None, None, None
-    p = log_p.exp()
-    if ref_hidden is not None:
-        difference = projection.log_softmax(ref_hidden).neg_().add_(log_p)
-        kls, by_kl = _expectation_(difference, p, projection, needs_grad[2])
-        del difference
+    log_q = None if ref_hidden is None else projection.log_softmax(ref_hidden, projection.log_q)
+    p = projection.probabilities(log_p)
+    if log_q is not None:
+        kls, by_kl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad[2])
     if with_entropy:
         negative, by_negative = _expectation_(log_p, p, projection, needs_grad[1])
         entropies, by_entropy = -negative, None if by_negative is None else -by_negative
@@ -121,8 +139,10 @@ class _TokenLogprobs(torch.autograd.Function):
         wanted = (True, with_entropy, with_kl)
         outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if wants else None for wants in wanted]
         derivatives = [torch.empty_like(hidden, dtype=torch.float32) if needs else None for needs in needs_grad]
-        projection = _Projection(weight, bias, temperature)
-        for rows in _chunks(len(tokens), len(weight) * (2 if with_kl else 1), hidden.device):
+        size = min(len(tokens), _rows_at_a_time(len(weight) * (2 if with_kl else 1), hidden.device))
+        projection = _Projection(weight, bias, temperature, size, with_kl)
+        for start in range(0, len(tokens), size or 1):
+            rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
             of_rows = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, needs_grad)
             for whole, part in zip([*outputs, *derivatives], of_rows):

@@ -1,0 +1,345 @@
+"""PPO steps on a CUDA GPU, beside TRL's and against memory bars: `bash benchmarks/gpu.sh`.
+
+A step is: generate, score, values and reference, advantages, four epochs of updates. Models have Qwen2.5's shapes and
+random weights; nothing is downloaded but packages that are missing (never torch). Each case runs in a process of its
+own with a time limit, after steps of warm-up; told are medians of the others, peaks of the allocator by phase, and
+`estimate_memory` beside them. benchmarks/results/gpu.json is written after every case, and keeps what was measured
+before. What cannot be run is skipped, and the file says why.
+
+    bash benchmarks/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
+    bash benchmarks/gpu.sh --smoke    # tiny models, on whatever is there; nothing is installed, nothing judged
+"""
+
+import argparse
+import configparser
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT, ENVIRONMENTS = HERE.parent, HERE / ".environments"
+RESULTS, SMOKE_RESULTS = HERE / "results" / "gpu.json", ROOT / "runs" / "gpu_smoke.json"
+GB = 1e9
+ROOM = 22 * GB  # of the weights of all shapes
+TRL = "1.12.0"
+MARK = "RESULT "  # stands before what the process of a case says
+PHASES = ("generate", "score", "forward", "update")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of one program on models of one shape."""
+
+    shape: str
+    base: str = "bf16"  # or "nf4"
+    reward: str = "bf16"  # a classifier of the same shape; "nf4"; or an "adapter" on the base
+    program: str = "ours"  # or "trl"
+    prompt: int = 128
+    response: int = 128
+    batch: int = 16  # completions of a micro-batch
+    accumulation: int = 1
+    reward_batch: int = 16
+    checkpointing: bool = False
+    warmup: int = 1
+    steps: int = 3  # measured
+    limit: int = 150  # seconds
+    bar: float | None = None  # GB of tensors at the peak
+
+
+LONG: dict[str, Any] = {
+    "base": "nf4",
+    "response": 512,
+    "batch": 4,
+    "accumulation": 4,
+    "reward_batch": 4,
+    "checkpointing": True,
+    "steps": 1,
+    "limit": 240,
+}
+QUICK = LONG | {"response": 64}
+# what matters most comes first: the time may be up before the last
+CASES = {
+    "0.5B NF4, NF4 reward": Case("Qwen2.5-0.5B", reward="nf4", **QUICK),
+    "0.5B NF4, reward adapter": Case("Qwen2.5-0.5B", reward="adapter", **QUICK),
+    "7B NF4, NF4 reward": Case("Qwen2.5-7B", reward="nf4", bar=16, **LONG),
+    "7B NF4, reward adapter": Case("Qwen2.5-7B", reward="adapter", bar=10.5, **LONG),
+    "0.5B bf16": Case("Qwen2.5-0.5B"),
+    f"0.5B bf16, TRL {TRL}": Case("Qwen2.5-0.5B", program="trl"),
+    "1.5B bf16": Case("Qwen2.5-1.5B"),
+    f"1.5B bf16, TRL {TRL}": Case("Qwen2.5-1.5B", program="trl"),
+    "7B bf16": Case("Qwen2.5-7B"),
+    "0.5B NF4, short": Case("Qwen2.5-0.5B", base="nf4", reward="nf4"),
+    "1.5B NF4, short": Case("Qwen2.5-1.5B", base="nf4", reward="nf4"),
+    "7B NF4, short": Case("Qwen2.5-7B", base="nf4", reward="nf4"),
+}
+
+
+def tiny(case: Case) -> Case:
+    """The same path, with next to nothing to do."""
+    return replace(case, prompt=6, response=8, batch=2, accumulation=min(case.accumulation, 2), steps=1, limit=60)
+
+
+# ---- packages ----
+
+
+def name_of(requirement: str) -> str:
+    """Of a package, from what asks for it."""
+    return re.split(r"[^a-z0-9-]", requirement)[0]
+
+
+def asked_for() -> list[str]:
+    """What setup.cfg asks for."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup["options"]["install_requires"].split("\n")
+
+
+def there(name: str) -> Any:
+    """An installed package, if it is."""
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def lacking(requirements: Iterable[str]) -> list[str]:
+    """What of these, and of what they need in turn, is missing or too old; torch is left as it is."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
+
+    queue, wanted = [x for x in requirements if x.strip()], {}
+    while queue:
+        requirement = Requirement(queue.pop())
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name not in wanted and (found := there(name)) is not None and name != "torch":
+            queue += found.requires or []
+        wanted[name] = wanted.get(name, SpecifierSet()) & requirement.specifier  # of all that ask for it
+    wanted.pop("torch", None)
+    return [f"{name}{versions}" for name, versions in wanted.items() if not satisfied(name, versions)]
+
+
+def satisfied(name: str, versions: Any) -> bool:
+    """Whether a package is there in one of these versions."""
+    found = there(name)
+    return found is not None and versions.contains(found.version, prereleases=True)
+
+
+def install(requirement: str, target: Path, wheels: str | None) -> None:
+    """Install one package into a folder."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
+    source = ["--no-index", "--find-links", wheels] if wheels else []
+    if not wheels and name_of(requirement) != "trl":  # of which the peer is an older one
+        source = ["--constraint", str(ROOT / "constraints.txt")]
+    done = subprocess.run([*pip, *source, "--target", str(target), requirement], capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip() or "pip failed").splitlines()[-1]
+        print(f"not installed: {requirement} ({why})", flush=True)
+
+
+def provide(wheels: str | None) -> None:
+    """Install what is missing beside what is there, as far as it is to be had."""
+    target, tried = ENVIRONMENTS / "gpu", set()
+    sys.path.insert(0, str(target))
+    if importlib.util.find_spec("packaging") is None:  # which reads what packages ask for
+        install("packaging", target, wheels)
+    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:  # what is new may need more
+        for requirement in wanted:
+            tried.add(name_of(requirement))
+            install(requirement, target, wheels)
+        importlib.invalidate_caches()
+    if not (ENVIRONMENTS / "trl" / "trl").is_dir():
+        install(f"trl=={TRL}", ENVIRONMENTS / "trl", wheels)
+
+
+def why_not(case: Case) -> str | None:
+    """Why a case cannot be run, if it cannot."""
+    if case.program == "trl" and not (ENVIRONMENTS / "trl" / "trl").is_dir():
+        return f"trl {TRL} is not in {(ENVIRONMENTS / 'trl').relative_to(ROOT)}"
+    needed = ["torch", "transformers", "accelerate", "peft", "datasets", "trl"]
+    needed += ["bitsandbytes"] if "nf4" in (case.base, case.reward) else []
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+# ---- processes ----
+
+
+def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, str | None]:
+    """One process; what it printed, its errors, and why it ended before its end, if it did."""
+    first = [str(ENVIRONMENTS / "trl")] if program == "trl" else []
+    paths = [*first, str(ROOT), str(ENVIRONMENTS / "gpu"), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(HERE / "gpu_case.py"), *arguments]
+    try:
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=max(limit, 1)
+        )
+    except subprocess.TimeoutExpired as error:
+        said = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
+        return said[0], said[1], f"it took more than {limit:.0f} s"
+    return done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else None
+
+
+def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str, dict]:
+    """Cases of one program in one process: what was measured, by name."""
+    program = CASES[names[0]].program
+    options = [directory, *(["--smoke"] if smoke else [])]
+    made = {p.name for p in Path(directory).glob("*") if (p / "adapter" / "adapter_model.safetensors").exists()}
+    for shape in {CASES[name].shape for name in names} - made if program == "trl" else ():
+        began = time.monotonic()
+        *_, failed = start([*options, "--make", shape], "ours", limit)  # TRL's process could not import ours
+        limit -= time.monotonic() - began
+        if failed:
+            return {name: {"status": "failed", "reason": f"models were not made: {failed}"} for name in names}
+    out, errors, failed = start([*options, *names], program, limit)
+    found: dict[str, dict] = {}
+    for said in out.splitlines():
+        if said.startswith(MARK):
+            name, result = json.loads(said.removeprefix(MARK))
+            found[name] = result
+    for name in names:
+        if found.setdefault(name, {"status": "failed"})["status"] != "done":
+            found[name].setdefault("reason", failed or "it said nothing")
+            found[name].setdefault("errors", errors.strip()[-1500:])
+    return found
+
+
+# ---- what came of it ----
+
+
+def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
+    """Each bar, and whether it was met; `None` where nothing can be said: on a CPU, of tiny models, or too early."""
+    if "estimate" not in result:
+        return []
+    real = result["status"] == "done" and result["hardware"]["device"] != "cpu" and not smoke
+    peak, told = result["peak_gb"]["allocated"], result["estimate"]["peak_gb"]
+    bars: list[tuple[str, bool]] = [("estimate within 10 % of max_memory_allocated", abs(told / peak - 1) <= 0.1)]
+    if case.bar is not None:
+        bars.insert(0, (f"max_memory_allocated at most {case.bar:g} GB", peak <= case.bar))
+    return [{"bar": bar, "met": met if real else None} for bar, met in bars]
+
+
+def keep(path: Path, results: dict[str, dict]) -> None:
+    """Write results over those that are there; what was measured before is not lost to a skip."""
+    written = json.loads(path.read_text())["results"] if path.exists() else {}
+    for name, result in results.items():
+        if result["status"] != "skipped" or written.get(name, {}).get("status") != "done":
+            written[name] = result
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = {name: written[name] for name in [*CASES, *written] if name in written}
+    path.write_text(json.dumps({"unit": "s, GB of 10^9 bytes", "results": ordered}, indent=1) + "\n")
+
+
+def line(name: str, result: dict, ours: dict | None) -> str:
+    """A row of the table; `ours` is what TRL's is compared with."""
+    told = ""
+    if result["status"] != "done":
+        last = result.get("errors", "").splitlines()[-1:] if "exit" in result["reason"] else []
+        told = f"{result['status']}: {': '.join([result['reason'], *last])[:160]}"
+    if "peak_gb" not in result:
+        return f"{name:26} {told}"
+    estimate = result.get("estimate", {})
+    numbers = (result["median_s"], *(result["peak_gb"][x] for x in ("allocated", "reserved")))
+    numbers += (estimate.get("peak_gb"), estimate.get("ratio"))
+    cells = " ".join("       -" if x is None else f"{x:8.3f}" for x in numbers)
+    phases = ", ".join(f"{phase} {x:.2f}" for phase, x in result.get("phases_s", {}).items())
+    if ours is not None:
+        phases = f"{result['median_s'] / ours['median_s']:.2f} times ours"
+    return f"{name:26} {cells}   {phases} {told}".rstrip()
+
+
+def show(names: list[str], results: dict[str, dict]) -> None:
+    """The table, and the bars."""
+    titles = " ".join(f"{x:>8}" for x in ("s a step", "peak GB", "reserved", "estimate", "ratio"))
+    print(f"\n{'':26} {titles}   phases, s")
+    for name in names:
+        ours = results.get(name.split(", TRL")[0]) if CASES[name].program == "trl" else None
+        compared = ours and ours["status"] == "done" and not ours["smoke"] and results[name]["status"] == "done"
+        print(line(name, results[name], ours if compared else None))
+    verdicts = {True: "met", False: "NOT MET", None: "not judged (tiny models, no GPU, or not ended)"}
+    for name in names:
+        for bar in results[name].get("bars", []):
+            print(f"{name}: {bar['bar']}: {verdicts[bar['met']]}")
+
+
+def groups(names: list[str], smoke: bool) -> list[list[str]]:
+    """What shares a process: nothing but tiny cases, whose imports would take longest."""
+    if not smoke:
+        return [[name] for name in names]
+    by_program = ([name for name in names if CASES[name].program == program] for program in ("ours", "trl"))
+    return [group for group in by_program if group]
+
+
+def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory: str) -> dict[str, dict]:
+    """Run cases until the time is up."""
+    results: dict[str, dict] = {}
+    until, unmet = time.monotonic() + seconds, lacking(asked_for())
+    for group in groups(names, smoke):
+        found = {name: {"status": "skipped", "reason": why} for name in group if (why := why_not(CASES[name]))}
+        able = [name for name in group if name not in found]
+        left, limit = until - time.monotonic(), sum(CASES[name].limit for name in able)
+        if able and left < 20:
+            found |= {name: {"status": "skipped", "reason": "the time was up; run it by --cases"} for name in able}
+        elif able:
+            found |= run(able, directory, smoke, min(left, limit))
+        for name, result in found.items():
+            case = tiny(CASES[name]) if smoke else CASES[name]
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            result |= {"settings": asdict(case), "smoke": smoke, "date": date, "packages_lacking": unmet}
+            result["bars"] = judged(case, result, smoke)
+            print(line(name, result, None), flush=True)
+        results |= found
+        keep(path, found)
+    return results
+
+
+def place() -> str | None:
+    """Where the weights lie while it runs: in memory if there is room, else where temporary files do."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
+
+
+def has_gpu() -> bool:
+    """Whether there is a CUDA GPU; asked elsewhere, so that this process takes none of its memory."""
+    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too")
+    parser.add_argument("--seconds", type=float, default=570, help="after which no case is begun or goes on")
+    parser.add_argument("--results", type=Path, help=f"by default {RESULTS.relative_to(ROOT)}")
+    args = parser.parse_args()
+    began = time.monotonic()
+    if not args.smoke:
+        if not has_gpu():
+            parser.exit(2, "There is no CUDA GPU (or no torch); `--smoke` runs tiny models on a CPU.\n")
+        provide(os.environ.get("WHEELS"))
+    path = args.results or (SMOKE_RESULTS if args.smoke else RESULTS)
+    with tempfile.TemporaryDirectory(dir=None if args.smoke else place()) as directory:
+        seconds = args.seconds - (time.monotonic() - began)
+        results = measure(args.cases, args.smoke, path, seconds, directory)
+    show(args.cases, results)
+    print(f"\nwritten: {path}")
+    sys.exit(any(result["status"] in ("failed", "cut short") for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

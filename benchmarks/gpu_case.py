@@ -1,0 +1,373 @@
+"""The process of a case of `benchmarks/gpu.py`: python gpu_case.py DIRECTORY [--smoke] (--make SHAPE | CASE ...).
+
+Prints a line for each case. Weights lie in the directory, are made where they are missing, and serve all cases.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(1, str(Path(__file__).parent / "peers"))
+from common import EPOCHS, LORA, Clock, Shape, prompts, tokenizer
+from gpu import CASES, GB, MARK, PHASES, Case, tiny
+
+GPU = torch.cuda.is_available()
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """What it runs on."""
+    if not GPU:
+        return {"device": "cpu", "cores": os.cpu_count()}
+    properties = torch.cuda.get_device_properties(0)
+    return {"device": properties.name, "memory_gb": properties.total_memory / GB, "cores": os.cpu_count()}
+
+
+# ---- models ----
+
+
+def drawn(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers, drawn where that is quick."""
+    if "norm" in name or name.endswith("bias"):
+        return torch.full(shape, float("norm" in name), dtype=dtype)
+    return (torch.randn(shape, dtype=dtype, device="cuda" if GPU else "cpu") * 0.02).cpu()
+
+
+def shard_of(name: str) -> str:
+    """The file in which a weight lies: its layer's, or one of its own."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return f"{layer[1] if layer else name}.safetensors"
+
+
+def save_folder(folder: Path, made: Any, files: Path) -> None:
+    """What `from_pretrained` reads of a model, whose weights lie elsewhere."""
+    made.config.architectures = [type(made).__name__]
+    made.config.save_pretrained(folder)
+    tokenizer(Shape(made.config.vocab_size, 0, 0, 0, 0, 0)).save_pretrained(folder)
+    index = {name: shard_of(name) for name, _ in made.named_parameters()}  # what is tied comes once
+    for file in set(index.values()):
+        (folder / file).symlink_to(files / file)
+    told = {"metadata": {"total_size": 2 * made.num_parameters()}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+
+
+def save_adapter(folder: Path, scorer: Any) -> None:
+    """A reward adapter that is not trained."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        adapted = get_peft_model(scorer, LoraConfig(**LORA | {"task_type": "SEQ_CLS"}))
+    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    adapted.peft_config["default"].save_pretrained(folder)
+    numbers = {name: drawn(name, x.shape, torch.float32) for name, x in weights.items()}
+    save_file(numbers, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def save_models(shape: str, directory: Path) -> None:
+    """A base, a classifier on the same trunk, and a reward adapter on it, of random weights."""
+    if (directory / "adapter" / "adapter_model.safetensors").exists():
+        return
+    from estimate import config_of
+    from safetensors.torch import save_file
+
+    from trl_ppo_ext.memory.sizes import on_meta
+
+    config = config_of(shape, bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    base = on_meta(config)
+    config.num_labels = 1
+    scorer = on_meta(config, classifier=True)
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, x in (*base.named_parameters(), *scorer.named_parameters()):
+        files.setdefault(shard_of(name), {})[name] = x.shape
+    (directory / "files").mkdir(parents=True, exist_ok=True)
+    for file, shapes in files.items():
+        numbers = {name: drawn(name, x, torch.bfloat16) for name, x in shapes.items()}
+        save_file(numbers, directory / "files" / file, metadata={"format": "pt"})
+    save_folder(directory / "base", base, directory / "files")
+    save_folder(directory / "classifier", scorer, directory / "files")
+    save_adapter(directory / "adapter", scorer)
+    if GPU:
+        torch.cuda.empty_cache()
+
+
+def rows(case: Case, directory: Path) -> tuple[Any, list[str]]:
+    """The tokenizer, and prompts for four steps."""
+    vocabulary = json.loads((directory / "base" / "config.json").read_text())["vocab_size"]
+    shape = Shape(vocabulary, 0, 0, 0, case.prompt, 0)
+    return tokenizer(shape), prompts(shape, 4 * case.batch * case.accumulation)
+
+
+# ---- this package ----
+
+
+def arguments(case: Case, directory: Path) -> dict[str, Any]:
+    """What trainer and estimate are both given."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    from trl_ppo_ext import PPOConfig
+
+    args = PPOConfig(
+        str(directory / "run"),
+        use_cpu=not GPU,
+        bf16=True,
+        per_device_train_batch_size=case.batch,
+        gradient_accumulation_steps=case.accumulation,
+        per_device_reward_batch_size=case.reward_batch,
+        num_ppo_epochs=EPOCHS,
+        max_steps=(case.warmup + case.steps) * EPOCHS,
+        max_completion_length=case.response,
+        generation_kwargs={"min_new_tokens": case.response},
+        gradient_checkpointing=case.checkpointing,
+        reward_quantization="nf4" if case.reward == "nf4" else "none",
+        logging_steps=EPOCHS,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    quantization = None
+    if case.base == "nf4":
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return {"args": args, "peft_config": LoraConfig(**LORA), "quantization_config": quantization}
+
+
+def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
+    """What rewards the run; of a classifier in bf16 the estimate reads the config."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from trl_ppo_ext import RewardAdapter
+
+    path = directory / "classifier"
+    if case.reward == "adapter":
+        return RewardAdapter(str(directory / "adapter"), check_base=False)
+    if case.reward == "nf4":
+        return str(path)
+    if loaded:
+        return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16)
+    return AutoConfig.from_pretrained(path)
+
+
+def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu") -> dict[str, Any]:
+    """What `estimate_memory` says of a case."""
+    from trl_ppo_ext import estimate_memory
+
+    said = estimate_memory(
+        str(directory / "base"),
+        reward_funcs=reward_of(case, directory, loaded=False),
+        prompt_length=case.prompt,
+        same_length=True,
+        device=device,
+        **arguments(case, directory),
+    )
+    by_phase = {phase.name: phase.bytes / GB for phase in said.phases}
+    return {"peak_gb": said.peak / GB, "needed_gb": said.needed / GB, "by_phase": by_phase}
+
+
+def tracker_of_device() -> Any:
+    """Follows peaks by phase, of the allocator of a GPU with what it has reserved."""
+    from estimate import CUDATracker, Tracker
+
+    class Peaks(CUDATracker):
+        reserved = 0
+
+        def enter(self, phase: str) -> None:
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+            super().enter(phase)
+
+    return Peaks() if GPU else Tracker()
+
+
+def watch(trainer: Any, tracker: Any) -> None:
+    """Tell the tracker when a phase begins and ends."""
+    from estimate import in_phase
+
+    experience, generator = trainer.experience, trainer.experience.generator
+    models = [trainer.model, *(getattr(x, "model", None) for x in experience.rewards)]
+    for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
+        for tensor in [*model.parameters(), *model.buffers()]:  # those from a file were made by no operation
+            tracker.add(tensor)
+    for reward in experience.rewards:
+        reward.score = in_phase(tracker, "score", reward.score)
+    generator.generate = in_phase(tracker, "generate", generator.generate)
+    experience.score_tokens = in_phase(tracker, "forward", experience.score_tokens)
+
+
+class Teller(Clock):
+    """Tells what was measured so far at every step: the time may be up before the last."""
+
+    def __init__(self, optimizer_steps: int, tell: Callable[[list[float], list[dict]], None]):
+        super().__init__(optimizer_steps)
+        self.tell = tell
+
+    def on_log(self, args, state, control, **kwargs):
+        logs = [log for log in state.log_history if "time/generate" in log]
+        if logs:
+            self.tell(self.seconds, logs)
+
+
+def measured(seconds: list[float], logs: list[dict], case: Case, tracker: Any) -> dict[str, Any]:
+    """What the steps after those of warm-up took, or those of warm-up as long as there are no others."""
+    tracker.enter("update")  # in which a step ends
+    logs, peaks = logs[case.warmup :] or logs, {phase: tracker.peaks[phase] / GB for phase in ("load", *PHASES)}
+    return {
+        **timed(seconds, case),
+        "phases_s": {phase: statistics.median(log[f"time/{phase}"] for log in logs) for phase in PHASES},
+        "tokens_per_second": statistics.median(log["tokens_per_second"] for log in logs),
+        "completion_length": statistics.median(log["completions/mean_length"] for log in logs),
+        "peak_gb": {
+            "allocated": max(peaks.values()),
+            "reserved": tracker.reserved / GB if GPU else None,
+            "by_phase": peaks,
+        },
+    }
+
+
+def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Steps of this package."""
+    from datasets import Dataset
+
+    from trl_ppo_ext import PPOTrainer
+
+    save_models(case.shape, directory)
+    said, tracker, found = estimated(case, directory), tracker_of_device(), {}
+
+    def so_far(seconds: list[float], logs: list[dict]) -> None:
+        found.update(measured(seconds, logs, case, tracker))
+        found["estimate"] = said | {"ratio": said["peak_gb"] / found["peak_gb"]["allocated"]}
+        tell(found)
+
+    words, texts = rows(case, directory)
+    with tracker:
+        trainer = PPOTrainer(
+            str(directory / "base"),
+            reward_of(case, directory, loaded=True),
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=words,
+            reward_processing_classes=words if case.reward == "bf16" else None,
+            callbacks=[Teller(EPOCHS, so_far)],
+            **arguments(case, directory),
+        )
+        watch(trainer, tracker)
+        trainer.train()
+    return found
+
+
+def timed(seconds: list[float], case: Case) -> dict[str, Any]:
+    """Seconds of the steps after those of warm-up, of which there may be none yet."""
+    seconds = seconds[case.warmup :]
+    return {"seconds": seconds, "median_s": statistics.median(seconds) if seconds else None}
+
+
+# ---- TRL's last PPO ----
+
+
+def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Steps of TRL's PPOTrainer on the same weights, all four models in bfloat16, the policy with the same LoRA."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    def classifier() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(directory / "classifier", dtype=torch.bfloat16)
+
+    (words, texts), clock = rows(case, directory), Clock(1)
+    words.padding_side = "left"
+    data = Dataset.from_dict({"input_ids": [words(text)["input_ids"] for text in texts]})
+    trainer = PPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(directory / "base", dtype=torch.bfloat16),
+        ref_model=None,
+        reward_model=classifier(),
+        value_model=classifier(),
+        args=PPOConfig(
+            str(directory / "run"),
+            use_cpu=not GPU,
+            bf16=True,
+            per_device_train_batch_size=case.batch,
+            gradient_accumulation_steps=case.accumulation,
+            num_ppo_epochs=EPOCHS,
+            num_mini_batches=1,
+            total_episodes=(case.warmup + case.steps) * case.batch * case.accumulation,
+            response_length=case.response,
+            temperature=1.0,
+            num_sample_generations=0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=case.checkpointing,
+        ),
+        processing_class=words,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[clock],
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    peaks = (torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB) if GPU else (None, None)
+    return timed(clock.seconds, case) | {"peak_gb": dict(zip(("allocated", "reserved"), peaks, strict=True))}
+
+
+def say(name: str, status: str, found: dict[str, Any]) -> None:
+    """Tell the process that waits; what is told last counts."""
+    told = {"hardware": hardware(), "versions": versions(), "status": status, **found}
+    print(f"\n{MARK}{json.dumps([name, told])}", flush=True)
+
+
+def run(name: str, directory: Path, smoke: bool) -> None:
+    """A case, or why it failed."""
+    case = tiny(CASES[name]) if smoke else CASES[name]
+    program = {"ours": ours, "trl": trl}[case.program]
+    try:
+        say(name, "done", program(case, directory / case.shape, lambda found: say(name, "cut short", found)))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        say(name, "failed", {"reason": reason, "errors": traceback.format_exc()[-1500:]})
+
+
+def make_tiny() -> None:
+    """Every shape becomes a tiny one."""
+    from estimate import MODELS
+
+    MODELS.update({name: (64, 128, 2, 4, 2, 512, tied) for name, (*_, tied) in MODELS.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--make", metavar="SHAPE")
+    args = parser.parse_intermixed_args()
+    if args.smoke and (args.make or CASES[args.cases[0]].program == "ours"):  # TRL reads what was made
+        make_tiny()
+    if args.make:
+        save_models(args.make, args.directory / args.make)
+    for name in args.cases:
+        run(name, args.directory, args.smoke)
+
+
+if __name__ == "__main__":
+    main()
