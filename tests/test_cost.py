@@ -70,9 +70,9 @@ class Counted:
         base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))
         original = fused._Projection.log_softmax
 
-        def log_softmax(projection, hidden):
+        def log_softmax(projection, hidden, out):
             self.projected[self.largest.phase] += len(hidden)
-            return original(projection, hidden)
+            return original(projection, hidden, out)
 
         monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
         counted = {"generate": experience.generator, "score_tokens": experience, "loss": trainer.updates}
@@ -113,7 +113,8 @@ def test_forwards_of_the_base(step, critic, settings):
     counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
-    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
+    shared = plan.num_generations > 1  # a prompt's completions: it is computed first, once, but for its last token
+    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max()) + shared
     assert counted.forwards["score_tokens"] == scoring * micro_batches
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
 

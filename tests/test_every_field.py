@@ -426,6 +426,13 @@ CASES = {
     "generation_kwargs": Case(
         (None, {"min_new_tokens": 10}), "completions", exact=lambda a, b: set(lengths(a)) > set(lengths(b)) == {10}
     ),
+    "generation_backend": Case(
+        ("transformers", "continuous_batching"),
+        "calls completions",
+        exact=lambda a, b: (
+            a.calls["generate"] == a.calls["collect"] == b.calls["collect"] and "generate" not in b.calls
+        ),
+    ),
     # rewards
     "reward_weights": Case((None, [2.0, 0.1]), "weights reward", given=two_rewards),
     "reward_quantization": Case(

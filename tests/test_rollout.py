@@ -137,3 +137,16 @@ def test_micro_batches_resume_at_the_same_rows(start):
     for one, other in zip(resumed, rest):
         assert same(one.rollout.sequences, other.rollout.sequences)
         assert torch.equal(one.rollout.advantages, other.rollout.advantages)
+
+
+def test_sampled_tokens_are_picked_and_spread_as_with_a_mask():
+    sequences = Sequences.from_token_ids([[1]] * 4, [[3, 4, 5], [], [6], [7, 8]], 0, "cpu")
+    mask = sequences.completion_mask
+    states = torch.randn(4, 3, 2)
+    assert torch.equal(sequences.pick(states), states[mask])
+    numbers = torch.randn(6, requires_grad=True)
+    spread = sequences.spread(numbers)
+    assert torch.equal(spread, torch.zeros(4, 3).masked_scatter(mask, numbers))
+    spread.pow(2).sum().backward()
+    assert torch.equal(numbers.grad, 2 * numbers)
+    assert Sequences.from_token_ids([[1]], [[]], 0, "cpu").pick(torch.ones(1, 0, 2)).shape == (0, 2)

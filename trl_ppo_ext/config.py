@@ -1,13 +1,13 @@
 """What a user of [`PPOTrainer`] sets."""
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .batch_plan import BatchPlan, accumulation_for
-from .config_checks import check_generation_kwargs, check_horizon, check_values, choose_defaults
+from .config_checks import check_generation, check_horizon, check_values, choose_defaults
 from .presets import PRESETS
 from .redaction import without_secrets
 
@@ -64,8 +64,10 @@ class PPOConfig(TrainingArguments):
             Sample from tokens with at least this share of the most likely token's probability.
         repetition_penalty (`float`, *optional*, defaults to `1.0`):
             Penalty on tokens that occurred before.
+        generation_backend (`str`, *optional*, defaults to `"transformers"`):
+            What samples: `generate` of `"transformers"`, or its `"continuous_batching"`; see docs/generation.md.
         generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`].
+            Further fields of [`~transformers.GenerationConfig`] or, for continuous batching, of its config.
 
         reward_weights (`list[float]`, *optional*):
             Weight of each reward; all are 1 by default.
@@ -98,8 +100,7 @@ class PPOConfig(TrainingArguments):
         kl_coef (`float`, *optional*, defaults to `0.05`):
             Coefficient of the KL penalty.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            The KL of a token: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"`, over the whole
-            vocabulary.
+            The KL of a token: from the one that was sampled (`"k1"`, `"k2"`, `"k3"`), or `"exact"`, over all tokens.
         kl_placement (`str`, *optional*, defaults to `"reward"`):
             Where the KL penalty enters: `"reward"`, `"loss"`, or `"both"` (for the exact KL). Only k1 in the reward,
             or the exact KL in both, leads to the KL-regularised optimum; see docs/choices.md.
@@ -225,8 +226,9 @@ class PPOConfig(TrainingArguments):
     top_k: int = field(default=0, metadata={"help": "Sample from this many most likely tokens; 0 is all."})
     min_p: float | None = field(default=None, metadata={"help": "Least share of the likeliest token's probability."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens that occurred before."})
+    generation_backend: str = field(default="transformers", metadata={"help": "transformers or continuous_batching."})
     generation_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further fields of GenerationConfig."}
+        default=None, metadata={"help": "Further fields of GenerationConfig, or of ContinuousBatchingConfig."}
     )
 
     reward_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each reward."})
@@ -242,9 +244,7 @@ class PPOConfig(TrainingArguments):
     reward_on_error: str = field(
         default="raise", metadata={"help": "Where a reward fails: raise, skip the completion, or a number."}
     )
-    max_reward_failures: float = field(
-        default=0.5, metadata={"help": "Share of a rollout that a reward may fail for before the run ends."}
-    )
+    max_reward_failures: float = field(default=0.5, metadata={"help": "Share of a rollout that may stay unscored."})
     reward_baseline: str | None = field(
         default=None, metadata={"help": "'reference' subtracts the mean score of the first rollout."}
     )
@@ -337,7 +337,7 @@ class PPOConfig(TrainingArguments):
         choose_defaults(self)
         check_values(self)
         super().__post_init__()
-        check_generation_kwargs(cast(dict | None, self.generation_kwargs))
+        check_generation(self)
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would be time lost
             self.ddp_find_unused_parameters = False

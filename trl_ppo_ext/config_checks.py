@@ -161,22 +161,39 @@ def _check_critic(config: Any) -> None:
         )
 
 
-def check_generation_kwargs(generation_kwargs: dict[str, Any] | None) -> None:
-    """Refuse fields that there are none of, and those that have a field of their own in [`PPOConfig`].
+def check_generation(config: Any) -> None:
+    """Refuse what the backend that samples could not honour, and fields of it that [`PPOConfig`] has itself.
 
     Args:
-        generation_kwargs (`dict`, *optional*): Further fields of `GenerationConfig`.
+        config ([`PPOConfig`]): The config, its `generation_kwargs` read.
 
     Raises:
         `ValueError`: Names the field.
     """
-    given = set(generation_kwargs or {})
+    given = set(config.generation_kwargs or {})
+    if config.generation_backend == "continuous_batching":
+        _check_continuous_batching(config, given)
+        return
     for name in given - vars(GenerationConfig()).keys():
         raise ValueError(f"`generation_kwargs` holds `{name}`, but `transformers.GenerationConfig` has no such field.")
     for name in _SET_AS_FIELDS & given:
         raise ValueError(
             f"`generation_kwargs` holds `{name}`, but log-probabilities and shapes depend on it: set the field of "
             "this config instead (one completion is sampled for each row; `num_generations` repeats rows)."
+        )
+
+
+def _check_continuous_batching(config: Any, given: set[str]) -> None:
+    if config.repetition_penalty != 1:
+        raise ValueError(
+            f"`repetition_penalty={config.repetition_penalty}` looks at all tokens before, and continuous batching "
+            "shows it the newest alone; leave it at 1.0, or use `generation_backend='transformers'`."
+        )
+    for name in sorted(given - _OF_CONTINUOUS_BATCHING):
+        raise ValueError(
+            f"`generation_kwargs` holds `{name}`; with `generation_backend='continuous_batching'` it takes "
+            f"{', '.join(sorted(_OF_CONTINUOUS_BATCHING))} of `transformers.ContinuousBatchingConfig`, and nothing of "
+            "`GenerationConfig`. Leave it out, or use `generation_backend='transformers'`."
         )
 
 
@@ -241,6 +258,7 @@ _CHOICES = {
     "kl_estimator": KL_ESTIMATORS,
     "kl_placement": ("reward", "loss", "both"),
     "critic": ("head", "adapter", "none"),
+    "generation_backend": ("transformers", "continuous_batching"),
     "advantage_estimator": ("gae", "grpo", "dr_grpo", "rloo", "reinforce"),
     "importance_sampling_level": ("token", "sequence"),
     "loss_aggregation": AGGREGATIONS,
@@ -263,6 +281,11 @@ _OF_THE_CRITIC = {
 _SET_AS_FIELDS = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings".split()
+)
+# the others are set by the generator, follow from this config, or would be passed over without an error
+_OF_CONTINUOUS_BATCHING = set(
+    "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "
+    "use_async_batching default_compile_level auto_switch_to_flash".split()
 )
 # what the Trainer would do to a model of its own, or to its data, and this trainer does not
 _NOT_HONOURED = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -78,13 +79,13 @@ class Sequences:
     @property
     def completion_mask(self) -> Tensor:
         """`[batch, response]`, 1 at sampled tokens."""
-        lengths = self.completion_lengths.to(self.completion_ids.device)
+        lengths = self.completion_lengths.to(self.completion_ids.device, non_blocking=True)
         return _lengths_to_mask(lengths, self.completion_ids.shape[1], left=False)
 
     @property
     def attention_mask(self) -> Tensor:
         """`[batch, prompt + response]`, 1 at real tokens."""
-        lengths = self.prompt_lengths.to(self.prompt_ids.device)
+        lengths = self.prompt_lengths.to(self.prompt_ids.device, non_blocking=True)
         prompt_mask = _lengths_to_mask(lengths, self.prompt_ids.shape[1], left=True)
         return torch.cat([prompt_mask, self.completion_mask], 1).long()
 
@@ -92,6 +93,36 @@ class Sequences:
     def input_ids(self) -> Tensor:
         """`[batch, prompt + response]`, prompts followed by completions."""
         return torch.cat([self.prompt_ids, self.completion_ids], 1)
+
+    @cached_property
+    def _sampled(self) -> tuple[Tensor, Tensor]:
+        """Rows and positions of the sampled tokens in `[batch, response]`, made from lengths without waiting."""
+        lengths, device = self.completion_lengths, self.completion_ids.device
+        rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+        positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
+        return rows.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+
+    def pick(self, x: Tensor) -> Tensor:
+        """What belongs to the sampled tokens; with a mask the device would have to be waited for.
+
+        Args:
+            x (`Tensor` of shape `[batch, response, ...]`): Any tensor over the completions.
+
+        Returns:
+            `Tensor` of shape `[tokens, ...]`: Its rows at sampled tokens, one sequence after the other.
+        """
+        return x[self._sampled]
+
+    def spread(self, per_token: Tensor) -> Tensor:
+        """The reverse of [`Sequences.pick`].
+
+        Args:
+            per_token (`Tensor` of shape `[tokens]`): A number for each sampled token.
+
+        Returns:
+            `Tensor` of shape `[batch, response]`: The numbers in their places, 0 at padding.
+        """
+        return per_token.new_zeros(self.completion_ids.shape).index_put(self._sampled, per_token)
 
     def to(self, device: torch.device | str) -> "Sequences":
         """The same on another device; lengths stay on the CPU.
@@ -116,7 +147,7 @@ class Sequences:
         prompt_lengths, completion_lengths = self.prompt_lengths[index], self.completion_lengths[index]
         start = self.prompt_ids.shape[1] - int(prompt_lengths.max())
         end = int(completion_lengths.max())
-        on_device = index.to(self.prompt_ids.device)
+        on_device = index.to(self.prompt_ids.device, non_blocking=True)
         return Sequences(
             prompt_ids=self.prompt_ids[on_device, start:],
             completion_ids=self.completion_ids[on_device, :end],
@@ -187,7 +218,8 @@ class Rollout:
             [`Rollout`]: The selected rows.
         """
         sequences = self.sequences.rows(index)
-        on_device, end = index.to(self.response_mask.device), sequences.completion_ids.shape[1]
+        on_device = index.to(self.response_mask.device, non_blocking=True)
+        end = sequences.completion_ids.shape[1]
         return Rollout(sequences, **{name: tensor[on_device, :end] for name, tensor in self._tensors().items()})
 
 

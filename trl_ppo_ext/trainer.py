@@ -26,7 +26,7 @@ from .completions import print_completions
 from .config import PPOConfig
 from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience
-from .generation import TransformersGenerator
+from .generation import build_generator
 from .metrics import Metrics
 from .modeling import load_actor_critic
 from .nonfinite import StepGuard
@@ -176,7 +176,7 @@ class PPOTrainer(SavingTrainer):
         """What collects rollouts, what learns from them, and what watches over it."""
         args, actor_critic, tokenizer = self.args, self.actor_critic, self.processing_class
         self.plan = BatchPlan.from_config(args, args.world_size)
-        generator = TransformersGenerator(actor_critic, tokenizer, args, self.accelerator)
+        generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
         ptx = None

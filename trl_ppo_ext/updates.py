@@ -172,9 +172,9 @@ class Updates:
             self.stopped_early = moved > target * tokens
         self.moved = torch.zeros_like(self.moved)
         empty = not self.stopped_early and self.empty[self.step]
-        self.metrics.mean("stopped_early", torch.tensor(float(self.stopped_early), device=self.args.device))
+        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.args.device))
         once = empty and self.args.process_index == 0  # it is the same on all processes, and they are summed
-        self.metrics.total("empty_steps", torch.tensor(float(once), device=self.args.device))
+        self.metrics.total("empty_steps", torch.full((), float(once), device=self.args.device))
         return not (self.stopped_early or empty)
 
 

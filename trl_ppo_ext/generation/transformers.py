@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from ..modeling import ActorCritic
 from ..rollout import Sequences
 from .base import cut_at_stop
+from .prompt_cache import can_share, prefill
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
@@ -54,6 +55,38 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
     tokenizer.pad_token = tokenizer.eos_token
 
 
+def sampling_config(
+    actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, **others: Any
+) -> GenerationConfig:
+    """How completions are sampled.
+
+    Args:
+        actor_critic ([`ActorCritic`]): The policy.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
+        args ([`PPOConfig`]): The run's config.
+        others (`dict`): Further fields.
+
+    Returns:
+        [`~transformers.GenerationConfig`]: Its `eos_token_id` is a list.
+    """
+    return GenerationConfig(
+        **{
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": True,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config),
+            "use_cache": True,
+        }
+        | others
+    )
+
+
 class _Progress(StoppingCriteria):
     """Moves a bar with every token; stops nothing."""
 
@@ -82,31 +115,20 @@ class TransformersGenerator:
         self.accelerator = accelerator
         self.batch_size = args.per_device_generation_batch_size
         self.show_progress = not args.disable_tqdm and accelerator.is_main_process
-        stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config)
-        self.config = GenerationConfig(
-            **{
-                "max_new_tokens": args.max_completion_length,
-                "do_sample": True,
-                "temperature": args.temperature,
-                "top_p": args.top_p,
-                "top_k": args.top_k,
-                "min_p": args.min_p,
-                "repetition_penalty": args.repetition_penalty,
-                "pad_token_id": tokenizer.pad_token_id,
-                "bos_token_id": tokenizer.bos_token_id,
-                "eos_token_id": stops,
-                "use_cache": True,
-            }
-            | (args.generation_kwargs or {})
-        )
-        eos = self.config.eos_token_id
-        self.stop_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        self.config = sampling_config(actor_critic, tokenizer, args, **(args.generation_kwargs or {}))
+        self.stop_token_ids = frozenset(self.config.eos_token_id)
+        self.shares_prompts = can_share(actor_critic, self.config)
 
     def _generate_batch(self, prompts: list[list[int]], bar: tqdm) -> list[list[int]]:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         with self.accelerator.autocast():
-            ids = self.actor_critic.generate(batch.input_ids, batch.attention_mask, self.config, [_Progress(bar)])
+            # where nothing repeats, and wherever it cannot be done, each row computes its whole prompt
+            cache = prefill(self.actor_critic, batch, prompts) if self.shares_prompts else None
+            given = {} if cache is None else {"past_key_values": cache}
+            ids = self.actor_critic.generate(
+                batch.input_ids, batch.attention_mask, self.config, [_Progress(bar)], **given
+            )
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -239,28 +239,23 @@ class ActorCritic(nn.Module):
         Returns:
             [`TokenOutputs`]: Log-probabilities, values, entropies and KLs.
         """
-        mask = sequences.completion_mask
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
-                ref_hidden = self._hidden_states(sequences)[mask]
-        hidden = self._hidden_states(sequences)[mask]  # [tokens, hidden]: nothing is projected for padding
+                ref_hidden = sequences.pick(self._hidden_states(sequences))
+        hidden = sequences.pick(self._hidden_states(sequences))  # [tokens, hidden]: nothing is projected for padding
         statistics = self.project(
             hidden,
-            sequences.completion_ids[mask],
+            sequences.pick(sequences.completion_ids),
             temperature,
             with_entropy=with_entropy,
             entropy_needs_grad=with_entropy and torch.is_grad_enabled(),
             ref_hidden=ref_hidden,
             kl_needs_grad=with_kl and torch.is_grad_enabled(),
         )
-        values = self._values(hidden, sequences, mask) if with_values else None
-
-        def spread(per_token: Tensor | None) -> Tensor | None:
-            return None if per_token is None else per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
-
-        logprobs, *others = (spread(x) for x in (statistics.logprobs, values, statistics.entropies, statistics.kls))
-        return TokenOutputs(cast(Tensor, logprobs), *others)
+        values = self._values(hidden, sequences) if with_values else None
+        others = (None if x is None else sequences.spread(x) for x in (values, statistics.entropies, statistics.kls))
+        return TokenOutputs(sequences.spread(statistics.logprobs), *others)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
         """Log-probabilities of the response tokens under the reference.
@@ -272,11 +267,9 @@ class ActorCritic(nn.Module):
         Returns:
             `Tensor` of shape `[batch, response]`: Log-probabilities in float32, 0 at padding.
         """
-        mask = sequences.completion_mask
         with self.reference():
-            hidden = self._hidden_states(sequences)[mask]
-        logprobs = self.project(hidden, sequences.completion_ids[mask], temperature).logprobs
-        return logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+            hidden = sequences.pick(self._hidden_states(sequences))
+        return sequences.spread(self.project(hidden, sequences.pick(sequences.completion_ids), temperature).logprobs)
 
     def project(self, hidden: Tensor, tokens: Tensor, temperature: float, **kwargs: Any) -> TokenStatistics:
         """Log-probabilities of tokens from hidden states.
@@ -312,13 +305,13 @@ class ActorCritic(nn.Module):
             # DeepSpeed casts what it trains
             return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
 
-    def _values(self, hidden: Tensor, sequences: Sequences, mask: Tensor) -> Tensor | None:
+    def _values(self, hidden: Tensor, sequences: Sequences) -> Tensor | None:
         """Values at the positions that predict response tokens, `[tokens]`."""
         if self.value_head is None:
             return None
         if self.critic_adapter is not None:
             with self.adapter(self.critic_adapter):
-                hidden = self._hidden_states(sequences)[mask]
+                hidden = sequences.pick(self._hidden_states(sequences))
         elif not self.critic_backprop:
             hidden = hidden.detach()
         return self.values_of(hidden)
@@ -368,6 +361,7 @@ class ActorCritic(nn.Module):
         attention_mask: Tensor,
         generation_config: GenerationConfig,
         stopping_criteria: list[StoppingCriteria] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Sample from the policy.
 
@@ -376,6 +370,7 @@ class ActorCritic(nn.Module):
             attention_mask (`Tensor` of shape `[batch, prompt]`): 1 at real tokens.
             generation_config ([`~transformers.GenerationConfig`]): How to sample.
             stopping_criteria (`list[StoppingCriteria]`, *optional*): Called after every token.
+            kwargs (`dict`): Passed on to `generate` of transformers.
 
         Returns:
             `Tensor` of shape `[batch, prompt + response]`: The prompts with their completions.
@@ -391,6 +386,7 @@ class ActorCritic(nn.Module):
                 attention_mask=attention_mask,
                 generation_config=generation_config,
                 stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
+                **kwargs,
             )
         finally:
             for model, own in zip(models, of_models):

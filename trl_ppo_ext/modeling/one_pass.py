@@ -189,19 +189,16 @@ def _token_outputs(
     actor_critic: ActorCritic, sequences: Sequences, hidden: list[Tensor], temperature: float, with_kl: bool
 ) -> tuple[TokenOutputs, Tensor]:
     """Heads on the hidden states of policy, reference and, if it has an adapter, critic."""
-    mask, start = sequences.completion_mask, sequences.prompt_ids.shape[1] - 1
-    policy, reference, *others = (states[:, start:-1][mask] for states in hidden)
-    tokens = sequences.completion_ids[mask]
+    start, tokens = sequences.prompt_ids.shape[1] - 1, sequences.pick(sequences.completion_ids)
+    policy, reference, *others = (sequences.pick(states[:, start:-1]) for states in hidden)
 
     # a projection for each, of the very rows that it has in a forward of its own: the bits are the same
     def project(states: Tensor, ref_states: Tensor | None = None, with_entropy: bool = False) -> TokenStatistics:
         return actor_critic.project(states, tokens, temperature, with_entropy=with_entropy, ref_hidden=ref_states)
 
-    def spread(per_token: Tensor) -> Tensor:
-        return per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
-
     of_policy = project(policy, reference if with_kl else None, with_entropy=True)
     values = None if actor_critic.value_head is None else actor_critic.values_of(others[0] if others else policy)
     optional = (values, of_policy.entropies, of_policy.kls)
+    spread = sequences.spread
     outputs = TokenOutputs(spread(of_policy.logprobs), *(None if x is None else spread(x) for x in optional))
     return outputs, spread(project(reference).logprobs)

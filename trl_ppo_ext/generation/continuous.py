@@ -1,0 +1,160 @@
+"""Sampling with continuous batching of transformers: a completion that ends makes room for the next one."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase
+
+from ..modeling import ActorCritic
+from .base import cut_at_stop
+from .prompt_cache import distinct
+from .transformers import sampling_config
+
+# tokens of a forward on a CPU, where transformers would take thousands, and a mask of them times the whole cache
+CPU_BATCH_TOKENS = 512
+
+
+class ContinuousBatchingGenerator:
+    """Samples from the actor-critic's policy, with a paged cache and no padding.
+
+    Adapters compute in their own dtype, outside of autocast: the forward runs in a thread of transformers, which
+    the run's autocast does not reach. Log-probabilities come from the trained forward, as with any generator.
+
+    Args:
+        actor_critic ([`ActorCritic`]): The policy.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
+        args ([`PPOConfig`]): How to sample; `generation_kwargs` are fields of `ContinuousBatchingConfig`.
+        accelerator (`Accelerator`): Device and processes of the run.
+
+    Raises:
+        `ValueError`: If the model or the way the run is started does not allow it.
+    """
+
+    def __init__(
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+    ):
+        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                "`generation_backend='continuous_batching'` takes as many forwards as a process has use for, and "
+                "ZeRO-3 gathers weights for all processes in step: they would wait for each other for ever. Use "
+                "'transformers', or ZeRO-2."
+            )
+        self.actor_critic = actor_critic
+        self.device = accelerator.device
+        self.batch_size = args.per_device_generation_batch_size
+        self.kwargs = dict(args.generation_kwargs or {})
+        self.show_progress = not args.disable_tqdm and accelerator.is_main_process
+        self.config = sampling_config(actor_critic, tokenizer, args)
+        self.stop_token_ids = frozenset(self.config.eos_token_id)
+        self._check()
+
+    def _check(self) -> None:
+        """Let transformers refuse what it would refuse, before anything is sampled."""
+        try:
+            with self._manager(ContinuousBatchingConfig(**self._settings([[0]])), copies=1):
+                pass
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ValueError(
+                "`generation_backend='continuous_batching'` does not go with this model or these `generation_kwargs` "
+                f"(the backend 'transformers' may go with the model): {error}"
+            ) from error
+
+    def _settings(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Fields of `ContinuousBatchingConfig` for these prompts."""
+        settings = {
+            "max_requests_per_batch": min(self.batch_size or len(prompts), len(prompts)),
+            # or it might fetch a kernel and sample with it, when nobody asked for another attention
+            "auto_switch_to_flash": False,
+            # what it has no support for is refused by the config; none may be dropped here
+            "drop_unsupported_processors": False,
+        }
+        if self.device.type == "cpu":  # main memory is not the model's alone: no more than is needed
+            page = self.kwargs.get("page_size", ContinuousBatchingConfig().page_size)
+            settings["num_blocks"] = sum(-(-(len(ids) + self.config.max_new_tokens) // page) for ids in prompts)
+            settings["max_batch_tokens"] = CPU_BATCH_TOKENS
+            settings["safety_margin"] = 0.0  # everything fits: no request need wait for room
+        return settings | self.kwargs
+
+    @contextmanager
+    def _manager(self, settings: ContinuousBatchingConfig, copies: int) -> Iterator[Any]:
+        """A manager for as long as it is needed; afterwards the model is what it was."""
+        base = self.actor_critic.policy.get_base_model()
+        attention = base.config._attn_implementation
+        config = copy(self.config)
+        config.num_return_sequences = copies
+        try:
+            manager = base.init_continuous_batching(config, settings)
+            try:
+                yield manager
+            finally:
+                if manager.is_running():  # an error, or a signal, and work left
+                    manager.stop(hard_stop=True)
+                manager.destroy()
+        finally:
+            if base.config._attn_implementation != attention:
+                base.set_attn_implementation(attention)
+
+    def _sample(self, prompts: list[list[int]], copies: int, seed: int, bar: tqdm) -> list[list[list[int]]]:
+        """Sample some completions of each prompt."""
+        settings = ContinuousBatchingConfig(
+            **self._settings([ids for ids in prompts for _ in range(copies)]),
+            seed=seed,
+            # a prompt found in the cache but for its last token has nothing left to compute before it is copied, and
+            # transformers 5.23 fails on a forward of no tokens
+            allow_block_sharing=copies == 1,
+        )
+        done: dict[str, list[int]] = {}
+        with self._manager(settings, copies) as manager:
+            # all requests before the start: which tokens share a forward, and so the noise of each, is then no
+            # matter of how fast this thread is
+            requests = manager.add_requests(prompts)
+            manager.start()
+            while len(done) < len(prompts) * copies:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.error is None and result.is_finished():
+                    done[result.request_id] = result.generated_tokens
+                    bar.update()
+                elif result is not None and result.error is not None:
+                    raise RuntimeError(f"Continuous batching failed: {result.error}")
+                elif not manager.is_running():
+                    raise RuntimeError("Continuous batching stopped before all completions were sampled.")
+            manager.stop()
+        children = [f"__child#{number}" for number in range(copies - 1)]
+        return [[done[request + suffix] for suffix in ["", *children]] for request in requests]
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample a completion for each prompt.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids of each prompt.
+
+        Returns:
+            `list[list[int]]`: Token ids of each completion; it ends with a stop token unless it was cut off.
+
+        Raises:
+            `RuntimeError`: If transformers fails while it samples.
+        """
+        first, which = distinct(prompts)
+        repeats = set(Counter(which).values())
+        # a prompt is computed once for its completions, all but its last token; a manager takes one number for all
+        shared = len(repeats) == 1 and min(map(len, prompts)) > 1
+        copies, rows = (repeats.pop(), first) if shared else (1, range(len(prompts)))
+        # transformers seeds the generators that the run draws from too: its noise gets a seed from their stream, and
+        # they go on from there
+        seed = int(torch.randint(2**31, ()))
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            tqdm(total=len(prompts), desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar,
+        ):
+            sampled = self._sample([prompts[row] for row in rows], copies, seed, bar)
+        taken = [iter(completions) for completions in sampled]
+        order = which if shared else rows
+        return [cut_at_stop(next(taken[number]), self.stop_token_ids) for number in order]
