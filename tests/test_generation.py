@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator
+from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, growing_cache
 from trl_ppo_ext.generation.prompt_cache import distinct, prefill
 from trl_ppo_ext.rollout import Sequences
 
@@ -63,7 +64,7 @@ def greedily(trainer, backend=TransformersGenerator, share=True, **settings):
     generator = backend(trainer.actor_critic, trainer.processing_class, trainer.args, trainer.accelerator)
     generator.config.do_sample = False
     if not share:
-        generator.shares_prompts = False
+        generator.grows = False
     return generator
 
 
@@ -139,7 +140,7 @@ def test_caches_of_other_kinds_are_not_shared(build, case):
     model, kwargs = NOT_SHARED[case]
     trainer = build(model(), generation_kwargs=kwargs)
     generator = greedily(trainer)
-    assert not generator.shares_prompts
+    assert not generator.grows
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
 
@@ -147,14 +148,16 @@ def test_caches_of_other_kinds_are_not_shared(build, case):
 def test_nothing_is_shared_where_nothing_repeats_or_weights_are_sharded(build):
     actor_critic = build().actor_critic
 
-    def cache(rows):
-        return prefill(actor_critic, Sequences.from_token_ids(rows, [[]] * len(rows), 0, "cpu"), rows)
+    def shared(rows):
+        cache = growing_cache.growing_cache(actor_critic, 8)
+        prefill(actor_critic, cache, Sequences.from_token_ids(rows, [[]] * len(rows), 0, "cpu"), rows)
+        return cache.get_seq_length()
 
-    assert cache([[5, 6], [5, 7]]) is None
-    assert cache([[5], [5]]) is None  # the last token is all there is
-    assert cache([[5, 6], [5, 6]]).get_seq_length() == 1
+    assert shared([[5, 6], [5, 7]]) == 0
+    assert shared([[5], [5]]) == 0  # the last token is all there is
+    assert shared([[5, 6], [5, 6]]) == 1
     actor_critic.policy.get_base_model().get_input_embeddings().weight.ds_id = 0  # as ZeRO-3 marks it
-    assert cache([[5, 6], [5, 6]]) is None
+    assert shared([[5, 6], [5, 6]]) == 0
 
 
 @pytest.mark.parametrize("backend", ["transformers", "continuous_batching"])
@@ -172,6 +175,36 @@ def test_sharing_under_autocast(build):
     generator = greedily(trainer)
     completions, tokens = tokens_of_forwards(trainer, generator.generate, EVEN)
     assert tokens[0] == 3 * 3 and completions[::2] == completions[1::2]
+
+
+# ---- a cache that grows by blocks ----
+
+
+@pytest.mark.parametrize("longest", [100, 13])
+def test_a_growing_layer_holds_what_a_dynamic_one_holds(monkeypatch, longest):
+    monkeypatch.setattr(growing_cache, "BLOCK", 4)
+    grown, plain = growing_cache.GrowingLayer(longest), DynamicLayer()
+    places = []
+    for tokens in (3, *[1] * 10):
+        new = torch.randn(2, 3, tokens, 5), torch.randn(2, 3, tokens, 7)
+        for mine, theirs in zip(grown.update(*new), plain.update(*new)):
+            assert torch.equal(mine, theirs)
+        places.append(grown.keys.data_ptr())
+    assert len(set(places)) == 4  # at 3, 5, 9 and 13 tokens
+    assert grown.rooms["keys"].shape[2] == (16 if longest == 100 else 13)
+    rows = torch.tensor([1, 1])
+    for layer in (grown, plain):
+        layer.batch_select_indices(rows)
+    new = torch.randn(2, 3, 1, 5), torch.randn(2, 3, 1, 7)
+    assert torch.equal(grown.update(*new)[0], plain.update(*new)[0])
+    assert grown.get_seq_length() == plain.get_seq_length() == 14
+
+
+def test_completions_are_those_of_a_dynamic_cache(build, monkeypatch):
+    monkeypatch.setattr(growing_cache, "BLOCK", 4)
+    trainer = build()
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12]]
+    assert greedily(trainer).generate(rows) == greedily(trainer, share=False).generate(rows)
 
 
 # ---- a static cache ----

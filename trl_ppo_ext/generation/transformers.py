@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from ..modeling import ActorCritic
 from ..rollout import Sequences
 from .base import cut_at_stop
-from .prompt_cache import can_share, prefill
+from .growing_cache import can_grow, growing_cache
+from .prompt_cache import prefill
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
@@ -117,15 +118,17 @@ class TransformersGenerator:
         self.show_progress = not args.disable_tqdm and accelerator.is_main_process
         self.config = sampling_config(actor_critic, tokenizer, args, **(args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
-        self.shares_prompts = can_share(actor_critic, self.config)
+        self.grows = can_grow(actor_critic, self.config)
 
     def _generate_batch(self, prompts: list[list[int]], bar: tqdm) -> list[list[int]]:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         with self.accelerator.autocast():
-            # where nothing repeats, and wherever it cannot be done, each row computes its whole prompt
-            cache = prefill(self.actor_critic, batch, prompts) if self.shares_prompts else None
-            given = {} if cache is None else {"past_key_values": cache}
+            given = {}
+            if self.grows:
+                longest = batch.prompt_ids.shape[1] + self.config.max_new_tokens
+                given["past_key_values"] = growing_cache(self.actor_critic, longest)
+                prefill(self.actor_critic, given["past_key_values"], batch, prompts)
             ids = self.actor_critic.generate(
                 batch.input_ids, batch.attention_mask, self.config, [_Progress(bar)], **given
             )

@@ -8,6 +8,7 @@ SwiGLU's factors, and attention's queries, keys, values, output and log-sum-exp 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..generation.growing_cache import BLOCK
 from .sizes import AdapterSizes, ModelSizes, weight_bytes
 
 # bytes of optimizer state for each trained number; paged states lie in host memory where the GPU is full
@@ -282,15 +283,17 @@ def optimizer_bytes(load: Workload) -> float:
 
 def _generate(load: Workload) -> dict[str, float]:
     base, rows = load.base, load.generation_batch
-    cache = 2 * rows * load.length * base.kv_width * load.width
+    cache = 2 * rows * load.length * base.kv_width * load.width * base.layers
+    early = cache * min(-(-load.prompt // BLOCK) * BLOCK, load.length) / load.length  # it grows by blocks
     sampling = rows * base.vocabulary * (load.width + 12 + (16 if load.top_p else 0))
     prefill = passing_through_layer(base, load.width, rows * load.prompt, load.width)
-    grown = cache / 2  # keys of a layer are copied to append to them
-    late, early = cache * base.layers + max(grown, sampling), cache * base.layers * load.prompt / load.length + prefill
+    # a layer's keys, copied to larger memory
+    copied = cache / (2 * base.layers) * ((load.length - 1) // BLOCK * BLOCK) / load.length
+    at_the_end = cache + max(copied, sampling) >= early + prefill
     return {
-        "KV cache": cache * base.layers * (1 if late >= early else load.prompt / load.length),
-        "sampling": late - cache * base.layers if late >= early else 0,
-        "activations": 0 if late >= early else prefill,
+        "KV cache": cache if at_the_end else early,
+        "sampling": max(copied, sampling) if at_the_end else 0,
+        "activations": 0 if at_the_end else prefill,
         "dequantised weight": dequantized(load),
         "autocast copies": adapters_in_16_bits(load) / load.adapters,
     }
