@@ -4,16 +4,19 @@ import gc
 import threading
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, growing_cache
+from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, cpu_attention, growing_cache
 from trl_ppo_ext.generation.prompt_cache import distinct, prefill
+from trl_ppo_ext.generation.quick_lora import quick_adapters
 from trl_ppo_ext.rollout import Sequences
 
 # several lengths, some repeated more often than others, and not all side by side
@@ -205,6 +208,66 @@ def test_completions_are_those_of_a_dynamic_cache(build, monkeypatch):
     trainer = build()
     rows = [[5, 6, 7], [8], [9, 10, 11, 12]]
     assert greedily(trainer).generate(rows) == greedily(trainer, share=False).generate(rows)
+
+
+# ---- what is quicker a token at a time ----
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_of_single_queries_is_that_of_sdpa(masked, queries):
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    query, (key, value) = torch.randn(2, 6, queries, 8), torch.randn(2, 2, 2, 5, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()[:, None, None] if masked else None
+    mask = mask if mask is None or queries == 1 else mask.expand(2, 1, 3, 5)
+    given = (module, query, key, value, mask)
+    expected = sdpa_attention_forward(*given, scaling=0.3, is_causal=False)[0]
+    torch.testing.assert_close(cpu_attention._attention(*given, scaling=0.3, is_causal=False)[0], expected)
+
+
+def test_only_a_base_in_16_bits_with_sdpa_is_switched_and_back_again():
+    for model, switched in ((llama(), False), (llama().bfloat16(), True)):
+        with pytest.raises(RuntimeError), cpu_attention.quick_single_queries(model):
+            assert (model.config._attn_implementation == cpu_attention.NAME) == switched
+            raise RuntimeError
+        assert model.config._attn_implementation == "sdpa"
+    eager = llama(attn_implementation="eager").bfloat16()
+    with cpu_attention.quick_single_queries(eager):
+        assert eager.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_quick_adapters_compute_what_pefts_do(build, model, bf16):
+    trainer = build(MODELS[model](), bf16=bf16)
+    policy, ids = trainer.actor_critic.policy, torch.tensor([[5, 6, 7, 8]])
+    calls = []
+    layer = next(x for x in policy.modules() if isinstance(x, peft.tuners.lora.Linear))
+    layer.lora_A["default"].register_forward_hook(lambda *args: calls.append(args))
+
+    def logits():
+        with torch.no_grad(), trainer.accelerator.autocast():
+            return policy(ids).logits
+
+    expected = logits()
+    assert len(calls) == 1
+    with trainer.accelerator.autocast(), quick_adapters(policy):
+        close = {"rtol": 0.05, "atol": 0.05} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(logits(), expected, **close)
+        assert len(calls) == 1  # PEFT's way was not taken
+    assert torch.equal(logits(), expected) and len(calls) == 2
+
+
+def test_adapters_of_other_kinds_stay_as_they_are():
+    policy = peft.get_peft_model(llama(), peft.LoraConfig(use_dora=True, target_modules=["q_proj"])).eval()
+    with quick_adapters(policy):
+        assert not any("forward" in vars(module) for module in policy.modules())
+    plain = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5))
+    for training, count in ((True, 0), (False, 2)):  # dropout is PEFT's
+        with quick_adapters(plain.train(training)):
+            assert sum("forward" in vars(module) for module in plain.modules()) == count
+    with plain.disable_adapter(), quick_adapters(plain.eval()):
+        assert not any("forward" in vars(module) for module in plain.modules())
 
 
 # ---- a static cache ----

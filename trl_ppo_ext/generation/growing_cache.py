@@ -35,6 +35,8 @@ class GrowingLayer(DynamicLayer):
         Args:
             key_states (`Tensor` of shape `[batch, heads, tokens, head]`): The new keys.
             value_states (`Tensor` of shape `[batch, heads, tokens, head]`): The new values.
+            args: As [`~transformers.DynamicCache`] has them; they say nothing here.
+            kwargs: The same.
 
         Returns:
             `tuple(Tensor, Tensor)`: All keys and all values, as views.

@@ -28,7 +28,7 @@ def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
 def prefill(actor_critic: ActorCritic, cache: Cache, batch: Sequences, prompts: list[list[int]]) -> None:
     """Compute keys and values once for each distinct prompt, and copy them for each row.
 
-    The cache stays empty if there is nothing to share, or weights are sharded; then each row computes its whole prompt.
+    The cache stays empty, and each row computes its whole prompt, if there is nothing to share or weights are sharded.
 
     Each row runs its prompt's last token itself: it takes the state from which its first token is sampled.
 

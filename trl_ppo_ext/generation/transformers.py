@@ -11,8 +11,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from ..modeling import ActorCritic
 from ..rollout import Sequences
 from .base import cut_at_stop
+from .cpu_attention import quick_single_queries
 from .growing_cache import can_grow, growing_cache
 from .prompt_cache import prefill
+from .quick_lora import quick_adapters
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
@@ -124,16 +126,21 @@ class TransformersGenerator:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         with self.accelerator.autocast():
-            given = {}
-            if self.grows:
-                longest = batch.prompt_ids.shape[1] + self.config.max_new_tokens
-                given["past_key_values"] = growing_cache(self.actor_critic, longest)
-                prefill(self.actor_critic, given["past_key_values"], batch, prompts)
-            ids = self.actor_critic.generate(
-                batch.input_ids, batch.attention_mask, self.config, [_Progress(bar)], **given
-            )
+            ids = self._sample(batch, prompts, [_Progress(bar)])
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
+
+    def _sample(self, batch: Sequences, prompts: list[list[int]], criteria: list[StoppingCriteria]) -> Tensor:
+        """Sequences of ids, those of the prompts included."""
+        given = (batch.input_ids, batch.attention_mask, self.config, criteria)
+        if not self.grows:
+            return self.actor_critic.generate(*given)
+        cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
+        # not beside a static cache: what transformers compiles would be compiled anew for each rollout
+        policy = self.actor_critic.policy
+        with quick_adapters(policy), quick_single_queries(policy.get_base_model()):
+            prefill(self.actor_critic, cache, batch, prompts)
+            return self.actor_critic.generate(*given, past_key_values=cache)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt.
