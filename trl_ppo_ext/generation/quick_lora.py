@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -13,7 +14,7 @@ from ..modeling.sharding import is_sharded
 _PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8bitLt") if hasattr(lora, name))
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: Any) -> bool:
     """Whether a layer is its base, and one low-rank product added, and nothing else."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
         return False
@@ -26,7 +27,7 @@ def _is_plain(layer: nn.Module) -> bool:
     return all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product)
 
 
-def _quick_forward(layer: nn.Module, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
     name = next(name for name in layer.active_adapters if name in layer.lora_A)
     base, scaling = layer.base_layer, layer.scaling[name]
     dtype = autocast_dtype or layer.lora_A[name].weight.dtype
@@ -53,7 +54,7 @@ def quick_adapters(policy: PeftModel) -> Iterator[None]:
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    layers = [module for module in policy.modules() if _is_plain(module)]
+    layers: list[Any] = [module for module in policy.modules() if _is_plain(module)]
     try:
         for layer in layers:
             layer.forward = _quick_forward(layer, autocast_dtype)
