@@ -286,7 +286,7 @@ def _generate(load: Workload) -> dict[str, float]:
     cache = 2 * rows * load.length * base.kv_width * load.width * base.layers
     early = cache * min(-(-load.prompt // BLOCK) * BLOCK, load.length) / load.length  # it grows by blocks
     sampling = rows * base.vocabulary * (load.width + 12 + (16 if load.top_p else 0))
-    prefill = passing_through_layer(base, load.width, rows * load.prompt, load.width)
+    prefill = passing_through_layer(base, load.width, rows * load.prompt)  # adapters add to what is there
     # a layer's keys, copied to larger memory
     copied = cache / (2 * base.layers) * ((load.length - 1) // BLOCK * BLOCK) / load.length
     at_the_end = cache + max(copied, sampling) >= early + prefill
