@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/docstrings/run.py
@@ -17,6 +17,9 @@ test-all: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/step.py
+
+docs: $(VENV)/.test
+	$(BIN)/python -m mkdocs build
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -81,18 +81,6 @@ def test_adapter_under_another_name_is_saved_plainly_too(base, tmp_path):
     assert not any("reference" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
 
 
-def test_model_card_says_how_it_was_trained_and_its_code_loads_the_adapter(base, tmp_path):
-    built = trained(base, tmp_path, kl_coef=0.07)
-    built.save_model()
-    card = (tmp_path / "README.md").read_text()
-    for said in (base, "length_reward", "| `kl_coef` | 0.07 |", "`rewards/length_reward/mean`", "library_name: peft"):
-        assert said in card
-    code = card.split("```python\n")[1].split("```")[0]
-    loaded: dict = {}
-    exec(code, loaded)
-    torch.testing.assert_close(logits(loaded["model"]), logits(built.actor_critic.policy))
-
-
 def test_resume_between_rollouts_continues_bit_for_bit(base, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
     whole = trained(base, tmp_path / "whole", **settings)

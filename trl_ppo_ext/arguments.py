@@ -79,8 +79,8 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
         )
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; give the "
-            "critic's parameters a group of their own there, or leave one of the two out."
+            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; leave "
+            "one of the two out (`optim` chooses the kind of the trainer's own)."
         )
 
 

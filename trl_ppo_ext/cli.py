@@ -8,12 +8,16 @@ from importlib import import_module
 # sub-command: (module with `add_arguments(parser)` and `main(args)`, line of help)
 COMMANDS = {
     "check-reward": ("check_reward", "compare a reward model in full precision and in 4-bit on preference pairs"),
+    "compare": ("report.compare", "write the curves of several runs over each other, as one HTML file"),
+    "env": ("environment", "print versions and hardware, for a bug report"),
     "estimate": ("estimate", "say what memory a run will need, and which settings would make it fit"),
     "pretrain-critic": ("pretrain_critic", "train a critic on rollouts of a frozen policy, to start PPO runs from"),
+    "report": ("report.command", "write the report of a run, going on or ended, as one HTML file"),
     "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
+    "train": ("train", "train a policy with PPO; with --dry_run, say what the run would be"),
 }
 # these read a config file too, so TRL's parser reads their arguments: `main(argv)`
-LAUNCHERS = {"estimate", "pretrain-critic"}
+LAUNCHERS = {"estimate", "pretrain-critic", "train"}
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -2,34 +2,45 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from datasets import load_dataset, load_from_disk
+from accelerate import PartialState
+from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from transformers import AutoConfig
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
-    TrlParser,
     get_dataset,
     get_peft_config,
     get_quantization_config,
 )
 from trl import rewards as trl_rewards
-from yaml import YAMLError
 
+from .argument_parser import MixtureConfig, PPOModelConfig, PPOScriptArguments, parse
 from .arguments import as_list
 from .config import PPOConfig
-from .field_types import check_types
+from .modeling.loading import hub_kwargs
 from .preference_pairs import FILE_FORMATS
+from .redaction import shortened
 from .rewards import RewardAdapter, RewardFunc
 from .trainer import PPOTrainer
 
+__all__ = [
+    "MixtureConfig",
+    "PPOModelConfig",
+    "PPOScriptArguments",
+    "build_trainer",
+    "find_reward",
+    "load_datasets",
+    "parse",
+    "trainer_arguments",
+]
 ADAPTER = "adapter:"
 # by name, as TRL's own script for GRPO knows them, with the settings it gives them
 TRL_REWARDS = {
@@ -42,137 +53,12 @@ TRL_REWARDS = {
 }
 
 
-@dataclass
-class PPOScriptArguments(ScriptArguments):
-    """Dataset and rewards of a run, besides what TRL's [`~trl.ScriptArguments`] has.
-
-    Args:
-        reward_funcs (`list[str]`):
-            Rewards, each one of: id or path of a sequence classifier; `adapter:PATH`, a [`RewardAdapter`]; dotted path
-            of a function or reward, importable from the working directory or `sys.path`; a name in `trl.rewards`.
-        monitor_funcs (`list[str]`, *optional*): Rewards that are only watched, in the same forms.
-        ptx_dataset_name (`str`, *optional*): Dataset whose split `"train"` the policy goes on learning from.
-    """
-
-    _argument_group_name = "dataset and rewards"
-
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Rewards, each one of: id or path of a sequence classifier; adapter:PATH of a reward adapter; "
-            "dotted path of a function, such as my_rewards.brevity; accuracy_reward, reasoning_accuracy_reward, "
-            "think_format_reward or get_soft_overlong_punishment of trl.rewards."
-        },
-    )
-    monitor_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Rewards that are scored and logged, never optimised."}
-    )
-    ptx_dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset whose split 'train' the policy goes on learning from."}
-    )
-
-    def __post_init__(self):
-        for name in ("reward_funcs", "monitor_funcs"):
-            if isinstance(getattr(self, name), str):  # one, from a YAML file
-                setattr(self, name, [getattr(self, name)])
-        check_types(self)
-
-
-@dataclass
-class PPOModelConfig(ModelConfig):
-    """TRL's [`~trl.ModelConfig`] with the defaults of [`PPOTrainer`]: its dtype, and its adapter."""
-
-    _argument_group_name = "model"
-
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dtype of the base model. Defaults to that of the run: see bf16 and fp16.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
-    )
-    lora_dropout: float = field(default=0.0, metadata={"help": "Must stay 0: log-probabilities must repeat."})
-    lora_target_modules: list[str] | None = field(
-        default_factory=lambda: ["all-linear"], metadata={"help": "LoRA target modules."}
-    )
-
-    def __post_init__(self):
-        for name in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
-            if isinstance(getattr(self, name), str):
-                setattr(self, name, [getattr(self, name)])
-        check_types(self)
-        super().__post_init__()
-
-
-@dataclass
-class MixtureConfig(DatasetMixtureConfig):
-    """TRL's [`~trl.DatasetMixtureConfig`]: several datasets in one, from a YAML file."""
-
-    _argument_group_name = "dataset mixture (in a config file)"
-
-    def __post_init__(self):
-        entries = self.datasets if isinstance(self.datasets, list) else [None]
-        if not all(isinstance(entry, dict) or is_dataclass(entry) for entry in entries):
-            raise ValueError("`datasets` must be a list of mappings, each with a `path`; see TRL's dataset mixtures.")
-        check_types(self, leave_out=("datasets",))
-        super().__post_init__()
-
-
-def parse(
-    command: str, argv: Sequence[str], description: str, config_class: type[PPOConfig] = PPOConfig
-) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig, MixtureConfig]:
-    """Read arguments from the command line, and from the YAML file that `--config` names.
-
-    Args:
-        command (`str`): Sub-command, for help and errors.
-        argv (`list[str]`): What stands after it.
-        description (`str`): What it does, for help.
-        config_class (`type`, *optional*, defaults to [`PPOConfig`]): Class of the run's config.
-
-    Returns:
-        `tuple`: Script arguments, config, model arguments and mixture of datasets.
-
-    Raises:
-        `ValueError`: If an argument is unknown or a value cannot be used.
-    """
-    types = (PPOScriptArguments, config_class, PPOModelConfig, MixtureConfig)
-    parser = TrlParser(
-        types,
-        prog=f"trl-ppo {command}",
-        usage=f"trl-ppo {command} [--config FILE.yaml] [--ARGUMENT VALUE ...]",
-        description=f"{description} Arguments stand in a YAML file that --config names, or on the command line, which "
-        "wins.",
-        allow_abbrev=False,  # a misspelt name must not pass as the beginning of another
-    )
-    try:
-        *parsed, of_file, of_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except IndexError:
-        raise ValueError("--config needs the path of a YAML file after it.") from None
-    except YAMLError as error:
-        raise ValueError(f"The file that --config names is no YAML: {error}") from None
-    except (TypeError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"The arguments cannot be read: {error}") from error
-    known = [entry.name for type_ in types for entry in fields(type_)]
-    _refuse_unknown(of_file[::2], "in the config file", known)
-    _refuse_unknown([text for text in of_line if text.startswith("-")] or of_line, "on the command line", known)
-    return tuple(parsed)
-
-
-def _refuse_unknown(given: list[str], where: str, known: list[str]) -> None:
-    for text in given:
-        name = text.lstrip("-").split("=")[0].replace("-", "_")
-        near = get_close_matches(name, known, n=1)
-        remedy = f"did you mean `{near[0]}`?" if near else "--help lists those there are."
-        raise ValueError(f"There is no argument `{name}`, which stands {where}; {remedy}")
-
-
-def find_reward(name: str) -> RewardFunc:
+def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
     """What an entry of `reward_funcs` on a command line means.
 
     Args:
         name (`str`): One of the forms that [`PPOScriptArguments`] lists; what exists as a directory is a model.
+        argument (`str`, *optional*, defaults to `"reward_funcs"`): Where it stands, for errors.
 
     Returns:
         `RewardFunc`: What [`PPOTrainer`] takes.
@@ -189,10 +75,16 @@ def find_reward(name: str) -> RewardFunc:
     *module, _ = parts = name.split(".")
     if not module or not all(part.isidentifier() for part in parts):
         return name  # an id on the Hub
-    return _imported(name)
+    reward = _imported(name, argument)
+    if not (callable(reward) or hasattr(reward, "score")):
+        raise ValueError(
+            f"`{argument}`: {_found(name, reward)}; name a function, or an object with `name` and `score`."
+        )
+    return reward
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str, argument: str) -> Any:
+    """What a dotted path leads to; nothing if the module has no such name."""
     module_name, _, attribute = name.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look there by itself
@@ -202,17 +94,30 @@ def _imported(name: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another one
         raise ValueError(
-            f"The reward {name!r} is read as a dotted path, but there is no module {error.name!r} in the working "
-            "directory or on sys.path; start where it lies, or set PYTHONPATH."
+            f"`{argument}`: {name!r} is read as a dotted path, but there is no module {error.name!r} beside the "
+            "config file, in the working directory or on sys.path; start where it lies, or set PYTHONPATH."
         ) from None
-    reward = getattr(module, attribute, None)
-    if not (callable(reward) or hasattr(reward, "score")):
-        found = "nothing" if reward is None else f"a {type(reward).__name__}"
+    return getattr(module, attribute, None)
+
+
+def _found(name: str, found: Any) -> str:
+    module = sys.modules[name.rpartition(".")[0]]
+    kind = "nothing" if found is None else f"a {type(found).__name__}"
+    return f"{name!r} is {kind} in {getattr(module, '__file__', module.__name__)}"
+
+
+def _find_map(name: str) -> Callable[[dict], dict]:
+    if "." not in name:
         raise ValueError(
-            f"The reward {name!r} is {found} in {getattr(module, '__file__', module_name)}; name a function, or an "
-            "object with `name` and `score`."
+            f"`map_function={name!r}` is no dotted path; name a module and a function in it, such as "
+            "my_rows.to_prompt."
         )
-    return reward
+    function = _imported(name, "map_function")
+    if not callable(function):
+        raise ValueError(
+            f"`map_function`: {_found(name, function)}; name a function from a row to what is added to it."
+        )
+    return function
 
 
 def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None = None) -> Mapping[str, Any]:
@@ -225,11 +130,15 @@ def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | 
         mixture (`DatasetMixtureConfig`, *optional*): Several datasets in place of one.
 
     Returns:
-        `dict`: Datasets by split.
+        `dict`: Datasets by split, with what `map_function` adds, and as many rows to test on as `eval_rows` says.
 
     Raises:
         `ValueError`: If there is none, or two.
     """
+    return _prepared(_load_all(script_args, mixture), script_args)
+
+
+def _load_all(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
     if mixture is not None and mixture.datasets:
         for name in ("dataset_name", "dataset_config", "dataset_streaming"):
             if getattr(script_args, name):
@@ -245,7 +154,34 @@ def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | 
     return _load(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
 
 
-def _load(name: str, config: str | None = None, streaming: bool = False) -> Mapping[str, Any]:
+def _prepared(loaded: Mapping[str, Any], script_args: ScriptArguments) -> Mapping[str, Any]:
+    """Of the splits that are used, the rows that are used, as they are used."""
+    name, rows = (getattr(script_args, field, None) for field in ("map_function", "eval_rows"))
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if name is None and rows is None:
+        return loaded
+    prepared = dict(loaded)
+    if rows is not None and test in prepared and test != train:
+        prepared[test] = _spread(prepared[test], rows)
+    if name is not None:
+        function = _find_map(name)
+        # one process fills the cache that the others then read
+        with PartialState().main_process_first():
+            prepared |= {split: prepared[split].map(function) for split in {train, test} & prepared.keys()}
+    return prepared
+
+
+def _spread(dataset: Any, rows: int) -> Any:
+    """Rows from all over a dataset, which may be sorted; of a stream, the first."""
+    if not isinstance(dataset, Dataset):
+        return dataset.take(rows)
+    rows = min(rows, len(dataset))
+    return dataset.select([index * len(dataset) // rows for index in range(rows)])
+
+
+def _load(
+    name: str, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
+) -> Mapping[str, Any]:
     path = Path(name)
     saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if (saved or path.is_file()) and config is not None:
@@ -263,6 +199,11 @@ def _load(name: str, config: str | None = None, streaming: bool = False) -> Mapp
         return load_dataset(name, name=config, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
+    except (OSError, ValueError) as error:  # it is not there, cannot be reached, or has several configs
+        raise ValueError(
+            f"`{argument}={name!r}` cannot be loaded: {shortened(error)} Name a dataset on the Hub (with "
+            "`dataset_config`, if it has several), a .json, .jsonl or .parquet file, or a directory."
+        ) from error
 
 
 def _split(dataset: Mapping[str, Any], split: str, argument: str) -> Any:
@@ -301,6 +242,30 @@ def _check(script_args: ScriptArguments, model_args: ModelConfig) -> None:
             raise ValueError(f"`{name}` says how to quantise to 4 bits; set `load_in_4bit` too, or leave it out.")
 
 
+def _check_model(model_args: ModelConfig, args: PPOConfig) -> None:
+    """Refuse what is no model before datasets and rewards are loaded."""
+    name = str(model_args.model_name_or_path)
+    if os.path.isfile(os.path.join(name, "adapter_config.json")):
+        return  # an adapter, about which the trainer knows more to say
+    try:
+        AutoConfig.from_pretrained(name, **hub_kwargs(args))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`model_name_or_path={name!r}` cannot be loaded: {shortened(error)} Give the id of a causal language "
+            "model on the Hub, or the directory of a saved one."
+        ) from error
+
+
+def _check_prompts(dataset: Any, script_args: ScriptArguments) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns and "prompt" not in columns:
+        name = f"dataset_name={script_args.dataset_name!r}" if script_args.dataset_name else "datasets"
+        raise ValueError(
+            f"`{name}` has no column 'prompt' in the split {script_args.dataset_train_split!r}; it has "
+            f"{sorted(columns)}. Set `map_function` to a function that makes one of a row, such as my_rows.to_prompt."
+        )
+
+
 def _model_init_kwargs(args: PPOConfig, model_args: ModelConfig) -> dict[str, Any] | None:
     """What `args.model_init_kwargs` and the model arguments say together."""
     names = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
@@ -315,6 +280,55 @@ def _model_init_kwargs(args: PPOConfig, model_args: ModelConfig) -> dict[str, An
     return own | given or None
 
 
+def trainer_arguments(
+    script_args: PPOScriptArguments,
+    args: PPOConfig,
+    model_args: ModelConfig,
+    dataset: Mapping[str, Any] | None = None,
+    needs_eval: bool = True,
+) -> dict[str, Any]:
+    """What [`PPOTrainer`] is built with; nothing but the datasets is loaded.
+
+    Args:
+        script_args ([`PPOScriptArguments`]): Dataset and rewards.
+        args ([`PPOConfig`]): The run's config; its `model_init_kwargs` take in what the model arguments say.
+        model_args ([`~trl.ModelConfig`]):
+            The model. Where neither `use_peft` nor a LoRA argument is given, the adapter is the trainer's default.
+        dataset (`dict[str, Dataset]`, *optional*): Datasets by split, in place of those that `script_args` names.
+        needs_eval (`bool`, *optional*, defaults to `True`):
+            Whether the evaluation set that `args.eval_strategy` may ask for is to be found here.
+
+    Returns:
+        `dict`: Arguments by name.
+
+    Raises:
+        `ValueError`: If an argument cannot be honoured.
+    """
+    _check(script_args, model_args)
+    args.model_init_kwargs = _model_init_kwargs(args, model_args)
+    _check_model(model_args, args)
+    given = _given(model_args)
+    wants_adapter = model_args.use_peft or any(_is_lora(name) for name in given)
+    built: dict[str, Any] = {
+        name: [find_reward(reward, name) for reward in as_list(getattr(script_args, name))]
+        for name in ("reward_funcs", "monitor_funcs")
+    }
+    built |= {
+        "peft_config": get_peft_config(replace(model_args, use_peft=True)) if wants_adapter else None,
+        # its compute dtype: "auto" is none, and the run's own is filled in where the model is loaded
+        "quantization_config": get_quantization_config(replace(model_args, dtype=_dtype_of_4bit(given))),
+    }
+    dataset = load_datasets(script_args) if dataset is None else dataset
+    built["train_dataset"] = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
+    _check_prompts(built["train_dataset"], script_args)
+    if args.eval_strategy != "no" and needs_eval:
+        built["eval_dataset"] = _split(dataset, script_args.dataset_test_split, "dataset_test_split")
+    if script_args.ptx_dataset_name is not None:
+        supervised = _load(script_args.ptx_dataset_name, argument="ptx_dataset_name")
+        built["ptx_dataset"] = _split(supervised, "train", "ptx_dataset_name")
+    return built
+
+
 def build_trainer(
     script_args: PPOScriptArguments,
     args: PPOConfig,
@@ -327,8 +341,7 @@ def build_trainer(
     Args:
         script_args ([`PPOScriptArguments`]): Dataset and rewards.
         args ([`PPOConfig`]): The run's config; its `model_init_kwargs` take in what the model arguments say.
-        model_args ([`~trl.ModelConfig`]):
-            The model. Where neither `use_peft` nor a LoRA argument is given, the adapter is the trainer's default.
+        model_args ([`~trl.ModelConfig`]): The model, as in [`trainer_arguments`].
         dataset (`dict[str, Dataset]`, *optional*): Datasets by split, in place of those that `script_args` names.
         overrides (`dict`): Further arguments of [`PPOTrainer`], which win.
 
@@ -338,23 +351,7 @@ def build_trainer(
     Raises:
         `ValueError`: If an argument cannot be honoured.
     """
-    _check(script_args, model_args)
-    args.model_init_kwargs = _model_init_kwargs(args, model_args)
-    given = _given(model_args)
-    wants_adapter = model_args.use_peft or any(_is_lora(name) for name in given)
-    built: dict[str, Any] = {
-        "reward_funcs": [find_reward(name) for name in as_list(script_args.reward_funcs)],
-        "monitor_funcs": [find_reward(name) for name in as_list(script_args.monitor_funcs)],
-        "peft_config": get_peft_config(replace(model_args, use_peft=True)) if wants_adapter else None,
-        # its compute dtype: "auto" is none, and the run's own is filled in where the model is loaded
-        "quantization_config": get_quantization_config(replace(model_args, dtype=_dtype_of_4bit(given))),
-    }
-    dataset = load_datasets(script_args) if dataset is None else dataset
-    built["train_dataset"] = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
-    if args.eval_strategy != "no" and "eval_dataset" not in overrides:
-        built["eval_dataset"] = _split(dataset, script_args.dataset_test_split, "dataset_test_split")
-    if script_args.ptx_dataset_name is not None:
-        built["ptx_dataset"] = _split(_load(script_args.ptx_dataset_name), "train", "ptx_dataset_name")
+    built = trainer_arguments(script_args, args, model_args, dataset, needs_eval="eval_dataset" not in overrides)
     return PPOTrainer(model_args.model_name_or_path, args=args, **built | overrides)
 
 

@@ -27,21 +27,25 @@ from .config import PPOConfig
 from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
 from .experience import Experience
 from .generation import build_generator
+from .hub import PublishingTrainer
 from .metrics import Metrics
 from .modeling import load_actor_critic
 from .nonfinite import StepGuard
+from .optimizers import check_given_optimizers
 from .ptx import PTXSampler, tokenize_ptx
 from .random_state import seeded_apart
 from .rewards import Reward, RewardFunc, build_rewards
 from .rollout import MicroBatch, Sequences
+from .run_log import RunLog
 from .samples import Samples
 from .saving import SavingTrainer
 from .sharded import without_step
 from .throughput import Throughput
+from .trackers import check_trackers, log_completions
 from .updates import Updates, set_learning_rate
 
 
-class PPOTrainer(SavingTrainer):
+class PPOTrainer(PublishingTrainer, SavingTrainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
     The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
@@ -78,7 +82,7 @@ class PPOTrainer(SavingTrainer):
         processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy; that of `model` by default.
         reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*): Tokenizers of the classifiers.
         callbacks (`list[TrainerCallback]`, *optional*): Further callbacks.
-        optimizers (`tuple`, *optional*): Optimizer and scheduler; AdamW with a linear schedule by default.
+        optimizers (`tuple`, *optional*): Optimizer, of all that is trained, and its scheduler; AdamW by default.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base, if `model` is a string.
         peft_config (`PeftConfig`, *optional*): Config of the policy's adapter; LoRA of rank 16 by default.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
@@ -129,6 +133,7 @@ class PPOTrainer(SavingTrainer):
             quantization_config,
             peft_config,
         )
+        check_trackers(args)
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by now, if it came as a string
         self._tokenize = partial(
@@ -149,6 +154,7 @@ class PPOTrainer(SavingTrainer):
 
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is made
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
+        check_given_optimizers(*optimizers, actor_critic)
         rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
         monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
         super().__init__(
@@ -190,6 +196,9 @@ class PPOTrainer(SavingTrainer):
             self.add_callback(AveragingCallback(self.averaged_policy))
         self._may_step = True
         self._samples: Samples | None = None
+        names = [[reward.name for reward in asked] for asked in (rewards, monitors)]
+        self.run_log = RunLog(actor_critic.config._name_or_path, *names)
+        self.add_callback(self.run_log)
         self.throughput = Throughput(actor_critic, self.plan, args.device)
 
     # ---- data: one dataloader batch is the prompts of a whole rollout, repeated for each of its micro-batches ----
@@ -365,10 +374,18 @@ class PPOTrainer(SavingTrainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= self.throughput.since_last()
         super().log(logs, start_time)
-        if self.args.log_completions and self._samples is not None and self.accelerator.is_main_process:
-            names = [reward.name for reward in self.experience.rewards]
-            print_completions(self._samples, names, self.state.global_step, self.args.num_completions_to_print)
+        if self._samples is not None and self.accelerator.is_main_process:
+            evaluated = any(name.startswith("eval_") for name in logs)
+            self.run_log.completions(self._samples, self.state, "eval" if evaluated else "train")
+            if self.args.log_completions:
+                self._show_completions(self._samples, "eval/completions" if evaluated else "completions")
             self._samples = None
+
+    def _show_completions(self, samples: Samples, key: str) -> None:
+        """On the terminal, and in the trackers that have tables."""
+        step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
+        print_completions(samples, rewards, step, self.args.num_completions_to_print)
+        log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
 
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""

@@ -1,0 +1,55 @@
+"""Hooks of MkDocs: pages of the repository outside of docs/, and names in docstrings."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
+
+
+def _outside(path: Path) -> list[Path]:
+    """Files of the repository, outside of docs/, that a page links to."""
+    targets = [(path.parent / target).resolve() for target in LINK.findall(path.read_text(encoding="utf-8"))]
+    inside = [target for target in targets if target.is_file() and target.is_relative_to(ROOT)]
+    return [target for target in inside if not target.is_relative_to(ROOT / "docs")]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what pages link to, as pages where it is Markdown, for as long as there is more."""
+    waiting = [target for path in sorted((ROOT / "docs").glob("*.md")) for target in _outside(path)]
+    while waiting:
+        path = waiting.pop()
+        name = path.relative_to(ROOT).as_posix()
+        if files.get_file_from_path(name) is not None:
+            continue
+        file = File.generated(config, name, abs_src_path=str(path))
+        file.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(file)
+        if path.suffix == ".md":
+            waiting += _outside(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """In the site, docs/ is the root: a page of it finds the repository beside itself, not above."""
+    source = Path(page.file.abs_src_path or "")
+    if source.parent == ROOT / "docs":
+        return re.sub(r"(?<=\]\()\.\./(?=[^)\s]+[)#])", "", markdown)
+    depth = len(source.relative_to(ROOT).parts) - 1
+    return markdown.replace("](" + "../" * depth + "docs/", "](" + "../" * depth)
+
+
+def _plain_type(code: re.Match) -> str:
+    """What Hugging Face's docstrings say of an argument, without its Markdown and the default that is shown anyway."""
+    text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", code[1]).replace("`", "").replace("*optional*", "optional")
+    return f"<code>{re.sub(r', defaults to [^<]*', '', text)}</code>"
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Docstrings name things as [`name`], as Hugging Face's documentation does; here they stand as code."""
+    html = re.sub(r"<code>([^<>]*(?:`|\*optional\*)[^<>]*)</code>", _plain_type, html)
+    return re.sub(r"\[<code>~?(?:[\w.]*\.)?(\w+)</code>\]", r"<code>\1</code>", html)

@@ -1,0 +1,55 @@
+"""One server and one client for all tests: the client takes seconds to start."""
+
+import pytest
+from hub_client import READER, TOKEN, Client
+from hub_server import Hub
+
+SETUP = """
+import json, logging, os
+import torch
+torch.set_num_threads(1)
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from tiny import config, length_reward, llama, prompts, tokenizer
+from trl_ppo_ext import PPOTrainer
+
+def make(folder, base="base", critic="head", r=8, **settings):
+    lora = LoraConfig(r=r, target_modules="all-linear")
+    args = config(folder, critic=critic, **{"learning_rate": 1e-2, "max_steps": 2} | settings)
+    return PPOTrainer(base, length_reward, args, prompts(), peft_config=lora)
+
+llama().save_pretrained("base")
+tokenizer().save_pretrained("base")
+"""
+
+
+@pytest.fixture(scope="session")
+def hub():
+    with Hub() as server:
+        server.tokens = {TOKEN: ("me", True), READER: ("me", False)}
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(hub, reader, tmp_path_factory):
+    process = Client(hub.url, tmp_path_factory.mktemp("client"))
+    process.run(SETUP)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def reader(hub, tmp_path_factory):
+    """A process that has trained nothing, and has no token."""
+    process = Client(hub.url, tmp_path_factory.mktemp("reader"))
+    yield process
+    process.close()
+
+
+@pytest.fixture(autouse=True)
+def no_fault(hub):
+    yield
+    hub.fault, hub.hold, hub.echo = None, None, False
+    hub.expired.clear()

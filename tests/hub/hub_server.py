@@ -1,0 +1,368 @@
+"""A server that speaks the Hub's endpoints: repositories, commits, large files in parts, downloads.
+
+It holds everything in memory, and fails where a test tells it to. What it speaks is what the client of the Hub asks
+for with `HF_HUB_DISABLE_XET=1`: Git LFS over HTTP, not the Xet protocol, whose client is not Python.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+LARGE = re.compile(r"\.(safetensors|bin|pt)$")
+NAME = r"(?P<repo>[\w.-]+/[\w.-]+)"
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def git_sha1(data):
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class Commit:
+    oid: str
+    message: str
+    files: dict  # path -> bytes
+    large: frozenset  # paths that came as large files
+
+
+@dataclass
+class Repository:
+    commits: list = field(default_factory=list)
+
+    @property
+    def files(self):
+        return self.commits[-1].files
+
+    @property
+    def messages(self):
+        return [commit.message for commit in self.commits]
+
+    def at(self, revision):
+        found = [commit for commit in self.commits if revision in (commit.oid, "main")]
+        return found[-1] if found else None
+
+
+@dataclass
+class Fault:
+    """The next upload of a part is cut off half-way; afterwards its address may have expired."""
+
+    part: int
+    expires: bool = False
+    left: int = 1
+
+
+class RefusedError(Exception):
+    def __init__(self, status, message, code=None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Hub:
+    """The server, its repositories and what it was asked.
+
+    `tokens` maps a token to the name of its user and to whether it may write.
+    """
+
+    def __init__(self, part_size=64 * 1024):
+        self.part_size = part_size
+        self.tokens = {}
+        self.repositories = {}
+        self.objects = {}  # sha256 -> bytes
+        self.parts = {}  # (sha256, part) -> bytes
+        self.uploads = []  # (sha256, part, bytes that arrived, whether all of them did)
+        self.requests = []  # (method, path, status)
+        self.fault = None
+        self.expired = set()
+        self.hold = None  # until it returns true, no push begins
+        self.echo = False  # whether a refusal repeats the token, as no server should
+        self.lock = Lock()
+
+    def __enter__(self):
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
+        self.server.daemon_threads = True
+        Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+    # ---- who asks ----
+
+    def user(self, header):
+        token = (header or "").removeprefix("Bearer ")
+        if token not in self.tokens:
+            raise RefusedError(401, "Invalid credentials in Authorization header" + f" {token}" * self.echo)
+        return self.tokens[token]
+
+    def may_write(self, header, repo):
+        name, writes = self.user(header)
+        if not writes or repo.split("/")[0] != name:
+            token = (header or "").removeprefix("Bearer ")
+            raise RefusedError(403, f"You don't have the rights to write to {repo}" + f" with {token}" * self.echo)
+
+    def repository(self, name):
+        if name not in self.repositories:
+            raise RefusedError(404, "Repository not found", "RepoNotFound")
+        return self.repositories[name]
+
+    def commit_at(self, name, revision):
+        commit = self.repository(name).at(unquote(revision))
+        if commit is None:
+            raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return commit
+
+    # ---- what is asked ----
+
+    def create(self, ask):
+        given = json.loads(ask.body)
+        name, _ = self.user(ask.authorization)
+        repo = f"{given.get('organization') or name}/{given['name']}"
+        if repo in self.repositories:
+            return {"error": "You already created this model repo", "url": f"{self.url}/{repo}"}, 409
+        self.may_write(ask.authorization, repo)
+        self.repositories[repo] = Repository(
+            [Commit("0" * 40, "initial commit", {".gitattributes": b""}, frozenset())]
+        )
+        return {"url": f"{self.url}/{repo}", "name": repo, "id": "1"}
+
+    def validate_card(self, ask):
+        text = json.loads(ask.body)["content"]
+        problems = card_problems(text)
+        return ({"errors": [{"message": problem} for problem in problems], "warnings": []}, 400 if problems else 200)
+
+    def preupload(self, ask, repo, revision):
+        self.repository(repo)
+        self.may_write(ask.authorization, repo)
+        began = time.monotonic()
+        while self.hold is not None and not self.hold():
+            time.sleep(0.02)
+            if time.monotonic() - began > 60:
+                raise RefusedError(500, "What the test waits for did not happen")
+        commit = self.commit_at(repo, revision)
+        answers = []
+        for entry in json.loads(ask.body)["files"]:
+            path, large = entry["path"], LARGE.search(entry["path"]) or entry["size"] > 10 * 2**20
+            held = commit.files.get(path)
+            oid = None if held is None else (sha256(held) if large else git_sha1(held))
+            mode = "lfs" if large else "regular"
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return {"files": answers}
+
+    def batch(self, ask, repo):
+        self.may_write(ask.authorization, repo)
+        objects = []
+        for entry in json.loads(ask.body)["objects"]:
+            oid, size = entry["oid"], entry["size"]
+            objects.append({"oid": oid, "size": size} if oid in self.objects else self.instructions(oid, size))
+        return {"transfer": "basic", "objects": objects}
+
+    def instructions(self, oid, size):
+        self.expired.discard(oid)  # every batch signs anew
+        verify = {"href": f"{self.url}/_lfs/verify"}
+        address = f"{self.url}/_lfs/upload/{oid}"
+        if size <= self.part_size:
+            return {"oid": oid, "size": size, "actions": {"upload": {"href": f"{address}/1?sign=s"}, "verify": verify}}
+        count = -(-size // self.part_size)
+        header = {"chunk_size": str(self.part_size)} | {str(n): f"{address}/{n}?sign=s" for n in range(1, count + 1)}
+        upload = {"href": f"{self.url}/_lfs/complete/{oid}", "header": header}
+        return {"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}}
+
+    def upload(self, ask, oid, part):
+        if oid in self.expired:
+            raise RefusedError(403, "Request has expired")
+        data = ask.body
+        with self.lock:
+            self.uploads.append((oid, int(part), len(data), True))
+            self.parts[oid, int(part)] = data
+            if sha256(data) == oid:
+                self.objects[oid] = data
+        return {}, 200, {"ETag": f'"{git_sha1(data)}"'}
+
+    def complete(self, ask, oid):
+        parts = json.loads(ask.body)["parts"]
+        data = b"".join(self.parts[oid, entry["partNumber"]] for entry in parts)
+        if sha256(data) != oid:
+            raise RefusedError(400, "The parts are not the file")
+        self.objects[oid] = data
+        return {}
+
+    def verify(self, ask):
+        given = json.loads(ask.body)
+        self.user(ask.authorization)
+        if len(self.objects.get(given["oid"], b"")) != given["size"]:
+            raise RefusedError(404, "Object not found")
+        return {}
+
+    def commit(self, ask, repo, revision):
+        self.may_write(ask.authorization, repo)
+        before = self.commit_at(repo, revision)
+        files, large, header = dict(before.files), set(before.large), {}
+        for line in filter(None, ask.body.split(b"\n")):
+            entry = json.loads(line)
+            key, value = entry["key"], entry["value"]
+            if key == "header":
+                header = value
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                if value["oid"] not in self.objects:
+                    raise RefusedError(400, f"{value['path']} was not uploaded")
+                files[value["path"]] = self.objects[value["oid"]]
+                large.add(value["path"])
+            elif key == "deletedFile":
+                del files[value["path"]]
+            else:
+                raise RefusedError(400, f"unknown operation {key}")
+        repository = self.repository(repo)
+        oid = hashlib.sha1(f"{repo}{len(repository.commits)}".encode()).hexdigest()
+        repository.commits.append(Commit(oid, header["summary"], files, frozenset(large & files.keys())))
+        return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}
+
+    def information(self, ask, repo, revision="main"):
+        commit = self.commit_at(repo, revision)
+        return {"id": repo, "modelId": repo, "sha": commit.oid, "private": False, "tags": [], "downloads": 0}
+
+    def tree(self, ask, repo, revision, folder=None):
+        commit, entries = self.commit_at(repo, revision), []
+        for path, data in sorted(commit.files.items()):
+            if folder is None or path.startswith(f"{folder}/"):
+                entry = {"type": "file", "path": path, "size": len(data), "oid": git_sha1(data)}
+                if path in commit.large:
+                    entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": 130}
+                entries.append(entry)
+        if folder is not None and not entries:
+            raise RefusedError(404, f"{folder} does not exist", "EntryNotFound")
+        return entries
+
+    def resolve(self, ask, repo, revision, path):
+        commit, path = self.commit_at(repo, revision), unquote(path)
+        if path not in commit.files:
+            raise RefusedError(404, "Entry not found", "EntryNotFound")
+        data = commit.files[path]
+        headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{git_sha1(data)}"'}
+        if path in commit.large:
+            headers |= {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
+        return data, 200, headers
+
+
+ROUTES = [
+    ("POST", "/api/repos/create", Hub.create),
+    ("POST", "/api/validate-yaml", Hub.validate_card),
+    ("POST", f"/api/models/{NAME}/preupload/(?P<revision>[^/]+)", Hub.preupload),
+    ("POST", f"/api/models/{NAME}/commit/(?P<revision>[^/]+)", Hub.commit),
+    ("POST", f"/{NAME}[.]git/info/lfs/objects/batch", Hub.batch),
+    ("PUT", "/_lfs/upload/(?P<oid>[0-9a-f]+)/(?P<part>[0-9]+)", Hub.upload),
+    ("POST", "/_lfs/complete/(?P<oid>[0-9a-f]+)", Hub.complete),
+    ("POST", "/_lfs/verify", Hub.verify),
+    ("GET", f"/api/models/{NAME}(/revision/(?P<revision>[^/]+))?", Hub.information),
+    ("GET", f"/api/models/{NAME}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", Hub.tree),
+    ("GET", f"/{NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Hub.resolve),
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self):
+        path = urlsplit(self.path).path
+        self.authorization, status, headers = self.headers.get("Authorization"), 200, {}
+        if self.command == "PUT" and self._cut_off(path):
+            return
+        self.body = self._read()
+        try:
+            result = self._route("GET" if self.command == "HEAD" else self.command, path)
+            if isinstance(result, tuple):
+                result, status, *more = result
+                headers = more[0] if more else {}
+        except RefusedError as error:
+            status, result = error.status, {"error": str(error)}
+            headers = {"X-Error-Message": str(error)} | ({"X-Error-Code": error.code} if error.code else {})
+        data = result if isinstance(result, bytes) else json.dumps(result).encode()
+        self.hub.requests.append((self.command, path, status))
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/octet-stream" if data is result else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815, names of the standard library
+
+    def _route(self, method, path):
+        for verb, pattern, function in ROUTES:
+            match = re.fullmatch(pattern, path)
+            if verb == method and match:
+                return function(self.hub, self, **{k: v for k, v in match.groupdict().items() if v is not None})
+        raise RefusedError(404, f"{method} {path} is not spoken here")
+
+    def _read(self):
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return data
+
+    def _cut_off(self, path):
+        """Take half of what comes, and drop the connection."""
+        hub, match = self.hub, re.fullmatch("/_lfs/upload/([0-9a-f]+)/([0-9]+)", path)
+        with hub.lock:
+            fault = hub.fault
+            if fault is None or not fault.left or int(match[2]) != fault.part:
+                return False
+            fault.left -= 1
+        half = int(self.headers.get("Content-Length") or 2) // 2
+        got = len(self.rfile.read(half)) if self.headers.get("Content-Length") else len(self.rfile.readline())
+        hub.uploads.append((match[1], fault.part, got, False))
+        if fault.expires:
+            hub.expired.add(match[1])
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        return True
+
+
+def card_problems(text):
+    """What the Hub refuses in the metadata of a card, as far as its documentation says."""
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    if not match:
+        return ["there is no metadata"]
+    data, problems = yaml.safe_load(match[1]), []
+    for key in ("base_model", "datasets"):
+        names = data.get(key) or []
+        for name in [names] if isinstance(names, str) else names:
+            if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+                problems.append(f'"{key}" must be an id, got {name}')
+    for model in data.get("model-index", []):
+        for result in model["results"]:
+            kinds = {type(metric["value"]) for metric in result["metrics"]}
+            if (
+                not {"type", "name"} <= result["dataset"].keys()
+                or "type" not in result["task"]
+                or not kinds <= {float}
+            ):
+                problems.append(f'"model-index" is malformed: {result}')
+    return problems

@@ -1,0 +1,241 @@
+"""Pushing to a server that speaks the Hub's endpoints, with the Hub's own client; and loading what it then holds."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hub_client import READER, TOKEN, FailedError
+from hub_server import Fault, sha256
+from safetensors.torch import load, load_file
+from tiny import config
+
+from trl_ppo_ext.hub import push_in_background
+
+PLAIN = {"README.md", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "ppo_state.json"}
+PLAIN |= {".gitattributes", "tokenizer.json", "tokenizer_config.json"}
+FIRST_BLOCKS = re.compile(r"```python\n(.*?)```", re.DOTALL)
+SEEN = """
+ids = torch.randint(4, 32, (3, 9), generator=torch.Generator().manual_seed(7))
+with torch.no_grad():
+    seen = {"logits": policy(input_ids=ids).logits}
+"""
+VALUES = """
+from trl_ppo_ext.rollout import Sequences
+inner = built.actor_critic
+text = built.processing_class("A prompt, and what was written so far", return_tensors="pt").input_ids
+inner.policy.set_adapter("critic") if inner.critic_adapter else None
+with torch.no_grad():
+    seen["values"] = inner.value_head(inner.trunk(input_ids=text).last_hidden_state.float())[..., 0]
+inner.policy.set_adapter(inner.policy_adapter)
+"""
+
+
+def train(client, repo, *, token=TOKEN, **settings):
+    """Train in the client, for a repository; `built` is the trainer there."""
+    settings = {"push_to_hub": True, "hub_model_id": f"me/{repo}", "hub_token": token} | settings
+    client.run(f"built = make({repo!r}, **{settings!r})\nbuilt.train()")
+    return client.home / repo
+
+
+def contents(folder):
+    """Every file of a run, by what is in it."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()) for path in files}
+
+
+def held(hub, repo, folder=""):
+    files = hub.repositories[f"me/{repo}"].files
+    return {path.removeprefix(folder): sha256(data) for path, data in files.items() if path.startswith(folder)}
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter"])
+def test_what_the_hub_holds_is_the_trained_policy_exactly(hub, client, reader, critic):
+    """Base and adapter come from the server, where nothing was trained, by the code of the card: bit for bit."""
+    repo = f"whole-{critic}"
+    client.run(f"llama().push_to_hub('me/base-{critic}', token={TOKEN!r})")
+    client.run(f"tokenizer().push_to_hub('me/base-{critic}', token={TOKEN!r})")
+    client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
+    folder = train(client, repo, base=f"me/base-{critic}", critic=critic, r=64)
+    client.run(f"open('{folder}/report.html', 'w').write('<p>the report')\nbuilt.push_to_hub(dataset='me/prompts')")
+    client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}{VALUES}save_file(seen, 'trained-{critic}')")
+
+    files = hub.repositories[f"me/{repo}"].files
+    extra = {"critic/adapter_config.json", "critic/adapter_model.safetensors"} if critic == "adapter" else set()
+    assert files.keys() == PLAIN | extra | {"report.html"}
+    local = contents(folder)
+    assert all(local[path] == digest for path, digest in held(hub, repo).items() if path != ".gitattributes")
+    assert len(files["adapter_model.safetensors"]) > 4 * hub.part_size  # it came in parts
+    assert not hub.repositories[f"me/{repo}"].commits[-1].large - {path for path in files if "safetensors" in path}
+
+    code = "".join(FIRST_BLOCKS.findall(files["README.md"].decode()))
+    assert f'"me/base-{critic}"' in code and f'"me/{repo}"' in code and str(client.home) not in code
+    reader.run(f"{code}\nfrom safetensors.torch import save_file\npolicy = model\n{SEEN}")
+    reader.run("seen['values'] = values\nsave_file(seen, 'loaded')")
+    trained, loaded = load_file(client.home / f"trained-{critic}"), load_file(reader.home / "loaded")
+    assert torch.equal(trained["logits"], loaded["logits"]) and torch.equal(trained["values"], loaded["values"])
+    assert trained["values"].abs().max() > 1e-3
+    client.run(f"policy = AutoModelForCausalLM.from_pretrained('base')\n{SEEN}save_file(seen, 'untrained')")
+    assert not torch.allclose(load_file(client.home / "untrained")["logits"], trained["logits"], atol=1e-3)
+
+
+def test_an_upload_that_is_cut_off_once_goes_on_by_itself(hub, client):
+    """The client sends the part anew that was cut off, and no other."""
+    folder = train(client, "cut", r=64, seed=1, hub_strategy="end")
+    hub.uploads.clear()
+    hub.fault = Fault(part=2)
+    client.run("built.push_to_hub()")
+    oid = contents(folder)["adapter_model.safetensors"]
+    tried = [(part, whole) for of, part, _, whole in hub.uploads if of == oid]
+    assert (2, False) in tried and tried.count((2, True)) == 1 and tried.count((1, True)) == 1
+    assert held(hub, "cut")["adapter_model.safetensors"] == oid
+
+
+def test_after_a_push_that_failed_the_next_one_completes_it(hub, client):
+    folder = train(client, "failed", r=64, seed=2, hub_strategy="end")
+    client.run("built.save_model(_internal_call=True)")
+    before = contents(folder)
+    hub.uploads.clear()
+    hub.fault = Fault(part=2, expires=True)
+    with pytest.raises(FailedError) as caught:
+        client.run("built.push_to_hub()")
+    assert caught.value.kind == "PushError" and "adapter_model.safetensors" in caught.value.message
+    for said in ("`me/failed`", "403", "Nothing is lost", "`failed`", "trainer.push_to_hub()"):
+        assert said in caught.value.message
+    assert TOKEN not in str(caught.value) and "sign=s" not in str(caught.value)
+    after = contents(folder)
+    assert all(after[path] == digest for path, digest in before.items() if path != "README.md")
+    repository = hub.repositories["me/failed"]
+    assert repository.messages == ["initial commit"] and repository.files.keys() == {".gitattributes"}
+
+    arrived = set(hub.objects)
+    hub.uploads.clear()
+    client.run("built.push_to_hub()")
+    assert hub.uploads and not arrived & {oid for oid, *_ in hub.uploads}
+    local = contents(folder)
+    assert held(hub, "failed").keys() == PLAIN
+    assert all(local[path] == digest for path, digest in held(hub, "failed").items() if path != ".gitattributes")
+    load(hub.repositories["me/failed"].files["adapter_model.safetensors"])
+
+
+def test_a_wrong_token_is_said_before_anything_is_trained(hub, client):
+    hub.echo = True
+    wrong = "hf_wrongWrongWrong"
+    with pytest.raises(FailedError) as caught:
+        train(client, "nobody", token=wrong)
+    assert caught.value.kind == "PushError" and wrong not in str(caught.value)
+    for said in ("`me/nobody`", "401", "hf auth login", "hub_token", "<HUB_TOKEN>", "Nothing was trained"):
+        assert said in caught.value.message
+    assert "me/nobody" not in hub.repositories
+
+
+@pytest.mark.parametrize("token, status", [("hf_wrongWrongWrong", 401), (READER, 403)])
+def test_a_push_that_is_refused_loses_nothing_and_names_no_token(hub, client, token, status):
+    hub.echo = True
+    folder = train(client, f"refused-{status}", token=None, push_to_hub=False)
+    with pytest.raises(FailedError) as caught:
+        client.run(f"built.push_to_hub(token={token!r})")
+    assert caught.value.kind == "PushError" and str(status) in caught.value.message
+    assert token not in str(caught.value) and f"all files are in `{folder.name}`" in caught.value.message
+    assert contents(folder).keys() >= PLAIN - {".gitattributes"}
+    client.run(f"built.push_to_hub(token={TOKEN!r})")
+    assert held(hub, f"refused-{status}").keys() == PLAIN
+    assert token.encode() not in client.output.read_bytes()
+
+
+def test_a_run_whose_pushes_are_refused_trains_to_its_end_and_says_so(hub, client):
+    """The repository is there, so the run begins; that the token may only read shows at the first push."""
+    client.run(f"from huggingface_hub import create_repo\ncreate_repo('me/closed', token={TOKEN!r})")
+    hub.echo, printed = True, client.output.stat().st_size
+    settings = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": "checkpoint", "hub_always_push": True}
+    folder = train(client, "closed", token=READER, **settings)
+    assert client.run("result = built.state.global_step") == 2
+    assert (folder / "checkpoint-1").is_dir() and (folder / "checkpoint-2" / "manifest.json").is_file()
+    assert not (folder / ".pushing").exists()
+    said = client.output.read_bytes()[printed:].decode()
+    assert "The push of step 2 failed" in said and "403" in said and "right to write" in said and READER not in said
+    assert hub.repositories["me/closed"].messages == ["initial commit"]
+
+
+STEPS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "hub_always_push": True}
+
+
+def test_hub_strategy_end_pushes_nothing_by_itself(hub, client):
+    train(client, "at-end", hub_strategy="end", **STEPS)
+    assert hub.repositories["me/at-end"].messages == ["initial commit"]
+    client.run("built.push_to_hub('The end')")
+    assert hub.repositories["me/at-end"].messages == ["initial commit", "The end"]
+
+
+def test_hub_strategy_every_save_pushes_what_each_checkpoint_holds(hub, client):
+    """Also where the run has overwritten its files, and deleted the checkpoint, before the push begins."""
+    card = client.home / "each" / "README.md"
+    hub.hold = lambda: card.is_file() and "(step 4)" in card.read_text()
+    folder = train(client, "each", hub_strategy="every_save", save_total_limit=1, r=64, **STEPS)
+    first, second = hub.repositories["me/each"].commits[1:]
+    assert [first.message, second.message] == ["Training in progress, step 2", "Training in progress, step 4"]
+    assert first.files.keys() == second.files.keys() == PLAIN
+    assert not any("checkpoint" in path for path in second.files) and not (folder / "checkpoint-2").exists()
+    step_4 = contents(folder / "checkpoint-4")
+    name = "adapter_model.safetensors"
+    assert sha256(second.files[name]) == step_4[name] != sha256(first.files[name])
+    for commit, step in ((first, 2), (second, 4)):
+        load(commit.files[name])
+        assert f"(step {step})" in commit.files["README.md"].decode()
+
+
+def test_hub_strategy_checkpoint_holds_the_last_one_from_which_a_run_resumes(hub, client):
+    folder = train(client, "last", hub_strategy="checkpoint", lr_scheduler_type="constant", **STEPS)
+    assert held(hub, "last", "last-checkpoint/").items() >= contents(folder / "checkpoint-4").items()
+    paths = [path for path in held(hub, "last") if path.startswith(("checkpoint", "last-checkpoint"))]
+    assert {path.split("/")[0] for path in paths} == {"last-checkpoint"}
+    resumed = """
+from huggingface_hub import snapshot_download
+constant = {"lr_scheduler_type": "constant", "max_steps": 6}
+whole = make("whole", **constant)
+whole.train()
+again = make("again", resume_with_changed_settings=True, **constant)
+again.train(resume_from_checkpoint=os.path.join(snapshot_download("me/last"), "last-checkpoint"))
+pairs = zip(whole.actor_critic.trained_weights().values(), again.actor_critic.trained_weights().values())
+result = again.state.global_step == 6 and all(torch.equal(one, other) for one, other in pairs)
+"""
+    assert client.run(resumed)
+
+
+def test_hub_strategy_all_checkpoints_holds_each(hub, client):
+    """Also one that `save_total_limit` has deleted before its push begins."""
+    hub.hold = (client.home / "all" / "checkpoint-4").is_dir
+    folder = train(client, "all", hub_strategy="all_checkpoints", save_total_limit=1, **STEPS)
+    assert not (folder / "checkpoint-2").exists()
+    assert held(hub, "all", "checkpoint-4/").items() >= contents(folder / "checkpoint-4").items()
+    files = hub.repositories["me/all"].files
+    listed = json.loads(files["checkpoint-2/manifest.json"])
+    assert listed and all(sha256(files[f"checkpoint-2/{name}"]) == entry["sha256"] for name, entry in listed.items())
+
+
+def test_other_processes_push_nothing(tmp_path):
+    """They have no repository, and know of no push in progress."""
+    other = SimpleNamespace(args=config(tmp_path), is_world_process_zero=lambda: False)
+    assert push_in_background(other, str(tmp_path)) is None and not list(tmp_path.iterdir())
+
+
+def test_what_another_critic_left_in_the_repository_goes(hub, client):
+    for critic in ("adapter", "head"):
+        train(client, f"run-{critic}", hub_model_id="me/shared", critic=critic, hub_strategy="end")
+        client.run("built.push_to_hub()")
+    assert held(hub, "shared").keys() == PLAIN
+
+
+def test_nothing_that_was_pushed_holds_a_token_or_a_pickle(hub, client):
+    """Of all the tests before; `training_args.bin` is what the Trainer would have written."""
+    assert len(hub.repositories) > 5
+    for repo, repository in hub.repositories.items():
+        for commit in repository.commits:
+            for path, data in commit.files.items():
+                assert TOKEN.encode() not in data and READER.encode() not in data, (repo, path)
+                assert not path.endswith((".bin", ".pkl")) and ".saving" not in path and ".pushing" not in path
+    for path in client.home.rglob("*"):
+        if path.is_file():
+            assert TOKEN.encode() not in path.read_bytes(), path
