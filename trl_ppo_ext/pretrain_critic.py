@@ -107,6 +107,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     if trainer.train_dataset is None:
         raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
     trainer.actor_critic.freeze_policy()
+    trainer.remove_callback(trainer.run_log)  # the folder is the critic's, to be passed on
     rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -30,6 +30,7 @@ from .generation import build_generator
 from .hub import PublishingTrainer
 from .metrics import Metrics
 from .modeling import load_actor_critic
+from .modeling.sharding import loading_whole
 from .nonfinite import StepGuard
 from .optimizers import check_given_optimizers
 from .ptx import PTXSampler, tokenize_ptx
@@ -155,8 +156,9 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is made
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_given_optimizers(*optimizers, actor_critic)
-        rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
-        monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
+        with loading_whole(args):
+            rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
+            monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
         super().__init__(
             model=actor_critic,
             args=args,

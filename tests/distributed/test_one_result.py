@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import llama
+from tiny import llama, tokenizer
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
@@ -137,9 +137,12 @@ def test_a_run_under_deepspeed_samples_and_resumes_bit_for_bit_within_a_rollout(
     zero = f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, gradient_clipping: auto}}\n"
     (tmp_path / "launch.yaml").write_text(launcher + zero)
     llama().save_pretrained(tmp_path / "base")
+    for part in (llama(classifier=True, seed=1), tokenizer()):
+        part.save_pretrained(tmp_path / "classifier")
     choices = CHOICES["all that is steered or added"] | {"critic": "adapter"}
-    settings = SPREADS["2 x 4"] | choices | {"save_strategy": "steps", "save_steps": 3}
+    settings = SPREADS["2 x 4"] | choices | {"save_strategy": "steps", "save_steps": 3, "reward_quantization": "none"}
     run = {"settings": settings, "sample": True, "model": str(tmp_path / "base")}
+    run["classifier"] = str(tmp_path / "classifier")
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")  # a rollout feeds two optimizer steps
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     runs = [run | {"output_dir": str(whole)}, run | {"output_dir": str(resumed), "resume_from": checkpoint}]

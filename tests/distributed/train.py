@@ -27,10 +27,11 @@ def failing_once(completion_ids, trainer_state, **kwargs):
     return [float("nan") if trainer_state.global_step == 4 else sum(ids) / 50 for ids in completion_ids]
 
 
-def train(output_dir, settings, sample=False, model=None, resume_from=None):
+def train(output_dir, settings, sample=False, model=None, classifier=None, resume_from=None):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
-    `model` is a path for the model's own loading, which shards it as it loads.
+    `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
+    which every process loads whole.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     defaults = {
@@ -43,7 +44,7 @@ def train(output_dir, settings, sample=False, model=None, resume_from=None):
     }
     trainer = PPOTrainer(
         model or llama(),
-        failing_once if "reward_on_error" in settings else reward,
+        [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])],
         config(output_dir, **defaults | settings),
         prompts(),
         eval_dataset=prompts(5),

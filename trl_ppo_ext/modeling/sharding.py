@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -40,6 +41,24 @@ def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iter
 
     with GatheredParameters(sharded, modifier_rank=0 if changed else None):
         yield
+
+
+@contextmanager
+def loading_whole(args: Any) -> Iterator[None]:
+    """Within this context a model is loaded whole and onto a device, also under ZeRO-3: one that DeepSpeed never sees.
+
+    Args:
+        args (`TrainingArguments`): The run's config.
+    """
+    config = getattr(args, "hf_deepspeed_config", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()  # by which `from_pretrained` knows
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
 
 
 def whole_weights(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
