@@ -156,7 +156,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is made
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_given_optimizers(*optimizers, actor_critic)
-        with loading_whole(args):
+        with loading_whole():
             rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
             monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
         super().__init__(

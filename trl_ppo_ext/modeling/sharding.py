@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.integrations import deepspeed as transformers_deepspeed
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -44,21 +44,18 @@ def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iter
 
 
 @contextmanager
-def loading_whole(args: Any) -> Iterator[None]:
-    """Within this context a model is loaded whole and onto a device, also under ZeRO-3: one that DeepSpeed never sees.
-
-    Args:
-        args (`TrainingArguments`): The run's config.
-    """
-    config = getattr(args, "hf_deepspeed_config", None)
+def loading_whole() -> Iterator[None]:
+    """Within this context models are loaded whole and onto a device, also under ZeRO-3, which never sees them."""
+    known = transformers_deepspeed._hf_deepspeed_config_weak_ref  # whoever keeps it: the run's config or the launcher
+    config = None if known is None else known()
     if config is None:
         yield
         return
-    unset_hf_deepspeed_config()  # by which `from_pretrained` knows
+    transformers_deepspeed.unset_hf_deepspeed_config()  # by which `from_pretrained` knows
     try:
         yield
     finally:
-        set_hf_deepspeed_config(config)
+        transformers_deepspeed.set_hf_deepspeed_config(config)
 
 
 def whole_weights(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
