@@ -104,8 +104,15 @@ def outcomes(tmp_path_factory):
     return get
 
 
+def with_time(how):
+    """ZeRO-2 and 3 do what ZeRO-1 does, and more."""
+    return (pytest.mark.slow,) if how == "ZeRO-1" else ()
+
+
 @pytest.mark.parametrize(
-    ("how", "choice", "spread"), [(how, *run) for how, runs in RUNS.items() for run in runs], ids=lambda part: part
+    ("how", "choice", "spread"),
+    [pytest.param(how, *run, marks=with_time(how)) for how, runs in RUNS.items() for run in runs],
+    ids=lambda part: part,
 )
 def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, choice, spread):
     """Weights, averages, metrics, running statistics and steered coefficients, after 8 optimizer steps."""
@@ -130,7 +137,7 @@ def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, ch
         assert state[name] == pytest.approx(expected_state[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_run_under_deepspeed_samples_and_resumes_bit_for_bit_within_a_rollout(tmp_path, stage):
     """The launcher knows of DeepSpeed here, and the base comes from a path: ZeRO-3 shards it as it loads."""
     launcher = TWO_PROCESSES.read_text().replace("MULTI_GPU", "DEEPSPEED")
