@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,15 @@ def installed(peer: str | None) -> tuple[str, dict[str, str]]:
     if peer is None:
         return sys.executable, {"PYTHONPATH": str(HERE.parent)}
     place = ENVIRONMENTS / peer
+    try:
+        return provided(peer, place)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)  # half of it would be taken for the whole the next time
+        raise
+
+
+def provided(peer: str, place: Path) -> tuple[str, dict[str, str]]:
+    """The same, installed if it is not there yet."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if peer == "trl":  # beside the tested stack
         if not place.exists():

@@ -14,7 +14,7 @@ from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from torch import nn
 from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainingArguments
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext.rewards import RewardError
 
 
@@ -76,6 +76,7 @@ def build(tmp_path, given, **settings):
             r"`gradient_accumulation_steps` must be a whole number, at least 1, got 0",
         ),
         ({"generation_kwargs": {"temperature": 0.5}}, r"`generation_kwargs` holds `temperature`.*set the field"),
+        ({"generation_kwargs": {"penalty_alpha": 0.6}}, r"`generation_kwargs` holds `penalty_alpha`.*leave it out"),
         (
             {"auto_find_batch_size": True},
             r"`auto_find_batch_size=True` is not.*set `per_device_train_batch_size`",
@@ -321,6 +322,15 @@ def test_a_deepspeed_that_applies_what_is_not_finite_is_refused(tmp_path, nothin
     monkeypatch.setattr("trl_ppo_ext.arguments.version", lambda name: "0.17.1")
     with pytest.raises(ValueError, match=r"DeepSpeed 0\.17\.1 may apply .*install 0\.19\.8 or newer"):
         build(tmp_path, {"args": args})
+
+
+def test_processes_that_would_each_train_alone_are_refused(tmp_path, monkeypatch):
+    """Two were launched on CPUs, and the config does not say so: each takes itself for the only one."""
+    args = config(tmp_path)
+    assert args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started, and this one knows of 1.*set `use_cpu=True`"):
+        arguments._check_launch(args, None, None)  # of the trainer nothing else is reached
 
 
 def test_fsdp_and_data_parallel_are_refused_with_what_to_use_instead(tmp_path, nothing_is_loaded, monkeypatch):

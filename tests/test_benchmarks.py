@@ -242,6 +242,28 @@ def test_step_runs_what_it_is_told(load, monkeypatch, tmp_path, capsys):
     assert "invalid choice: 'other'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("peer", ["trl", "agilerl"])
+def test_an_environment_that_was_not_installed_to_its_end_is_installed_anew(load, monkeypatch, tmp_path, peer):
+    step, calls = load("step"), []
+
+    def run(command, **kwargs):
+        (tmp_path / peer).mkdir(exist_ok=True)
+        calls.append(command)
+        if "pip" in command and len(calls) < 3:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(step, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(step, "subprocess", SimpleNamespace(run=run))
+    with pytest.raises(subprocess.CalledProcessError):
+        step.installed(peer)
+    assert not (tmp_path / peer).exists()
+    calls += [None] * 3  # from now on it goes well
+    step.installed(peer)
+    again = len(calls)
+    step.installed(peer)
+    assert (tmp_path / peer).exists() and len(calls) == again
+
+
 def test_scaling_runs_what_it_is_told(load, monkeypatch, tmp_path):
     scaling, calls = load("scaling"), []
     monkeypatch.setattr(scaling, "subprocess", SimpleNamespace(run=worker(calls)))

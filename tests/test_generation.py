@@ -8,13 +8,13 @@ import peft
 import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
-from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
+from transformers import BitsAndBytesConfig, GPTJConfig, GPTJForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, cpu_attention, growing_cache
+from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, growing_cache
+from trl_ppo_ext.generation.paged import reads_paged_cache
 from trl_ppo_ext.generation.prompt_cache import distinct, prefill
 from trl_ppo_ext.generation.quick_lora import quick_adapters
 from trl_ppo_ext.rollout import Sequences
@@ -213,29 +213,6 @@ def test_completions_are_those_of_a_dynamic_cache(build, monkeypatch):
 # ---- what is quicker a token at a time ----
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_attention_of_single_queries_is_that_of_sdpa(masked, queries):
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    query, (key, value) = torch.randn(2, 6, queries, 8), torch.randn(2, 2, 2, 5, 8)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()[:, None, None] if masked else None
-    mask = mask if mask is None or queries == 1 else mask.expand(2, 1, 3, 5)
-    given = (module, query, key, value, mask)
-    expected = sdpa_attention_forward(*given, scaling=0.3, is_causal=False)[0]
-    torch.testing.assert_close(cpu_attention._attention(*given, scaling=0.3, is_causal=False)[0], expected)
-
-
-def test_only_a_base_in_16_bits_with_sdpa_is_switched_and_back_again():
-    for model, switched in ((llama(), False), (llama().bfloat16(), True)):
-        with pytest.raises(RuntimeError), cpu_attention.quick_single_queries(model):
-            assert (model.config._attn_implementation == cpu_attention.NAME) == switched
-            raise RuntimeError
-        assert model.config._attn_implementation == "sdpa"
-    eager = llama(attn_implementation="eager").bfloat16()
-    with cpu_attention.quick_single_queries(eager):
-        assert eager.config._attn_implementation == "eager"
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_quick_adapters_compute_what_pefts_do(build, model, bf16):
@@ -256,6 +233,17 @@ def test_quick_adapters_compute_what_pefts_do(build, model, bf16):
         torch.testing.assert_close(logits(), expected, **close)
         assert len(calls) == 1  # PEFT's way was not taken
     assert torch.equal(logits(), expected) and len(calls) == 2
+
+
+def test_a_forward_that_somebody_put_on_a_layer_is_called_and_stays(build):
+    """A hook that moves weights, say."""
+    policy, calls = build().actor_critic.policy, []
+    layer = next(x for x in policy.modules() if isinstance(x, peft.tuners.lora.Linear))
+    own = layer.forward
+    layer.forward = hook = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
+    with quick_adapters(policy):
+        policy(torch.tensor([[5, 6]]))
+    assert len(calls) == 1 and layer.forward is hook
 
 
 def test_adapters_of_other_kinds_stay_as_they_are():
@@ -297,6 +285,18 @@ def test_continuous_batching_gives_the_completions_of_generate(build, model, att
     assert base.config._attn_implementation == attention
     redraw(trainer, seed=2)  # an update
     assert continuous.generate(rows) == greedily(trainer).generate(rows)
+
+
+@pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
+def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_type):
+    """Also where PEFT makes an adapter without a task, whose `generate` asks the base."""
+    model = llama()
+    model.generation_config.suppress_tokens = [token for token in range(model.config.vocab_size) if token != 7]
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
+    given = (model, length_reward, config(tmp_path), prompts())
+    trainer = PPOTrainer(*given, processing_class=tokenizer(), peft_config=adapter)
+    assert any({*ids} != {7} for ids in trainer.experience.generator.generate(UNEVEN))
+    assert model.generation_config.suppress_tokens is not None
 
 
 def test_continuous_batching_stops_at_every_stop_token(build):
@@ -456,6 +456,17 @@ def test_what_continuous_batching_cannot_honour_is_refused_when_the_trainer_is_b
             greedily(trainer, ContinuousBatchingGenerator)
     with pytest.raises(ValueError, match=r"does not go with.*page_size must be at least"):
         greedily(trainer, ContinuousBatchingGenerator, generation_kwargs={"page_size": 1})
+
+
+def test_continuous_batching_refuses_attention_that_would_not_read_its_cache(build):
+    """GPT-J's layers would attend to all prompts of a batch, and nothing would fail."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+    gptj = GPTJForCausalLM(GPTJConfig(**sizes, bos_token_id=2, eos_token_id=1))
+    with pytest.raises(ValueError, match="does not go with GPTJForCausalLM: its layers attend in a way of their own"):
+        build(gptj, **CONTINUOUS)
+    assert gptj.config._attn_implementation == "eager"
+    assert reads_paged_cache(sliding()) and reads_paged_cache(llama(attn_implementation="eager"))
 
 
 @pytest.mark.gpu

@@ -257,3 +257,14 @@ def test_results_of_the_benchmark_are_within_a_tenth():
         assert (
             f"| {result['name']} | {estimated:.1f} | {measured:.1f} | {result['measured']['resident']:.0f} |" in page
         )
+
+
+def test_results_are_of_the_arithmetic_as_it_is(benchmark, tmp_path):
+    """Formulas that were changed since would make the page a claim about something else."""
+    told = {x["name"]: x["estimated"]["peak"] for x in json.loads(benchmark.RESULTS.read_text())["results"]}
+    assert told.keys() == benchmark.CASES.keys()
+    for name, case in benchmark.CASES.items():
+        if case.shape.vocabulary <= 8192:  # larger ones take seconds to make
+            directory = tmp_path / name
+            benchmark.saved_models(case, directory)
+            assert benchmark.estimated(case, str(directory)).peak / 2**20 == pytest.approx(told[name], rel=0.01), name

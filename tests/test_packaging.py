@@ -182,6 +182,27 @@ def test_it_says_that_it_is_typed():
     assert "py.typed" in setup()["options.package_data"]["trl_ppo_ext"]
 
 
+# ---- what is optional ----
+
+
+def test_the_package_does_without_what_is_optional():
+    """In a process in which the packages of the extras are not there."""
+    requirements = "\n".join(dict(setup()["options.extras_require"]).values())
+    names = {re.split(r"[^\w-]", line.strip())[0].replace("-", "_") for line in requirements.splitlines()} - {""}
+    assert {"deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(names)!r}))\n"
+        f"for name in {modules()!r}: importlib.import_module(name)\n"
+        "from trl_ppo_ext import PPOTrainer\n"
+        "from trl_ppo_ext.cli import main\n"
+        "main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pretrain-critic" in done.stdout
+
+
 # ---- the wheel ----
 
 

@@ -49,9 +49,19 @@ def test_tokens_and_utilisation_are_those_since_the_last_log(monkeypatch):
     assert counted.since_last() == {}
 
 
+def test_what_was_before_training_does_not_count(tmp_path):
+    trainer = PPOTrainer(llama(), length_reward, config(tmp_path), prompts(), processing_class=tokenizer())
+    trainer.throughput.since -= 3600
+    trainer.train()
+    first = next(log for log in trainer.state.log_history if "tokens_per_second" in log)
+    assert first["tokens_per_second"] > 0.1 * first["num_tokens"] / trainer.state.log_history[-1]["train_runtime"]
+
+
 def test_a_device_without_a_known_peak_has_no_utilisation(monkeypatch):
     assert peak_flops(torch.device("cpu")) is None
     names = {"NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A10G": 70e12, "Some card": None}
+    names |= {"NVIDIA A100-SXM4-80GB": 312e12, "Tesla T4": 65e12, "NVIDIA H100 NVL": 835e12}
+    names |= {"NVIDIA L40": None, "NVIDIA RTX A1000": None, "NVIDIA T400": None}  # which begin like others
     for name, expected in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda")) == expected

@@ -65,6 +65,13 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
             f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
             "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
         )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > args.world_size:
+        raise ValueError(
+            f"{started} processes were started, and this one knows of {args.world_size}: each would train alone, and "
+            "all would write to the same directory. Without a GPU set `use_cpu=True`; otherwise see that each process "
+            "has a GPU (`accelerate launch --num_processes`)."
+        )
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
         raise ValueError(
             "The base model would be sharded by FSDP, which PPOTrainer does not support: log-probabilities use its "

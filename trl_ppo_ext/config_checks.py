@@ -176,6 +176,11 @@ def check_generation(config: Any) -> None:
         return
     for name in given - vars(GenerationConfig()).keys():
         raise ValueError(f"`generation_kwargs` holds `{name}`, but `transformers.GenerationConfig` has no such field.")
+    for name in _WITHOUT_EFFECT & given:
+        raise ValueError(
+            f"`generation_kwargs` holds `{name}`, which is for ways of decoding that do not sample from the policy's "
+            "own distribution, and that transformers no longer has in `generate`; leave it out."
+        )
     for name in _SET_AS_FIELDS & given:
         raise ValueError(
             f"`generation_kwargs` holds `{name}`, but log-probabilities and shapes depend on it: set the field of "
@@ -282,6 +287,7 @@ _SET_AS_FIELDS = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings".split()
 )
+_WITHOUT_EFFECT = set("penalty_alpha num_beam_groups diversity_penalty dola_layers low_memory".split())
 # the others are set by the generator, follow from this config, or would be passed over without an error
 _OF_CONTINUOUS_BATCHING = set(
     "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer

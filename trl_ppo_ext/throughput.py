@@ -1,5 +1,6 @@
 """Tokens a second, and how much of a GPU's arithmetic they use."""
 
+import re
 import time
 
 import torch
@@ -8,9 +9,11 @@ from torch import nn
 from .batch_plan import BatchPlan
 from .modeling import ActorCritic
 
-# dense TFLOP/s in 16 bits, from the makers' data sheets; the longer names first
+# dense TFLOP/s in 16 bits, from the makers' data sheets, by words of the device's name; the longer names first
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
     "H200": 989,
     "H100": 989,
     "A100": 312,
@@ -37,7 +40,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tera * 1e12 for card, tera in PEAK_TFLOPS.items() if card in name), None)
+    # whole words: an L40 is no L4, an RTX A1000 no A100
+    return next((tera * 1e12 for card, tera in PEAK_TFLOPS.items() if re.search(rf"\b{card}\b", name)), None)
 
 
 def step_flops(
@@ -96,9 +100,10 @@ class Throughput:
         self.peak = peak_flops(device)
         self.trunk, self.head = _weights(actor_critic)
         self.with_critic_adapter = actor_critic.critic_adapter is not None
-        self._forget()
+        self.restart()
 
-    def _forget(self) -> None:
+    def restart(self) -> None:
+        """Count from now on."""
         self.since, self.tokens, self.flops = time.perf_counter(), 0, 0.0
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
@@ -125,5 +130,5 @@ class Throughput:
         reached = {"tokens_per_second": self.tokens / seconds}
         if self.peak is not None:
             reached["mfu"] = self.flops / (seconds * self.peak * self.plan.num_processes)
-        self._forget()
+        self.restart()
         return reached

@@ -11,12 +11,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
-from transformers import (
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-)
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
@@ -210,6 +205,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         if self.train_dataset is None:
             raise ValueError("`train()` needs a `train_dataset`; pass one to PPOTrainer.")
         self.updates.forget()  # what an earlier `train()` left unfinished is no part of this one
+        self.throughput.restart()
         dataset = self.train_dataset
         if isinstance(dataset, IterableDataset):
             plan = self.plan

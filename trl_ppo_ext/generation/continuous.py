@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
 from .base import cut_at_stop
+from .paged import reads_paged_cache
 from .prompt_cache import distinct
 from .transformers import sampling_config
 
@@ -65,6 +66,13 @@ class ContinuousBatchingGenerator:
                 "`generation_backend='continuous_batching'` does not go with this model or these `generation_kwargs` "
                 f"(the backend 'transformers' may go with the model): {error}"
             ) from error
+        base = self.actor_critic.policy.get_base_model()
+        if not reads_paged_cache(base):
+            raise ValueError(
+                f"`generation_backend='continuous_batching'` does not go with {type(base).__name__}: its layers "
+                "attend in a way of their own, which would not read the paged cache as it is, and no error would say "
+                "so. Use 'transformers'."
+            )
 
     def _settings(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Fields of `ContinuousBatchingConfig` for these prompts."""

@@ -18,6 +18,8 @@ def _is_plain(layer: Any) -> bool:
     """Whether a layer is its base, and one low-rank product added, and nothing else."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
         return False
+    if "forward" in vars(layer):  # somebody else's, such as a hook that moves weights
+        return False
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or names[0] in layer.lora_variant:
         return False

@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from ..modeling import ActorCritic
 from ..rollout import Sequences
 from .base import cut_at_stop
-from .cpu_attention import quick_single_queries
 from .growing_cache import can_grow, growing_cache
 from .prompt_cache import prefill
 from .quick_lora import quick_adapters
@@ -138,7 +137,7 @@ class TransformersGenerator:
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
         # not beside a static cache: what transformers compiles would be compiled anew for each rollout
         policy = self.actor_critic.policy
-        with quick_adapters(policy), quick_single_queries(policy.get_base_model()):
+        with quick_adapters(policy):
             prefill(self.actor_critic, cache, batch, prompts)
             return self.actor_critic.generate(*given, past_key_values=cache)
 

@@ -379,7 +379,8 @@ class ActorCritic(nn.Module):
         # is scored, and nobody had said so
         models = (self.policy, self.policy.get_base_model())
         of_models = [model.generation_config for model in models]
-        self.policy.generation_config = GenerationConfig()
+        for model in models:  # which of them it asks depends on the adapter's `task_type`
+            model.generation_config = GenerationConfig()
         try:
             return self.policy.generate(
                 input_ids=input_ids,

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from .actor_critic import ActorCritic
 from .adapters import adapter_parameters, add_adapter, copy_adapter, load_adapter_weights
@@ -179,9 +179,12 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():  # dropout that is a function: attention's rate is a plain attribute
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+        # dropout that is a function, of numbers or of whole layers: its rate is an attribute, or read off the config
+        config = getattr(module, "config", None)
+        for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
+            for name, value in vars(owner).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -189,6 +192,14 @@ def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
         # adapters learn in float32, whatever the base is kept in: Adam's steps vanish in bfloat16
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
+
+
+def _check_trunk(base: PreTrainedModel) -> None:
+    if not hasattr(base, base.base_model_prefix):
+        raise ValueError(
+            f"{type(base).__name__} has no `{base.base_model_prefix}`, the model below its output projection that it "
+            "names itself, so hidden states cannot be taken there; use a model whose class has it."
+        )
 
 
 def _add_critic_adapter(policy: PeftModel, start: CriticStart | None, path: str) -> str:
@@ -229,6 +240,7 @@ def load_actor_critic(
     check_model_arguments(model, args, quantization_config, peft_config)
     if isinstance(model, str):
         model = _load_base(model, args, quantization_config, torch.device(device))
+    _check_trunk(model.get_base_model() if isinstance(model, PeftModel) else model)
     reference = critic = None
     if isinstance(model, PeftModel):
         policy = model
