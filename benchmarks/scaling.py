@@ -18,21 +18,23 @@ from step import HERE, PEERS, about, installed
 
 MICRO_BATCH, PROMPT = 8, 48
 MODEL = "8192,256,6"  # vocabulary, hidden size, layers
-ROWS = [  # what grows, completions, tokens of a completion, completions of a prompt
-    *[("batch", batch, 64, 1) for batch in (8, 16, 32, 64)],
-    *[("completions", 8, response, 1) for response in (64, 128, 256, 512, 1024)],
-    *[("both", batch, response, 1) for batch, response in ((32, 256), (64, 256))],
-    *[("groups", 32, 64, group) for group in (1, 4, 16)],
+ROWS = [  # what grows, completions, tokens of a completion, completions of a prompt, sampled at a time
+    *[("batch", batch, 64, 1, batch) for batch in (8, 16, 32, 64)],
+    *[("completions", 8, response, 1, 8) for response in (64, 128, 256, 512, 1024)],
+    *[("both", batch, response, 1, batch) for batch, response in ((32, 256), (64, 256))],
+    *[("groups", 32, 64, group, 32) for group in (1, 4, 16)],
+    *[("micro-batches", batch, 256, 1, 8) for batch in (8, 16, 32, 64)],
 ]
 
 
-def measure(batch: int, response: int, group: int, dtype: str, steps: int) -> dict:
+def measure(batch: int, response: int, group: int, at_a_time: int, dtype: str, steps: int) -> dict:
     """Steps of one process."""
     python, environment = installed(None)
     fields = [
         f"per_device_train_batch_size={MICRO_BATCH}",
         f"gradient_accumulation_steps={batch // MICRO_BATCH}",
         f"num_generations={group}",
+        f"per_device_generation_batch_size={at_a_time}",
     ]
     shape = f"{MODEL},{batch},{PROMPT},{response}"
     command = [python, str(PEERS / "ours.py"), shape, dtype, str(steps + 1), *fields]
@@ -46,19 +48,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="what grows; by default everything that does")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "scaling.json")
     args = parser.parse_args()
     table = Table(title=f"{MODEL} (vocabulary, hidden, layers), {args.dtype}, micro-batches of {MICRO_BATCH}")
-    for column in ("grows", "completions", "tokens", "of a prompt", "s a step", "s a 1000 tokens", "peak MiB"):
+    columns = ("grows", "completions", "tokens", "of a prompt", "at a time", "s a step", "s a 1000 tokens", "peak MiB")
+    for column in columns:
         table.add_column(column, justify="left" if column == "grows" else "right")
     rows = []
-    for grows, batch, response, group in ROWS:
-        found = measure(batch, response, group, args.dtype, args.steps)
+    for grows, *sizes in (row for row in ROWS if args.only is None or row[0] in args.only):
+        batch, response = sizes[:2]
+        found = measure(*sizes, args.dtype, args.steps)
         thousands = batch * (PROMPT + response) / 1000
-        row = {"grows": grows, "completions": batch, "response": response, "num_generations": group}
-        rows.append(row | {"seconds": found["median"], "peak_mib": found["peak_mib"], "phases": found["phases"]})
+        row = dict(zip(("completions", "response", "num_generations", "at_a_time"), sizes))
+        measured = {"seconds": found["median"], "peak_mib": found["peak_mib"], "phases": found["phases"]}
+        rows.append({"grows": grows} | row | measured)
         numbers = (f"{found['median']:.2f}", f"{found['median'] / thousands:.3f}", f"{found['peak_mib']:.0f}")
-        table.add_row(grows, str(batch), str(response), str(group), *numbers)
+        table.add_row(grows, *map(str, sizes), *numbers)
     Console(width=120).print(table)
     args.results.write_text(json.dumps(about() | {"dtype": args.dtype, "rows": rows}, indent=1) + "\n")
 
