@@ -333,14 +333,50 @@ def test_processes_that_would_each_train_alone_are_refused(tmp_path, monkeypatch
         arguments._check_launch(args, None, None)  # of the trainer nothing else is reached
 
 
-def test_fsdp_and_data_parallel_are_refused_with_what_to_use_instead(tmp_path, nothing_is_loaded, monkeypatch):
+def test_data_parallel_is_refused_with_what_to_use_instead(tmp_path, nothing_is_loaded):
     args = config(tmp_path)
     args._n_gpu = 2
     with pytest.raises(ValueError, match=r"One process sees 2 GPUs.*start one process for each with `accelerate"):
         build(tmp_path, {"args": args})
+
+
+FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+@pytest.mark.parametrize(
+    ("launched", "settings", "arguments", "message"),
+    [
+        ({"VERSION": "1"}, {}, {}, r"sharded by FSDP1.*`fsdp_version: 2`.*ZeRO-3, or DDP with a 4-bit base"),
+        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, r"leave `fsdp_transformer_layer_cls_to_wrap` and .* out"),
+        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, r"would keep the base whole on every process; set it true"),
+        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, r"adapters without weights on all processes.*set it false"),
+        ({"OFFLOAD_PARAMS": "true"}, {}, {}, r"`fsdp_offload_params` is not supported; set it false"),
+        ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, r"set it false, and `gradient_checkpointing=True`"),
+        ({}, {"fp16": True}, {}, r"`fp16=True` is not supported with FSDP; use `bf16`"),
+        ({}, {"one_pass_scoring": True}, {}, r"`one_pass_scoring=True` needs the base whole, and FSDP shards it"),
+        ({}, {"optim": "adafactor"}, {}, r"`optim='adafactor'` is not known to work on sharded.*'adamw_torch'"),
+        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"quantised base cannot be sharded"),
+        ({}, {}, {}, r"there is a single process to shard over; start several with `accelerate launch"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
+)
+def test_what_fsdp_could_not_honour_is_refused(tmp_path, monkeypatch, launched, settings, arguments, message):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"sharded by FSDP.*Use DDP with a 4-bit base, or DeepSpeed's ZeRO-3"):
-        build(tmp_path, {})
+    for name, value in (FSDP2 | launched).items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    llama().save_pretrained(tmp_path / "base")
+    model = {"model": str(tmp_path / "base"), "processing_class": tokenizer}
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, model | {"args": config(tmp_path, **settings)} | arguments)
+
+
+def test_fsdp_of_the_config_is_checked_as_that_of_the_launcher_is(tmp_path, nothing_is_loaded, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the config sets it, and it must not stay
+    for given, message in (({"version": 1}, "sharded by FSDP1"), ({"cpu_offload": True}, "`fsdp_offload_params`")):
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path, {"args": config(tmp_path, fsdp=True, fsdp_config=given)})
 
 
 def test_arguments_are_checked_before_a_model_is_even_looked_for(tmp_path):

@@ -444,6 +444,9 @@ def test_what_continuous_batching_cannot_honour_is_refused_when_the_trainer_is_b
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), device=torch.device("cpu"))
     with pytest.raises(ValueError, match="ZeRO-3 gathers weights for all processes in step"):
         ContinuousBatchingGenerator(trainer.actor_critic, trainer.processing_class, trainer.args, accelerator)
+    accelerator.state = SimpleNamespace(fsdp_plugin=object())
+    with pytest.raises(ValueError, match="FSDP gathers weights for all processes in step"):
+        ContinuousBatchingGenerator(trainer.actor_critic, trainer.processing_class, trainer.args, accelerator)
     base = trainer.actor_critic.policy.get_base_model()
     base.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match=r"does not go with this model.*flex_attention is not supported"):

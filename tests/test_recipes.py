@@ -272,14 +272,16 @@ def test_the_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
 def test_accelerate_reads_its_files(file):
     config = load_config_from_file(str(file))
     kind = {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU", "cpu_2_processes": "MULTI_GPU"}.get(file.stem, "NO")
-    assert config.distributed_type.value == ("DEEPSPEED" if file.stem.startswith("zero") else kind)
+    kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}.get(file.stem, kind)
+    assert config.distributed_type.value == kind
+    assert config.fsdp_config.get("fsdp_version") == (2 if file.stem == "fsdp2" else None)
     assert config.use_cpu == file.stem.startswith("cpu")
     assert config.deepspeed_config.get("zero_stage") == {"zero2": 2, "zero3": 3}.get(file.stem)
     assert config.num_machines == (2 if file.stem == "multi_node" else 1)
 
 
 def test_the_files_of_accelerate_are_those_that_are_promised():
-    kinds = {"single_gpu", "cpu", "cpu_2_processes", "ddp", "zero2", "zero3", "multi_node"}
+    kinds = {"single_gpu", "cpu", "cpu_2_processes", "ddp", "zero2", "zero3", "fsdp2", "multi_node"}
     assert {file.stem for file in ACCELERATE} == kinds
     readme = (RECIPES / "README.md").read_text()
     assert all(file.name in readme for file in ACCELERATE)
@@ -338,13 +340,13 @@ TWO = ["--num_processes", "2", "--mixed_precision", "no"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO)])
+@pytest.mark.parametrize("name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO), ("fsdp2", TWO)])
 def test_two_processes_are_launched_as_the_readme_says(hub, tmp_path, name, options):
     file = RECIPES / "chat_multi_gpu" / "ppo.yaml"
     _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
     with contextlib.ExitStack() as stack:
         variables = {}
-        if name == "zero3":
+        if name in ("zero3", "fsdp2"):
             variables["REWARD_SERVER"] = stack.enter_context(served(ours["reward_funcs"]))
             ours["reward_funcs"] = "served_reward.reward"
         told = ["--config", str(file), *arguments(ours)]
@@ -354,6 +356,7 @@ def test_two_processes_are_launched_as_the_readme_says(hub, tmp_path, name, opti
     settings = json.loads((tmp_path / "run" / "ppo_state.json").read_text())["settings"]
     assert settings["num_processes"] == 2
     assert settings["zero_stage"] == {"zero2": 2, "zero3": 3}.get(name)
+    assert settings["fsdp_version"] == (2 if name == "fsdp2" else None)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from .config import PPOConfig
+from .fsdp import check_fsdp, is_asked_for
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments
@@ -58,7 +59,12 @@ def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`; `help(PPOTrainer)` lists those it has.")
 
 
-def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_launch(
+    args: PPOConfig,
+    train_dataset: Any,
+    optimizer: torch.optim.Optimizer | None,
+    quantization_config: BitsAndBytesConfig | None = None,
+) -> None:
     """Refuse what the way a run is started, or optimised, could not honour."""
     if args.n_gpu > 1:
         raise ValueError(
@@ -72,11 +78,8 @@ def _check_launch(args: PPOConfig, train_dataset: Any, optimizer: torch.optim.Op
             "all would write to the same directory. Without a GPU set `use_cpu=True`; otherwise see that each process "
             "has a GPU (`accelerate launch --num_processes`)."
         )
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        raise ValueError(
-            "The base model would be sharded by FSDP, which PPOTrainer does not support: log-probabilities use its "
-            "output projection from outside. Use DDP with a 4-bit base, or DeepSpeed's ZeRO-3."
-        )
+    if is_asked_for(args):
+        check_fsdp(args, optimizer, quantization_config)
     if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         _check_deepspeed(args)
     if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
@@ -151,7 +154,7 @@ def check_trainer_arguments(
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_launch(args, train_dataset, optimizer)
+    _check_launch(args, train_dataset, optimizer, quantization_config)
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
     if monitor_funcs:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .modeling import check_fit, gathered, whole_weights
+from .modeling import check_fit, set_weights, whole_weights
 
 
 class AveragedWeights:
@@ -74,17 +74,11 @@ class AveragedWeights:
         own = {name: weight.clone() for name, weight in whole_weights(self.parameters).items()}
         self._is_swapped = True
         try:
-            self._overwrite(self._averages)
+            set_weights(self.parameters, self._averages)
             yield
         finally:
-            self._overwrite(own)
+            set_weights(self.parameters, own)
             self._is_swapped = False
-
-    @torch.no_grad()
-    def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        with gathered(self.parameters.values(), changed=True):
-            for name, weight in self.parameters.items():
-                weight.copy_(weights[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint keeps.

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .modeling import ActorCritic, adapter_weights, check_fit, gathered, load_adapter_weights, parameter_names
+from .modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names, set_weights
 from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
@@ -185,8 +185,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     if actor_critic.critic_adapter is not None:
         load_adapter(actor_critic.policy, actor_critic.critic_adapter, os.path.join(directory, CRITIC_FOLDER))
     if actor_critic.value_head is not None and head is not None:
-        with gathered(actor_critic.value_head.parameters(), changed=True):
-            actor_critic.value_head.load_state_dict(head)
+        set_weights(dict(actor_critic.value_head.named_parameters()), head)
 
 
 def save_state(state: dict[str, Any], output_dir: str) -> None:

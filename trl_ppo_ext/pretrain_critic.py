@@ -113,8 +113,9 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
     numbers["steps"] = trainer.state.global_step
+    weights = trainer.actor_critic.trained_weights()  # sharded ones are gathered by all processes
     if trainer.args.should_save:
-        _save(trainer, output_dir or trainer.args.output_dir, numbers)
+        _save(trainer, output_dir or trainer.args.output_dir, numbers, weights)
     return numbers
 
 
@@ -185,11 +186,11 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[Rollout]) -> floa
     return float(ppo_math.explained_variance(values, returns, every, all_sum))
 
 
-def _save(trainer: PPOTrainer, output_dir: str, numbers: dict[str, float]) -> None:
+def _save(trainer: PPOTrainer, output_dir: str, numbers: dict[str, float], weights: dict[str, Tensor]) -> None:
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
     directory = Path(output_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    save_critic(trainer.actor_critic, output_dir)
+    save_critic(trainer.actor_critic, output_dir, weights)
     lam = args.lam if args.lam_critic is None else args.lam_critic
     rewards = [reward.name for reward in trainer.experience.rewards]
     about = {"kind": args.critic, "base_model": public_name(base), "rewards": rewards, "gamma": args.gamma, "lam": lam}

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .checkpoint import CheckpointError
+from .fsdp import is_asked_for
 
 # of the Trainer's own fields, those that change what is learned
 OF_THE_TRAINER = (
@@ -29,13 +30,18 @@ def run_settings(args: Any) -> dict[str, Any]:
         args ([`PPOConfig`]): The run's config.
 
     Returns:
-        `dict`: Their values, as JSON holds them, the number of processes, and DeepSpeed's stage of ZeRO if it is used.
+        `dict`: Their values, as JSON holds them, the number of processes, and what shards if anything does:
+            DeepSpeed's stage of ZeRO, or the version of FSDP.
     """
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     given = args.to_dict()
     settings = {name: given[name] for name in sorted(own | set(OF_THE_TRAINER)) if name in given}
     deepspeed = args.deepspeed_plugin
-    settings |= {"num_processes": args.world_size, "zero_stage": None if deepspeed is None else deepspeed.zero_stage}
+    settings |= {
+        "num_processes": args.world_size,
+        "zero_stage": None if deepspeed is None else deepspeed.zero_stage,
+        "fsdp_version": 2 if is_asked_for(args) else None,
+    }
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -49,7 +55,7 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
 
     Raises:
         [`CheckpointError`]: Names every setting that changed, what it was and what it is; or the number of processes
-            or the stage of ZeRO, which must be the same whatever else may change.
+            or what shards, which must be the same whatever else may change.
     """
     now = run_settings(args)
     processes = saved.get("num_processes", now["num_processes"])
@@ -58,11 +64,11 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
             f"`{directory}` was saved by {processes} process{'es' * (processes > 1)}, and this run has "
             f"{now['num_processes']} (num_processes); resume with as many as it had."
         )
-    was, is_now = (_backend(given["zero_stage"]) for given in (now | saved, now))
+    was, is_now = (_backend(given["zero_stage"], given["fsdp_version"]) for given in (now | saved, now))
     if was != is_now:  # each has files of its own for the optimizer, and does not look for the other's
         raise CheckpointError(
-            f"`{directory}` was saved {was}, and this run is {is_now} (zero_stage): its optimizer would begin anew. "
-            f"Resume {was}."
+            f"`{directory}` was saved {was}, and this run is {is_now} (zero_stage, fsdp_version): its optimizer "
+            f"would begin anew. Resume {was}."
         )
     changed = {name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)}
     if changed and not args.resume_with_changed_settings:
@@ -73,5 +79,7 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
         )
 
 
-def _backend(zero_stage: int | None) -> str:
-    return "without DeepSpeed" if zero_stage is None else f"under DeepSpeed's ZeRO-{zero_stage}"
+def _backend(zero_stage: int | None, fsdp_version: int | None) -> str:
+    if fsdp_version is not None:
+        return f"under FSDP{fsdp_version}"
+    return "without DeepSpeed or FSDP" if zero_stage is None else f"under DeepSpeed's ZeRO-{zero_stage}"

@@ -166,6 +166,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         )
         set_seed(args.seed, device_specific=True)  # processes must not sample with the same noise
         self.actor_critic = actor_critic
+        self._shard()
         self._assemble(rewards, monitors, ptx_dataset)
 
     def _tokenized_for_evaluation(self, dataset: Any) -> Any:

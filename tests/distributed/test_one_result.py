@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny import llama, tokenizer
+from train import FIXED
+
+from trl_ppo_ext.modeling import default_peft_config
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
-TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime")
+TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
 
 CHOICES = {
     "plain": {},
@@ -33,7 +37,11 @@ CHOICES = {
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
+    "a gradient that is no number": {"nan_at": 4},
+    # evaluation before training, a second training, a reward adapter, layers that are recomputed
+    "all other ways": {"others": True, "critic": "adapter", "gradient_checkpointing": True},
 }
+OF_THE_RUN = ("nan_at", "others")  # not of its config
 SPREADS = {
     "8": {"per_device_train_batch_size": 8},
     "8 micro-batches of 1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -52,7 +60,9 @@ RUNS = {
         ("critic adapter", "2 x 4"),
         ("an empty rollout", "2 x 4"),
     ],
+    "FSDP2": [("plain", "2 x 2 micro-batches of 2"), *((choice, "2 x 4") for choice in CHOICES)],
 }
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
 
 def stage_of(launch):
@@ -66,15 +76,20 @@ def deepspeed(stage):
     return sizes | {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
 
 
-def settings_of(choice, spread, launch):
-    stage = stage_of(launch)
-    return CHOICES[choice] | SPREADS[spread] | ({"deepspeed": deepspeed(stage)} if stage else {})
+def run_of(choice, spread, launch):
+    """Arguments of `train`."""
+    chosen, stage = CHOICES[choice], stage_of(launch)
+    sharding = FSDP2 if launch == "FSDP2" else {"deepspeed": deepspeed(stage)} if stage else {}
+    settings = {name: value for name, value in chosen.items() if name not in OF_THE_RUN}
+    others = {name: chosen[name] for name in OF_THE_RUN if name in chosen}
+    return others | {"settings": settings | SPREADS[spread] | sharding}
 
 
 def launch(runs, config_file=None):
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config_file)] if config_file else []
     command = [sys.executable, *launcher, str(HERE / "train.py"), json.dumps(runs)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))  # the package that lies beside the tests
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -96,7 +111,7 @@ def outcomes(tmp_path_factory):
         if how not in cache:
             runs = RUNS[how] + ([(choice, "8") for choice in CHOICES] if how == "one process" else [])
             names = {each: folder / f"{how} {number}" for number, each in enumerate(runs)}
-            entries = [{"output_dir": str(names[each]), "settings": settings_of(*each, how)} for each in runs]
+            entries = [{"output_dir": str(names[each])} | run_of(*each, how) for each in runs]
             launch(entries, None if how == "one process" else TWO_PROCESSES)
             cache[how] = {each: outcome(directory) for each, directory in names.items()}
         return cache[how][run]
@@ -118,7 +133,9 @@ def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, ch
     """Weights, averages, metrics, running statistics and steered coefficients, after 8 optimizer steps."""
     _, expected, expected_log, expected_state = outcomes("one process", choice, "8")
     about, weights, log, state = outcomes(how, choice, spread)
-    assert about == {"num_processes": 1 if how == "one process" else 2, "zero_stage": stage_of(how)}
+    assert about["num_processes"] == (1 if how == "one process" else 2) and about["zero_stage"] == stage_of(how)
+    # the value head alone cannot be split
+    assert about["part"] == (pytest.approx(0.5, abs=0.01) if how == "FSDP2" else None)
 
     assert weights.keys() == expected.keys()
     difference = {name: (weights[name] - x).norm() for name, x in expected.items()}
@@ -129,24 +146,47 @@ def test_the_result_does_not_depend_on_how_the_batch_is_spread(outcomes, how, ch
 
     assert len(log) == len(expected_log)
     for got, wanted in zip(log, expected_log):
-        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)  # the norm of a gradient that is none
     assert state["rewards"] == pytest.approx(expected_state["rewards"], rel=1e-9)
-    assert state["rewards"]["count"] == 8 * (3 if choice == "an empty rollout" else 4)
+    assert state["rewards"]["count"] == 8 * {"an empty rollout": 3, "all other ways": 8}.get(choice, 4)
     assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
+    assert sum(entry.get("skipped_steps", 0) for entry in log) == ("nan_at" in CHOICES[choice])
     for name in ("kl_coef", "entropy_coef"):
         assert state[name] == pytest.approx(expected_state[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_run_under_deepspeed_samples_and_resumes_bit_for_bit_within_a_rollout(tmp_path, stage):
-    """The launcher knows of DeepSpeed here, and the base comes from a path: ZeRO-3 shards it as it loads."""
-    launcher = TWO_PROCESSES.read_text().replace("MULTI_GPU", "DEEPSPEED")
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_what_is_saved_loads_with_peft_alone(outcomes, how):
+    about, weights, _, _ = outcomes(how, "critic adapter", "2 x 4")
+    policy = get_peft_model(llama(), default_peft_config())
+    saved = {name.partition(":")[2]: x for name, x in weights.items() if name.startswith("adapter_model")}
+    assert saved.keys() == get_peft_model_state_dict(policy).keys()
+    set_peft_model_state_dict(policy, saved)
+    for prompt, completion, logprobs in zip(*FIXED, about["logprobs"]):
+        with torch.no_grad():
+            logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        assert logprobs[: len(completion)] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+FSDP_FILE = """fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: false
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("ZeRO-2", marks=pytest.mark.slow), "ZeRO-3", "FSDP2"])
+def test_a_sharded_run_samples_and_resumes_bit_for_bit_within_a_rollout(tmp_path, how):
+    """The launcher knows what shards here, and the base comes from a path: ZeRO-3 shards it as it loads."""
+    stage, launcher = stage_of(how), TWO_PROCESSES.read_text()
     zero = f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, gradient_clipping: auto}}\n"
-    (tmp_path / "launch.yaml").write_text(launcher + zero)
+    launcher = launcher.replace("MULTI_GPU", "DEEPSPEED" if stage else "FSDP") + (zero if stage else FSDP_FILE)
+    (tmp_path / "launch.yaml").write_text(launcher)
     llama().save_pretrained(tmp_path / "base")
     for part in (llama(classifier=True, seed=1), tokenizer()):
         part.save_pretrained(tmp_path / "classifier")
-    choices = CHOICES["all that is steered or added"] | {"critic": "adapter"}
+    choices = CHOICES["all that is steered or added"] | {"critic": "adapter", "bf16": how == "FSDP2"}
     settings = SPREADS["2 x 4"] | choices | {"save_strategy": "steps", "save_steps": 3, "reward_quantization": "none"}
     run = {"settings": settings, "sample": True, "model": str(tmp_path / "base")}
     run["classifier"] = str(tmp_path / "classifier")
@@ -155,10 +195,12 @@ def test_a_run_under_deepspeed_samples_and_resumes_bit_for_bit_within_a_rollout(
     runs = [run | {"output_dir": str(whole)}, run | {"output_dir": str(resumed), "resume_from": checkpoint}]
     launch(runs, tmp_path / "launch.yaml")
     about, weights, log, state = outcome(resumed)
-    assert about == {"num_processes": 2, "zero_stage": stage}
+    assert about["num_processes"] == 2 and about["zero_stage"] == stage
+    assert (about["part"] is not None) == (how == "FSDP2")
     _, expected, expected_log, expected_state = outcome(whole)
     assert all(torch.equal(weights[name], x) for name, x in expected.items())
     assert log[:-1] == expected_log[:-1]
+    assert log[0]["kl"] == 0 and log[0]["ratio/max"] == log[0]["ratio/mean"] == 1
     assert {k: v for k, v in state.items() if k != "settings"} == {
         k: v for k, v in expected_state.items() if k != "settings"
     }

@@ -5,9 +5,14 @@ import sys
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny import config, llama, prompts, tokenizer
+from torch.distributed.tensor import DTensor
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, RewardAdapter
+from trl_ppo_ext.rollout import Sequences
+
+FIXED = ([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]])  # prompts and completions
 
 
 def completions_of(prompts):
@@ -27,11 +32,42 @@ def failing_once(completion_ids, trainer_state, **kwargs):
     return [float("nan") if trainer_state.global_step == 4 else sum(ids) / 50 for ids in completion_ids]
 
 
-def train(output_dir, settings, sample=False, model=None, classifier=None, resume_from=None):
+def part_of_the_parameters(actor_critic):
+    """How much of all parameters FSDP has left on this process."""
+    parts = [x.to_local() if isinstance(x, DTensor) else x for x in actor_critic.parameters()]
+    return sum(x.numel() for x in parts) / sum(x.numel() for x in actor_critic.parameters())
+
+
+def reward_adapter(output_dir):
+    """An adapter on the policy's base, as every process would find it."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    process = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    path = f"{output_dir} reward {process}/polite"
+    get_peft_model(llama(classifier=True), config).save_pretrained(path)
+    return RewardAdapter(path, check_base=False)
+
+
+def without_a_gradient_at(trainer, step):
+    """The last process's gradient of a step is no number."""
+    inner, last = trainer.updates.loss, trainer.args.process_index == trainer.args.world_size - 1
+
+    def loss(model, micro_batch):
+        loss = inner(model, micro_batch)
+        if trainer.state.global_step == step and last:
+            loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss
+
+    trainer.updates.loss = loss
+
+
+def train(
+    output_dir, settings, sample=False, model=None, classifier=None, resume_from=None, nan_at=None, others=False
+):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
     `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
-    which every process loads whole.
+    which every process loads whole; `others` takes all other ways in which the model is run.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     defaults = {
@@ -42,9 +78,10 @@ def train(output_dir, settings, sample=False, model=None, classifier=None, resum
         "normalize_rewards": True,
         "reward_baseline": "reference",
     }
+    rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]
     trainer = PPOTrainer(
         model or llama(),
-        [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])],
+        rewards + ([reward_adapter(output_dir)] if others else []),
         config(output_dir, **defaults | settings),
         prompts(),
         eval_dataset=prompts(5),
@@ -53,12 +90,21 @@ def train(output_dir, settings, sample=False, model=None, classifier=None, resum
     )
     if not sample:
         trainer.experience.generator.generate = completions_of
+    if nan_at is not None:
+        without_a_gradient_at(trainer, nan_at)
+    if others:
+        trainer.evaluate()
+        trainer.train()
     trainer.train(resume_from_checkpoint=resume_from)
     evaluation = trainer.evaluate()
     trainer.save_model()
+    with torch.no_grad():
+        logprobs = trainer.actor_critic(Sequences.from_token_ids(*FIXED, 0, trainer.args.device)).logprobs
     if trainer.is_world_process_zero():
         plugin = trainer.accelerator.state.deepspeed_plugin
         about = {"num_processes": trainer.accelerator.num_processes, "zero_stage": plugin and plugin.zero_stage}
+        about["part"] = part_of_the_parameters(trainer.actor_critic) if trainer.is_fsdp_enabled else None
+        about["logprobs"] = logprobs.tolist()
         with open(f"{output_dir}/log.json", "w") as file:
             json.dump([about, *trainer.state.log_history, evaluation], file)
     return trainer

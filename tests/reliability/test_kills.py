@@ -162,8 +162,8 @@ def test_every_setting_that_changed_is_named(tmp_path):
 @pytest.mark.parametrize(
     "was, now, said",
     [
-        (None, 2, "saved without DeepSpeed, and this run is under DeepSpeed's ZeRO-2 "),
-        (3, None, "saved under DeepSpeed's ZeRO-3, and this run is without DeepSpeed "),
+        (None, 2, "saved without DeepSpeed or FSDP, and this run is under DeepSpeed's ZeRO-2 "),
+        (3, None, "saved under DeepSpeed's ZeRO-3, and this run is without DeepSpeed or FSDP "),
         (1, 3, "saved under DeepSpeed's ZeRO-1, and this run is under DeepSpeed's ZeRO-3 "),
     ],
 )
@@ -179,6 +179,19 @@ def test_another_stage_of_zero_is_refused_whatever_else_may_change(tmp_path, was
     check_settings("here", saved, under(was))
     with pytest.raises(CheckpointError, match=said):
         check_settings("here", saved, under(now))
+
+
+def test_a_run_under_fsdp_is_not_resumed_without_it(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    saved = run_settings(args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CheckpointError, match="saved without DeepSpeed or FSDP, and this run is under FSDP2 "):
+        check_settings("here", saved, args)
+    saved = run_settings(args)
+    check_settings("here", saved, args)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(CheckpointError, match="saved under FSDP2, and this run is without DeepSpeed or FSDP "):
+        check_settings("here", saved, args)
 
 
 @pytest.mark.parametrize("name", ["save_only_model", "ignore_data_skip"])

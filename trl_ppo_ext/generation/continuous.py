@@ -41,11 +41,12 @@ class ContinuousBatchingGenerator:
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
     ):
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-        if plugin is not None and plugin.zero_stage == 3:
+        sharded_by_fsdp = getattr(accelerator.state, "fsdp_plugin", None) is not None
+        if sharded_by_fsdp or (plugin is not None and plugin.zero_stage == 3):
             raise ValueError(
                 "`generation_backend='continuous_batching'` takes as many forwards as a process has use for, and "
-                "ZeRO-3 gathers weights for all processes in step: they would wait for each other for ever. Use "
-                "'transformers', or ZeRO-2."
+                f"{'FSDP' if sharded_by_fsdp else 'ZeRO-3'} gathers weights for all processes in step: they would "
+                "wait for each other for ever. Use 'transformers', or a launch that leaves the base whole."
             )
         self.actor_critic = actor_critic
         self.device = accelerator.device

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ..modeling import ActorCritic
-from ..modeling.sharding import is_sharded
+from ..modeling import ActorCritic, is_sharded
 from ..rollout import Sequences
 
 
@@ -39,8 +38,8 @@ def prefill(actor_critic: ActorCritic, cache: Cache, batch: Sequences, prompts: 
         prompts (`list[list[int]]`): The same as lists.
     """
     base = actor_critic.policy.get_base_model()
-    # a process whose rows repeat would take one forward more than another, and ZeRO-3 gathers weights in step
-    if is_sharded(base.get_input_embeddings().weight):
+    # a process whose rows repeat would take one forward more than another, and sharded weights are gathered in step
+    if is_sharded(actor_critic.embedding):
         return
     first, which = distinct(prompts)
     if len(first) == len(prompts) or batch.prompt_ids.shape[1] == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
-from ..modeling import ActorCritic
+from ..modeling import ActorCritic, is_sharded
 from ..rollout import Sequences
 from .base import cut_at_stop
 from .growing_cache import can_grow, growing_cache
@@ -132,14 +132,16 @@ class TransformersGenerator:
     def _sample(self, batch: Sequences, prompts: list[list[int]], criteria: list[StoppingCriteria]) -> Tensor:
         """Sequences of ids, those of the prompts included."""
         given = (batch.input_ids, batch.attention_mask, self.config, criteria)
+        # a layer is gathered for all processes: they sample until the last of them is done
+        together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
-            return self.actor_critic.generate(*given)
+            return self.actor_critic.generate(*given, **together)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
         # not beside a static cache: what transformers compiles would be compiled anew for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
             prefill(self.actor_critic, cache, batch, prompts)
-            return self.actor_critic.generate(*given, past_key_values=cache)
+            return self.actor_critic.generate(*given, past_key_values=cache, **together)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt.

@@ -1,7 +1,7 @@
 """One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head, own adapter)."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class ActorCritic(nn.Module):
         self.critic_backprop = critic_backprop
         base = policy.get_base_model()
         self._check_output_projection(base.get_output_embeddings())
-        if not is_sharded(base.get_input_embeddings().weight):  # then the trainer has it checked, once it can run
+        if not is_sharded(self.embedding):  # then the trainer has it checked, once it can run
             self.check_logits()
         self.value_head: nn.Linear | None = None
         if has_critic:
@@ -118,12 +118,17 @@ class ActorCritic(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype in which the base computes, also a quantised one."""
-        return self.policy.get_base_model().get_input_embeddings().weight.dtype
+        return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the base."""
-        return self.policy.get_base_model().get_input_embeddings().weight.device
+        return self.embedding.device
+
+    @property
+    def embedding(self) -> Tensor:
+        """The base's weight that is never quantised."""
+        return self.policy.get_base_model().get_input_embeddings().weight
 
     @property
     def trunk(self) -> nn.Module:
@@ -334,6 +339,19 @@ class ActorCritic(nn.Module):
             else:
                 self.policy.set_adapter(name)
                 yield
+
+    def read_trunk(self, read: Callable[[nn.Module], Tensor], adapter: str) -> Tensor:
+        """What a function reads from the trunk under an adapter.
+
+        Args:
+            read (`Callable`): Runs the trunk.
+            adapter (`str`): Name of the adapter.
+
+        Returns:
+            `Tensor`: What it gave.
+        """
+        with self.adapter(adapter):
+            return read(self.trunk)
 
     def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
         """Load another adapter onto the base; it is never trained.

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from .sharding import gathered, is_sharded
+from .sharding import set_weights, whole_shape
 
 
 def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -25,7 +25,7 @@ def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
         `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
     """
     for key, tensor in needed.items():
-        whole = tuple(tensor.ds_shape if is_sharded(tensor) else tensor.shape)  # type: ignore[attr-defined]
+        whole = whole_shape(tensor)
         if key not in given or given[key].shape != whole:
             shape = tuple(given[key].shape) if key in given else "missing"
             raise ValueError(f"`{key}` is {shape}, the model has {whole}.")
@@ -58,10 +58,9 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
     Raises:
         `ValueError`: If they are not those that the adapter has.
     """
-    parameters = dict(policy.named_parameters())
-    check_fit(needed=adapter_weights(policy, name, parameters), given=weights)
-    with gathered(adapter_parameters(policy, name).values(), changed=True):
-        set_peft_model_state_dict(policy, weights, adapter_name=name)
+    parameters = adapter_weights(policy, name, dict(policy.named_parameters()))
+    check_fit(needed=parameters, given=weights)
+    set_weights(parameters, weights)
 
 
 def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""Parameters that DeepSpeed's ZeRO-3 has spread over the processes: whole for as long as they are needed."""
+"""Parameters that are spread over the processes, by DeepSpeed's ZeRO-3 or by FSDP: whole where they must be."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 
@@ -15,23 +17,40 @@ def is_sharded(parameter: Tensor) -> bool:
         parameter (`Tensor`): The parameter.
 
     Returns:
-        `bool`: `False` everywhere but under ZeRO-3.
+        `bool`: `False` everywhere but under ZeRO-3 and FSDP, and there too where FSDP has it whole at the moment.
     """
+    return _of_deepspeed(parameter) or isinstance(parameter, DTensor)
+
+
+def _of_deepspeed(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of a parameter, the parts of all processes together.
+
+    Args:
+        parameter (`Tensor`): The parameter.
+
+    Returns:
+        `tuple`: The shape.
+    """
+    return tuple(parameter.ds_shape if _of_deepspeed(parameter) else parameter.shape)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iterator[None]:
-    """Within this context parameters are whole. All processes must enter it.
+    """Within this context parameters that DeepSpeed has sharded are whole. All processes must enter it.
 
-    Modules gather their own parameters when they are called; this is for parameters that are used from outside.
+    Modules gather their own parameters when they are called; this is for parameters that are used from outside. FSDP
+    has no such thing: what uses a parameter goes through a method that it knows of, and there the parameter is whole.
 
     Args:
-        parameters (`Iterable[Tensor]`): The parameters; those that are not sharded, and `None`, are passed over.
+        parameters (`Iterable[Tensor]`): The parameters; all others, and `None`, are passed over.
         changed (`bool`, *optional*, defaults to `False`):
             Whether they are written to; all processes then take what the first one wrote.
     """
-    sharded: list[Any] = [parameter for parameter in parameters if parameter is not None and is_sharded(parameter)]
+    sharded: list[Any] = [x for x in parameters if x is not None and _of_deepspeed(x)]
     # whole already, within the forward of a module that DeepSpeed has seen using it: that forward lets go of it
     sharded = [parameter for parameter in sharded if changed or parameter.ds_status.name != "AVAILABLE"]
     if not sharded:
@@ -58,14 +77,48 @@ def loading_whole() -> Iterator[None]:
         transformers_deepspeed.set_hf_deepspeed_config(config)
 
 
-def whole_weights(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _whole(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor().detach()
+    return parameter.detach().clone() if _of_deepspeed(parameter) else parameter.detach()
+
+
+def whole_weights(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as one process alone would have them. All processes must call it.
 
     Args:
-        parameters (`dict[str, nn.Parameter]`): Parameters by name.
+        parameters (`dict[str, Tensor]`): Parameters by name.
 
     Returns:
         `dict[str, Tensor]`: The weights: copies of those that are sharded, the others themselves.
     """
     with gathered(parameters.values()):
-        return {name: x.detach().clone() if is_sharded(x) else x.detach() for name, x in parameters.items()}
+        return {name: _whole(parameter) for name, parameter in parameters.items()}
+
+
+@torch.no_grad()
+def set_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Overwrite parameters in place. All processes must call it, with the same weights.
+
+    Args:
+        parameters (`dict[str, Tensor]`): Parameters by name.
+        weights (`dict[str, Tensor]`): Whole weights of all of them.
+    """
+    with gathered(parameters.values(), changed=True):
+        for name, parameter in parameters.items():
+            parameter.copy_(as_sharded(weights[name].to(parameter.device), parameter))
+
+
+def as_sharded(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor spread over the processes as FSDP has spread another; itself where there is no FSDP.
+
+    Args:
+        whole (`Tensor`): What every process has.
+        like (`Tensor`): A tensor of the same shape.
+
+    Returns:
+        `Tensor`: This process's part, with what FSDP must know about it.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements)

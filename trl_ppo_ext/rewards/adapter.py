@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,8 +114,8 @@ class AdapterReward(SequenceScorer):
     @torch.no_grad()
     def _score_ids(self, encoded: list[list[int]]) -> Tensor:
         input_ids, mask = self._padded(encoded, self.actor_critic.device)
-        with self.actor_critic.adapter(self.adapter_name):
-            return self.score_states(last_states(self.actor_critic.trunk, input_ids, mask))
+        read = partial(last_states, input_ids=input_ids, mask=mask)
+        return self.score_states(self.actor_critic.read_trunk(read, self.adapter_name))
 
     @torch.no_grad()
     def score_states(self, states: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""PyTorch's FSDP2: the base spread over the processes, layer by layer, as Accelerate is told to."""
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import BitsAndBytesConfig
+
+from .config import PPOConfig
+from .modeling import ActorCritic, as_sharded, whole_weights
+
+# what is called besides `forward`: within these the parameters outside of the layers are whole
+FORWARDS = ("generate", "reference_logprobs", "read_trunk")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # whose state has the shapes of the parameters
+
+
+def is_asked_for(args: PPOConfig) -> bool:
+    """Whether the config or the launcher asks for FSDP.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `bool`: Also where Accelerate leaves it out, as it does on CPUs.
+    """
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def plugin_of(args: PPOConfig) -> FullyShardedDataParallelPlugin:
+    """What is asked of FSDP.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+
+    Returns:
+        `FullyShardedDataParallelPlugin`: The config's, or the launcher's.
+
+    Raises:
+        `ValueError`: If it is another FSDP than FSDP2.
+    """
+    of_config = args.fsdp_plugin_args or {}
+    version = int(of_config.get("fsdp_version", 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)))
+    if version != 2:
+        raise ValueError(
+            "The base model would be sharded by FSDP1 or FSDP for XLA, which PPOTrainer does not support: "
+            "log-probabilities use its output projection from outside. Set `fsdp_version: 2` in Accelerate's file "
+            "(`fsdp_config={'version': 2}` in the config), use DeepSpeed's ZeRO-3, or DDP with a 4-bit base."
+        )
+    return FullyShardedDataParallelPlugin(**of_config)
+
+
+def check_fsdp(
+    args: PPOConfig, optimizer: torch.optim.Optimizer | None, quantization_config: BitsAndBytesConfig | None
+) -> None:
+    """Refuse what FSDP2 could not honour, or has not been seen to.
+
+    Args:
+        args ([`PPOConfig`]): The run's config.
+        optimizer (`torch.optim.Optimizer`, *optional*): What the user passed.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
+
+    Raises:
+        `ValueError`: Says what to set instead.
+    """
+    plugin = plugin_of(args)
+    named = plugin.transformer_cls_names_to_wrap or plugin.ignored_modules
+    refused = {
+        "FSDP must shard each layer by itself, or every forward would gather the whole base; set "
+        "`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`.": plugin.auto_wrap_policy != transformer_auto_wrap_policy,
+        "FSDP shards the layers that the model names as its own; leave `fsdp_transformer_layer_cls_to_wrap` and "
+        "`fsdp_ignored_modules` out.": bool(named),
+        "`fsdp_reshard_after_forward: false` would keep the base whole on every process; set it true, or use DDP.": (
+            not plugin.reshard_after_forward
+        ),
+        "`fsdp_cpu_ram_efficient_loading` would leave the adapters without weights on all processes but the first; "
+        "set it false.": plugin.cpu_ram_efficient_loading,
+        "`fsdp_offload_params` is not supported; set it false, and lower `per_device_train_batch_size` if memory is "
+        "short.": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "`fsdp_activation_checkpointing` would recompute layers without the adapter they ran with; set it false, and "
+        "`gradient_checkpointing=True` in the config.": plugin.activation_checkpointing,
+        "A `parallelism_config` is not supported with FSDP; leave it out.": args.parallelism_config is not None,
+        "`fp16=True` is not supported with FSDP; use `bf16`.": args.fp16,
+        "`one_pass_scoring=True` needs the base whole, and FSDP shards it; leave it False, or use DDP.": (
+            args.one_pass_scoring
+        ),
+        "`optimizers` holds an optimizer of parameters that FSDP replaces; leave it out, and choose with `optim`.": (
+            optimizer is not None
+        ),
+        f"`optim={str(getattr(args.optim, 'value', args.optim))!r}` is not known to work on sharded parameters; use "
+        f"one of {', '.join(map(repr, OPTIMIZERS))}, or ZeRO-3.": args.optim not in OPTIMIZERS,
+        _QUANTISED: quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}),
+    }
+    for message, given in refused.items():
+        if given:
+            raise ValueError(message)
+
+
+_QUANTISED = "A quantised base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every process."
+
+
+def shard(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
+    """Spread the parameters of the actor-critic over the processes, in place.
+
+    Each layer is gathered whenever it runs, and the rest (embeddings, output projection, value head) for as long as
+    the actor-critic does. Parameters keep their dtypes: autocast does what it does under DDP, and gradients are
+    averaged in float32.
+
+    Args:
+        actor_critic ([`ActorCritic`]): What is sharded.
+        accelerator (`Accelerator`): Device and processes of the run.
+
+    Raises:
+        `ValueError`: If the base is quantised, or names no layers.
+    """
+    base = actor_critic.policy.get_base_model()
+    if any(not parameter.is_floating_point() for parameter in base.parameters()):
+        raise ValueError(_QUANTISED)
+    names = set(base._no_split_modules or ())
+    layers = [module for module in base.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(base).__name__} does not name its layers (`_no_split_modules`), which FSDP would shard; use "
+            "DeepSpeed's ZeRO-3, or DDP."
+        )
+    accelerator.prepare_model(actor_critic, device_placement=False, evaluation_mode=True)  # autocast
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for module in [*reversed(layers), actor_critic]:  # what lies within another comes first
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for method in FORWARDS:
+        register_fsdp_forward_method(actor_critic, method)
+
+
+def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State of an optimizer as one process alone would have it. All processes must call it.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The optimizer.
+
+    Returns:
+        `dict`: Its `state_dict`, with whole tensors.
+    """
+    state = optimizer.state_dict()
+    whole = {}
+    for number, of_parameter in state["state"].items():
+        tensors = whole_weights({key: x for key, x in of_parameter.items() if isinstance(x, torch.Tensor)})
+        whole[number] = of_parameter | {key: x.cpu() for key, x in tensors.items()}
+    return state | {"state": whole}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Set the state of an optimizer. All processes must call it.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The optimizer.
+        state (`dict`): What [`whole_optimizer_state`] gave.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def spread(x: Any, parameter: torch.Tensor) -> Any:
+        same = isinstance(x, torch.Tensor) and x.shape == parameter.shape  # a count of steps has no dimension
+        return as_sharded(x.to(parameter.device), parameter) if same else x
+
+    sharded = {
+        number: {key: spread(x, parameters[number]) for key, x in of_parameter.items()}
+        for number, of_parameter in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": sharded})
