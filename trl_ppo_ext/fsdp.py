@@ -17,6 +17,7 @@ from .modeling import ActorCritic, as_sharded, whole_weights
 # what is called besides `forward`: within these the parameters outside of the layers are whole
 FORWARDS = ("generate", "reference_logprobs", "read_trunk")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # whose state has the shapes of the parameters
+QUANTISED = "A quantised base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every process."
 
 
 def is_asked_for(args: PPOConfig) -> bool:
@@ -93,14 +94,11 @@ def check_fsdp(
         ),
         f"`optim={str(getattr(args.optim, 'value', args.optim))!r}` is not known to work on sharded parameters; use "
         f"one of {', '.join(map(repr, OPTIMIZERS))}, or ZeRO-3.": args.optim not in OPTIMIZERS,
-        _QUANTISED: quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}),
+        QUANTISED: quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}),
     }
     for message, given in refused.items():
         if given:
             raise ValueError(message)
-
-
-_QUANTISED = "A quantised base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every process."
 
 
 def shard(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
@@ -119,7 +117,7 @@ def shard(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
     """
     base = actor_critic.policy.get_base_model()
     if any(not parameter.is_floating_point() for parameter in base.parameters()):
-        raise ValueError(_QUANTISED)
+        raise ValueError(QUANTISED)
     names = set(base._no_split_modules or ())
     layers = [module for module in base.modules() if type(module).__name__ in names]
     if not layers:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -14,24 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 
 from ..rollout import Sequences
 from .adapters import adapter_parameters, add_adapter, keeping_trained, load_adapter_weights
-from .logprobs import TokenStatistics, token_logprobs
+from .logprobs import TokenOutputs, TokenStatistics, token_logprobs
 from .sharding import gathered, is_sharded, whole_weights
-
-
-class TokenOutputs(NamedTuple):
-    """What [`ActorCritic`] says about each response token: `[batch, response]` in float32, 0 at padding.
-
-    Args:
-        logprobs (`Tensor`): Log-probability of the token at the sampling temperature.
-        values (`Tensor`, *optional*): Value of the state in which the token was sampled, if there is a critic.
-        entropies (`Tensor`, *optional*): Entropy of the distribution it was sampled from, in nats, if asked for.
-        kls (`Tensor`, *optional*): KL of that distribution from the reference's, in nats, if asked for.
-    """
-
-    logprobs: Tensor
-    values: Tensor | None
-    entropies: Tensor | None
-    kls: Tensor | None
 
 
 class ActorCritic(nn.Module):

@@ -26,6 +26,22 @@ class TokenStatistics(NamedTuple):
     kls: Tensor | None
 
 
+class TokenOutputs(NamedTuple):
+    """What the actor-critic says about each response token: `[batch, response]` in float32, 0 at padding.
+
+    Args:
+        logprobs (`Tensor`): Log-probability of the token at the sampling temperature.
+        values (`Tensor`, *optional*): Value of the state in which the token was sampled, if there is a critic.
+        entropies (`Tensor`, *optional*): Entropy of the distribution it was sampled from, in nats, if asked for.
+        kls (`Tensor`, *optional*): KL of that distribution from the reference's, in nats, if asked for.
+    """
+
+    logprobs: Tensor
+    values: Tensor | None
+    entropies: Tensor | None
+    kls: Tensor | None
+
+
 class _Projection:
     """From hidden states to log-probabilities over the vocabulary, and derivatives back, a chunk of rows at a time.
 

@@ -15,8 +15,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..rollout import Sequences
-from .actor_critic import ActorCritic, TokenOutputs
-from .logprobs import TokenStatistics
+from .actor_critic import ActorCritic
+from .logprobs import TokenOutputs, TokenStatistics
 
 NO_ADAPTER = "__base__"  # PEFT's name for it in a mixed batch
 
