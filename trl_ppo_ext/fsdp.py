@@ -16,7 +16,7 @@ from .modeling import ActorCritic, as_sharded, whole_weights
 
 # what is called besides `forward`: within these the parameters outside of the layers are whole
 FORWARDS = ("generate", "reference_logprobs", "read_trunk")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # whose state has the shapes of the parameters
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # whose state has the shapes of the parameters
 QUANTISED = "A quantised base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every process."
 
 
