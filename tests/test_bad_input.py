@@ -135,6 +135,10 @@ def questions(*texts):
     return lambda: Dataset.from_dict({"prompt": list(texts)})
 
 
+def needs_answer(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+
 KNOWN_FROM_ARGUMENTS = [
     # data
     case(
@@ -142,6 +146,12 @@ KNOWN_FROM_ARGUMENTS = [
         ValueError,
         r"`train_dataset` needs a column \"prompt\".*\['answer', 'question'\].*rename_column",
         train_dataset=lambda: Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}),
+    ),
+    case(
+        "no column that the reward needs",
+        ValueError,
+        r"`needs_answer` cannot be called: it needs `answer`.*`train_dataset` \(there are: `target`\).*add the column",
+        reward_funcs=lambda: needs_answer,
     ),
     case(
         "empty prompt",

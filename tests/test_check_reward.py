@@ -199,23 +199,59 @@ def test_a_pair_that_becomes_a_tie_is_ordered_differently():
     assert compared == {"rank_agreement": None, "disagreement": 0.5, "largest_difference": 2.0}
 
 
+def outcome(agreement=0.99, flipped=0.01, full=0.8, quantized=0.8):
+    accuracies = {"full": {"accuracy": full}, "quantized": {"accuracy": quantized}}
+    return {"rank_agreement": agreement, "disagreement": flipped, **accuracies}
+
+
 @pytest.mark.parametrize(
-    ("quantization", "agreement", "line"),
+    ("quantization", "found", "line"),
     [
-        ("nf4", 0.9981, "4-bit keeps the ranking (0.998)"),
-        ("fp4", 0.95, "4-bit keeps the ranking (0.950)"),
-        ("int8", 1.0, "8-bit keeps the ranking (1.000)"),
         (
             "nf4",
-            0.9,
+            outcome(0.9981, 0.034, 0.8, 0.79),
+            "4-bit keeps the ranking (0.998, 3.4% of the pairs ordered differently)",
+        ),
+        ("fp4", outcome(0.95, 0.1), "4-bit keeps the ranking (0.950, 10.0% of the pairs ordered differently)"),
+        (
+            "int8",
+            outcome(1.0, 0.0, 0.5, 0.7),
+            "8-bit keeps the ranking (1.000, 0.0% of the pairs ordered differently)",
+        ),
+        (
+            "nf4",
+            outcome(0.9),
             "4-bit: rank agreement 0.900 is below 0.95: load this model with reward_quantization='int8' or 'none'",
         ),
-        ("int8", -0.1, "8-bit: rank agreement -0.100 is below 0.95: load this model with reward_quantization='none'"),
-        ("nf4", None, "4-bit: all scores are equal, there is no ranking to keep"),
+        (
+            "int8",
+            outcome(-0.1),
+            "8-bit: rank agreement -0.100 is below 0.95: load this model with reward_quantization='none'",
+        ),
+        (
+            "nf4",
+            outcome(0.96, 0.17, 0.42, 0.28),
+            "4-bit: 17.0% of the pairs are ordered differently, more than 10%, and the accuracy falls from 0.420 to "
+            "0.280: load this model with reward_quantization='int8' or 'none'",
+        ),
+        (
+            "nf4",
+            outcome(quantized=0.74),
+            "4-bit: the accuracy falls from 0.800 to 0.740: load this model with reward_quantization='int8' or 'none'",
+        ),
+        ("nf4", outcome(None), "4-bit: all scores are equal, there is no ranking to keep"),
     ],
 )
-def test_the_verdict_says_how_to_load_the_model(quantization, agreement, line):
-    assert verdict(quantization, agreement) == line
+def test_the_verdict_says_how_to_load_the_model(quantization, found, line):
+    assert verdict(quantization, found) == line
+
+
+def test_scores_that_keep_their_ranks_may_not_keep_the_order_of_pairs():
+    """As where prompts differ far more than the two answers to one: each pair is a step apart, and is swapped."""
+    full = torch.tensor([10.0 * n + 1 for n in range(20)] + [10.0 * n for n in range(20)])
+    found = module._compare(full, full.roll(20))
+    assert found["rank_agreement"] > 0.99 and found["disagreement"] == 1
+    assert "100.0% of the pairs are ordered differently" in verdict("nf4", outcome() | found)
 
 
 # ---- the command ----
@@ -241,7 +277,7 @@ def test_the_table_shows_the_numbers_that_the_file_holds(model, pairs, tmp_path,
     assert rows["rank agreement (Spearman)"] == ["", f"{report['rank_agreement']:.3f}"]
     assert rows["pairs ordered differently"] == ["", f"{100 * report['disagreement']:.1f}%"]
     assert rows["largest difference"] == ["", f"{report['largest_difference']:.3f}"]
-    assert shown.splitlines()[-1] == report["verdict"] == verdict("nf4", report["rank_agreement"])
+    assert shown.splitlines()[-1] == report["verdict"] == verdict("nf4", report)
     assert without_speed(report) == without_speed(check_reward(model, pairs, device="cpu"))
 
 

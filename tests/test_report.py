@@ -268,6 +268,18 @@ def test_compare_begins_with_the_settings_that_differ(tmp_path):
     assert page.index("Settings that differ") < page.index('data-plot="0"')
 
 
+def test_curves_that_are_too_short_to_be_judged_are_not_said_to_be_fine(tmp_path):
+    fine = "No curve shows a known problem."
+    for logs, failed, judged in ((3, 0.0, False), (3, 1.0, False), (10, 0.0, True), (10, 1.0, True)):
+        place = tmp_path / f"{logs} {failed}"
+        told = [metrics(step, reward=float(step), skipped_steps=failed, eval_reward=1.0) for step in range(logs)]
+        told += [metrics(step, eval_reward=1.0) for step in range(logs, 20)]  # they are not logs of training
+        text = "".join(Tags(page_of([write(place, begin(), *told)], place / "report.html")).text)
+        assert (fine in text) == (judged and not failed)
+        assert (f"The curves were not judged: there are {logs} logs, and it takes 10" in text) == (not judged)
+        assert ("Gradients were not finite" in text) == bool(failed)
+
+
 def test_compare_of_one_run_is_refused(tmp_path, capsys):
     assert main(["compare", str(write(tmp_path / "a", begin(), metrics(1, reward=1.0)))]) == 2
     assert "two runs" in capsys.readouterr().err

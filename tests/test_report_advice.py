@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trl_ppo_ext.report.advice import RULES, advise
-from trl_ppo_ext.report.curves import Curve, trend, turning_point
+from trl_ppo_ext.report.curves import Curve, number, trend, turning_point
 from trl_ppo_ext.report.reading import Run
 
 # ---- curves ----
@@ -28,6 +28,23 @@ def test_noise_alone_neither_rises_nor_falls_nor_turns():
     assert wrong <= 3
 
 
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (2074.4, "2,070"),
+        (999.7, "1,000"),
+        (-1234567, "-1,230,000"),
+        (999.4, "999"),
+        (0.0123456, "0.0123"),
+        (0.0, "0"),
+        (1.5e12, "1.5e+12"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers_have_three_digits_and_thousands_in_full(value, text):
+    assert number(value) == text
+
+
 # ---- advice: what must trigger a rule, and what must not ----
 
 N = 100
@@ -35,6 +52,7 @@ UP, DOWN, FLAT, ZERO = np.linspace(0, 1, N), np.linspace(1, 0, N), np.ones(N), n
 PEAK = np.concatenate([np.linspace(0, 1, 60), np.linspace(1, 0.2, 40)])  # falls from step 60 on
 GOOD = {"reward": UP, "reward_std": FLAT, "kl_per_completion": 5 * UP, "entropy": 2 - UP}
 TIMES = {"time/generate": 5 * FLAT, "time/forward": FLAT, "time/update": 4 * FLAT}
+FAR = {"reward": -25 + UP, "reward_std": 3 * FLAT}  # of 0, in units of its spread
 
 # rule: (curves that must trigger it, curves near them that must not)
 CASES = {
@@ -58,6 +76,11 @@ CASES = {
     "large_updates, clipped": ({"clip_ratio/region_mean": 0.5 * UP}, None),
     "stopped_updates": ({"stopped_early": UP}, {"stopped_early": 0.1 * FLAT}),
     "blind_critic": ({"value/explained_variance": 0.02 * FLAT}, {"value/explained_variance": 0.7 * UP}),
+    "far_from_zero": (
+        FAR | {"value/explained_variance": -0.5 * FLAT + 0.4 * UP},
+        FAR | {"value/explained_variance": 0.7 * FLAT},
+    ),
+    "far_from_zero, spread": (None, FAR | {"reward_std": 10 * FLAT, "value/explained_variance": -0.5 * FLAT}),
     "no_differences": (
         {"reward": FLAT, "reward_std": np.maximum(0.5 - UP, 0)},
         {"reward": FLAT, "reward_std": 0.1 * FLAT},
@@ -119,6 +142,17 @@ def test_over_optimisation_names_the_step_of_the_turn_and_both_remedies():
     assert "KL rises to" in advice.seen
     (advice,) = given_by("over_optimisation", synthetic({"reward": UP, "monitor/judge/mean": PEAK}))
     assert "hacked" in advice.title and "kl_coef" not in advice.remedy
+
+
+@pytest.mark.parametrize(
+    "setting", [{"normalize_rewards": True}, {"reward_baseline": "reference"}, {"critic_init": "critic"}, {"lam": 1.0}]
+)
+def test_a_reward_far_from_zero_is_no_trouble_where_that_is_seen_to(setting):
+    run = synthetic(CASES["far_from_zero"][0])
+    (advice,) = given_by("far_from_zero", run)
+    assert "-24.9 ± 3," in advice.seen and "worse than going on" in advice.seen
+    run.config |= setting
+    assert given_by("far_from_zero", run) == []
 
 
 def test_counts_are_summed_and_the_first_step_is_named():

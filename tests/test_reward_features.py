@@ -1,15 +1,17 @@
 """Rewards that people really have: asynchronous, per token, failing, normalised, watched."""
 
 import asyncio
+import re
 import time
 
 import pytest
 import torch
 import trl.rewards
 from test_trainer import rollouts_of, trainer, weights
-from tiny import length_reward, prompts
+from tiny import config, length_reward, prompts
 
 from trl_ppo_ext import RewardError
+from trl_ppo_ext.advantages import warning_of_far_scores
 from trl_ppo_ext.rewards import (
     FunctionReward,
     RewardShaping,
@@ -316,3 +318,69 @@ def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
     if expected is None:
         expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
     assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
+
+
+# ---- scores far from 0, where a new critic expects them
+
+
+def first_scores(mean, deviation, count=16):
+    """Scores with exactly this mean and deviation."""
+    x = torch.linspace(-1, 1, count, dtype=torch.float64)
+    return mean + deviation * x / x.std()
+
+
+def warned(tmp_path, scores, counted=None, **settings):
+    counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
+    return warning_of_far_scores(scores, counted, config(tmp_path, **settings), lambda total: total)
+
+
+@pytest.mark.parametrize("mean, what", [(-25, "worse than going on: completions grow"), (25, "better .* shrink")])
+def test_scores_far_from_zero_are_warned_of_with_their_numbers_and_all_remedies(tmp_path, mean, what):
+    said = warned(tmp_path, first_scores(mean, 3))
+    assert f"{mean} ± 3" in said and re.search(what, said)
+    for remedy in ("`normalize_rewards=True`", "`reward_baseline='reference'`", "`critic_init`", "pretrain-critic"):
+        assert remedy in said
+
+
+def test_three_deviations_are_far(tmp_path):
+    assert warned(tmp_path, first_scores(3.01, 1)) and warned(tmp_path, first_scores(-3.01, 1))
+    assert not warned(tmp_path, first_scores(2.99, 1)) and not warned(tmp_path, first_scores(-2.99, 1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"normalize_rewards": True},
+        {"reward_baseline": "reference"},
+        {"critic_init": "somewhere"},
+        {"lam": 1.0},
+        {"critic": "none", "num_generations": 2},
+    ],
+)
+def test_where_that_is_seen_to_there_is_no_warning(tmp_path, settings):
+    assert warned(tmp_path, first_scores(-25, 3)) and not warned(tmp_path, first_scores(-25, 3), **settings)
+
+
+def test_scores_that_say_too_little_are_not_warned_of(tmp_path):
+    assert not warned(tmp_path, torch.full((11,), -25.1))  # the reward tells nothing apart
+    assert warned(tmp_path, first_scores(-25, 3, 8)) and not warned(tmp_path, first_scores(-25, 3, 7))
+    skipped = torch.arange(16) < 7  # those that count are as few
+    assert not warned(tmp_path, first_scores(-25, 3), skipped)
+
+
+def test_a_run_warns_once_when_it_starts_and_not_when_it_goes_on(tmp_path, caplog):
+    def far(completion_ids, **kwargs):
+        return [-100.0 - len(ids) - number for number, ids in enumerate(completion_ids)]
+
+    def warnings():
+        return [record for record in caplog.records if "a new critic expects 0" in record.getMessage()]
+
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train()  # two rollouts
+    assert len(warnings()) == 1
+    trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
+    assert len(warnings()) == 1
+    frozen = trainer(tmp_path / "critic", reward_funcs=far, max_steps=1)
+    frozen.actor_critic.freeze_policy()  # nothing can be taught to it
+    frozen.train()
+    assert len(warnings()) == 1

@@ -11,7 +11,7 @@ from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, to
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, data
 from trl_ppo_ext.rewards import (
     ClassifierReward,
     FunctionReward,
@@ -23,6 +23,7 @@ from trl_ppo_ext.rewards import (
     read_scores,
     score_all,
 )
+from trl_ppo_ext.rewards.function import PASSED, check_signature
 from trl_ppo_ext.rewards.model import quantization
 
 NAN = float("nan")
@@ -126,6 +127,75 @@ def test_a_function_gets_everything_by_keyword():
         "trainer_state": state,
         "target": [7, 8],
     }
+
+
+def test_what_functions_are_given_may_not_be_a_column():
+    assert set(PASSED) == data._REWARD_ARGUMENTS  # a dataset with such a column is refused
+
+
+def takes_texts(texts):
+    return [0.0 for _ in texts]
+
+
+def needs_target(completions, target, **kwargs):
+    return target
+
+
+def takes_no_columns(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    return [0.0 for _ in prompts]
+
+
+def takes_places(prompts, /, **kwargs):
+    return [0.0 for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (takes_texts, None, r"`takes_texts` cannot be called: it does not take `prompts`, .*`\*\*kwargs`"),
+        (
+            takes_texts,
+            [],
+            r"it needs `texts`, which nothing gives, and it does not take .*rename .*; end .*`\*\*kwargs`",
+        ),
+        (
+            needs_target,
+            ["answer"],
+            r"it needs `target`, which nothing gives\..*\(there are: `answer`\).*add the column",
+        ),
+        (needs_target, [], r"\(there are: none\)"),
+        (takes_no_columns, ["target"], r"does not take `target`\..*end its parameters with `\*\*kwargs`"),
+        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*let it take them so"),
+        (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: it needs `target`"),
+        (list, None, r"does not take `prompts`"),
+    ],
+)
+def test_a_function_that_could_not_be_called_is_refused(function, columns, message):
+    with pytest.raises(ValueError, match=message):
+        check_signature(function, columns)
+    with pytest.raises(TypeError):  # and indeed it cannot
+        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns or []}))
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        (needs_target, None),  # which may be a column
+        (needs_target, ["target", "answer"]),
+        (functools.partial(needs_target, target=[1.0]), []),
+        (takes_no_columns, []),
+        (lambda **kwargs: [1.0], ["answer"]),
+        (lambda completions, target=None, **kwargs: [1.0], []),
+    ],
+)
+def test_a_function_that_can_be_called_is_not(function, columns):
+    check_signature(function, columns)
+    given = {name: [1.0] for name in (["target"] if columns is None else columns)}
+    assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
+
+
+def test_what_tells_nothing_of_its_parameters_is_let_pass():
+    check_signature(max)
 
 
 def by_length(factor, **kwargs):

@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 
-from trl_ppo_ext import PPOConfig, cli, train
+from trl_ppo_ext import PPOConfig, cli, launch, train
 from trl_ppo_ext.argument_parser import _GROUPS, _TRAINER
 from trl_ppo_ext.environment import environment
 from trl_ppo_ext.hub import PushError
@@ -37,6 +37,9 @@ def fails_late(completion_ids, trainer_state, **kwargs):
     if trainer_state.global_step:
         raise OSError("the disk is gone")
     return [float(len(ids)) for ids in completion_ids]
+
+def of_texts(texts):
+    return [float(len(text)) for text in texts]
 
 not_a_reward = 3
 """
@@ -185,7 +188,10 @@ def test_a_run_is_pushed_with_its_datasets_if_that_is_asked_for(there, monkeypat
 
 
 def test_a_run_that_fails_says_where_and_what_led_to_it(there):
-    says = r"failed after 2 optimizer steps.*--resume_from_checkpoint true"
+    says = (
+        r"failed after 2 optimizer steps: RewardError: The reward `fails_late` failed with OSError: the disk is "
+        r"gone\. Once .*--resume_from_checkpoint true"
+    )
     with pytest.raises(train.RunError, match=says) as error:
         run(reward_funcs="cli_rewards.fails_late", output_dir="failed")
     assert "the disk is gone" in str(error.value.__cause__)
@@ -218,7 +224,7 @@ def test_a_dry_run_says_what_the_run_would_be(there, capsys):
     assert "2 optimizer steps a rollout = 1 epochs × 2 minibatches of 12 completions" in said
     assert "4 optimizer steps = 2 rollouts = 48 completions" in said
     assert "rewards: of_last_word" in said and "first 10 rows" in said and "in a context of 64" in said
-    assert "not estimated" in said or "peak:" in said
+    assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
     assert said.rstrip().endswith("\n<bos> <unk> w9 w0 <bos> <unk>")
     assert not (there / "run").exists()
 
@@ -232,6 +238,8 @@ def test_a_dry_run_goes_on_where_memory_cannot_be_estimated(there, capsys):
 # changes of the config above, and what the error must say: the field, the value, the remedy
 WRONG = [
     ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
+    ({"total_episodes": 1000}, "`total_episodes`", "1000", "TRL's old PPOConfig had it. Set .* `max_steps` to"),
+    ({"stop_token_id": 1}, "`stop_token_id`", "'1'", "PPOConfig had it. Leave it out: it is `eos_token_id`"),
     ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
     ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
     ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
@@ -242,6 +250,7 @@ WRONG = [
     ({"eval_strategy": "epoch"}, "`dataset_test_split`", "'test'", r"to one of \['train'\]"),
     ({"eval_rows": 0}, "`eval_rows`", "0", "at least 1"),
     ({"dataset_name": "none.jsonl"}, "`dataset_name", "none.jsonl", "Name a dataset on the Hub"),
+    ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
     ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
@@ -254,6 +263,9 @@ WRONG = [
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a function, a sequence classifier"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
     ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
+    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
+    ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"are: none\).*add the column"),
+    ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "give one for each"),
     ({"critic": "none"}, "`num_generations`", "is 1", "set it to 2 or more"),
     ({"critic_init": "splits"}, "`critic_init", "'splits'", "pretrain-critic"),
@@ -277,16 +289,44 @@ def test_a_wrong_config_is_refused_with_the_field_the_value_and_the_remedy(
     assert "Traceback" not in error and not (there / "run").exists()
 
 
+def test_a_reward_that_cannot_be_called_is_refused_before_weights_are_loaded(there, monkeypatch, capsys):
+    monkeypatch.setattr(train, "build_trainer", lambda *given: launch.trainer_arguments(*given))  # and no further
+    assert run(reward_funcs="accuracy_reward") == 2
+    assert "`accuracy_reward` cannot be called: it needs `solution`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "none.json", "none.csv", "none.parquet", "none.txt", "./no/ne", "/no/ne"]
+)
+def test_for_a_file_that_is_not_there_the_hub_is_not_asked(monkeypatch, name):
+    monkeypatch.setattr(launch, "load_dataset", lambda *args, **kwargs: pytest.fail("it was asked"))
+    with pytest.raises(
+        ValueError, match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a"
+    ):
+        launch._load(name)
+
+
+def test_the_cause_ends_its_sentence(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(launch, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"cannot be loaded: no connection\. Name a dataset"):
+        launch._load("nobody/nothing")
+
+
 def test_a_key_that_may_be_a_secret_is_refused_without_its_value(there, capsys):
     assert run("--dry_run", hub_tokn="hf_verysecret") == 2
     error = capsys.readouterr().err
     assert "did you mean `hub_token`?" in error and "verysecret" not in error
 
 
-@pytest.mark.parametrize("file, says", [("none.yaml", "none.yaml"), ("policy", "policy")])
+@pytest.mark.parametrize(
+    "file, says", [("none.yaml", "none.yaml does not exist"), ("policy", "policy is a directory")]
+)
 def test_a_config_file_that_is_not_there_is_refused_by_name(there, capsys, file, says):
     assert cli.main(["train", "--config", file]) == 2
-    assert says in capsys.readouterr().err
+    assert f"--config {says}; name a YAML file. The working directory is {there}." in capsys.readouterr().err
 
 
 def test_help_is_complete_and_in_groups(capsys):

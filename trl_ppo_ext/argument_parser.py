@@ -34,6 +34,34 @@ _COMMAND = "of this command"
 # how argparse refuses text that is no number
 _INVALID = re.compile(r"argument --(\w+)\S*: invalid (int|float) value: (.*)", re.DOTALL)
 _KINDS = {"int": "a whole number", "float": "a number"}
+_FOLLOWS = (
+    "leave it out: it follows from `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_mini_batches` "
+    "and the processes"
+)
+# fields of the PPOConfig that TRL had until 1.12, and what they have become
+REMOVED_FIELDS = {
+    "total_episodes": (
+        "set `num_train_epochs`, or `max_steps` to episodes / completions of a rollout × `num_ppo_epochs` × "
+        "`num_mini_batches`"
+    ),
+    "num_total_batches": "leave it out: it follows from `max_steps`",
+    "response_length": "it is called `max_completion_length` now",
+    "stop_token": "leave it out: EOS always ends a completion",
+    "stop_token_id": "leave it out: it is `eos_token_id` of the model's generation config",
+    "sft_model_path": "it is `model_name_or_path`",
+    "reward_model_path": "name it in `reward_funcs`",
+    "model_adapter_name": "leave it out: in Python, the active adapter of a `PeftModel` starts the policy",
+    "ref_adapter_name": "leave it out: the reference is the policy as it starts",
+    "local_rollout_forward_batch_size": (
+        "set `per_device_generation_batch_size` for sampling, and `per_device_reward_batch_size` for scoring"
+    ),
+    "num_sample_generations": "set `log_completions`, and `num_completions_to_print`",
+    "batch_size": "set `generation_batch_size`, the completions of a rollout over all processes",
+    **dict.fromkeys(("local_batch_size", "micro_batch_size", "mini_batch_size", "local_mini_batch_size"), _FOLLOWS),
+    "world_size": "leave it out: it follows from the launch",
+    "dataset_num_proc": "leave it out: prompts are tokenised in one process",
+    "ds3_gather_for_generation": "leave it out: under ZeRO-3 each layer is gathered when it is used",
+}
 
 
 @dataclass
@@ -227,7 +255,11 @@ def _look_beside_the_config(argv: list[str]) -> None:
     """Functions that a config names may lie in its folder."""
     if "--config" not in argv[:-1]:
         return
-    folder = Path(argv[argv.index("--config") + 1]).absolute().parent
+    file = Path(argv[argv.index("--config") + 1])
+    if not file.exists() or file.is_dir():
+        what = "is a directory" if file.is_dir() else "does not exist"
+        raise ValueError(f"--config {file} {what}; name a YAML file. The working directory is {Path.cwd()}.")
+    folder = file.absolute().parent
     if str(folder) not in sys.path and any(folder.glob("*.py")):
         sys.path.append(str(folder))
 
@@ -238,6 +270,9 @@ def _refuse_unknown(given: list[tuple[str, str]], where: str, known: list[str]) 
         name, value = name.replace("-", "_"), behind or value
         near = get_close_matches(name, known, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else "--help lists those there are."
+        if name in REMOVED_FIELDS:
+            became = REMOVED_FIELDS[name]
+            remedy = f"TRL's old PPOConfig had it. {became[0].upper()}{became[1:]}."
         shows = value and not value.startswith("-") and not any(map(is_secret, (name, *near)))
         told = f" It was set to {shortened(value, 80)!r}." if shows else ""
         raise ValueError(f"There is no argument `{name}`, which stands {where}; {remedy}{told}")

@@ -14,7 +14,7 @@ from .config import PPOConfig
 from .fsdp import check_fsdp, is_asked_for
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
-from .rewards import check_reward_arguments
+from .rewards import check_reward_arguments, check_reward_columns
 
 DEEPSPEED = Version("0.19.8")  # it discards steps whose gradient is not finite, in every dtype
 # arguments of the PPOTrainer that TRL had until 1.12, and what they have become
@@ -161,6 +161,9 @@ def check_trainer_arguments(
         check_reward_arguments(monitor_funcs, None, args, weighted=False)
     if train_dataset is not None and isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
+    columns = getattr(train_dataset, "column_names", None)
+    if columns:  # a stream's need not be known
+        check_reward_columns([*reward_funcs, *monitor_funcs], columns, "`train_dataset`")
 
 
 def load_tokenizer(

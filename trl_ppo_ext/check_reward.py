@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 MAX_PAIRS = 500
 TIMED_BATCHES = 16
-KEEPS_RANKING = 0.95  # rank agreement below which a run should not use the quantised model
+# beyond these a run should not use the quantised model
+KEEPS_RANKING = 0.95  # rank agreement, at least
+FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives where the scores of a pair are unrelated
+LOST = 0.05  # accuracy, at most
 
 # key in the report: (label in the table, format)
 MEASURES = {
@@ -148,7 +151,7 @@ def check_reward(
     counts = {"pairs": len(pairs.sequences) // 2, "pairs_too_long": pairs.too_long}
     compared = _compare(full_scores, quantized_scores)
     outcome = {"full": full, "quantized": quantized, **compared}
-    return given | loads | counts | outcome | {"verdict": verdict(quantization, compared["rank_agreement"])}
+    return given | loads | counts | outcome | {"verdict": verdict(quantization, outcome)}
 
 
 class Classifier(NamedTuple):
@@ -306,25 +309,30 @@ def correlation(x: "Tensor", y: "Tensor") -> float | None:
     return ((x @ y) / (x.norm() * y.norm())).item()
 
 
-def verdict(quantization: str, agreement: float | None) -> str:
+def verdict(quantization: str, outcome: dict[str, Any]) -> str:
     """Say in a line whether a run can load the model quantised.
 
     Args:
         quantization (`str`): `"nf4"`, `"fp4"` or `"int8"`.
-        agreement (`float`, *optional*): Rank agreement with full precision.
+        outcome (`dict`): Rank agreement, share of pairs ordered differently, and the accuracies of both loads.
 
     Returns:
         `str`: The line.
     """
     bits, others = ("8-bit", "'none'") if quantization == "int8" else ("4-bit", "'int8' or 'none'")
+    agreement, flipped = outcome["rank_agreement"], outcome["disagreement"]
+    full, quantized = (outcome[load]["accuracy"] for load in ("full", "quantized"))
     if agreement is None:
         return f"{bits}: all scores are equal, there is no ranking to keep"
-    if agreement >= KEEPS_RANKING:
-        return f"{bits} keeps the ranking ({agreement:.3f})"
-    return (
-        f"{bits}: rank agreement {agreement:.3f} is below {KEEPS_RANKING}: load this model with "
-        f"reward_quantization={others}"
-    )
+    against = {
+        f"rank agreement {agreement:.3f} is below {KEEPS_RANKING}": agreement < KEEPS_RANKING,
+        f"{flipped:.1%} of the pairs are ordered differently, more than {FLIPPED:.0%}": flipped > FLIPPED,
+        f"the accuracy falls from {full:.3f} to {quantized:.3f}": full - quantized > LOST,
+    }
+    found = [what for what, is_so in against.items() if is_so]
+    if not found:
+        return f"{bits} keeps the ranking ({agreement:.3f}, {flipped:.1%} of the pairs ordered differently)"
+    return f"{bits}: {', and '.join(found)}: load this model with reward_quantization={others}"
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from trl import is_conversational
 
 from . import ppo_math
-from .advantages import critic_advantages, group_advantages, token_rewards
+from .advantages import critic_advantages, group_advantages, token_rewards, warning_of_far_scores
 from .coefficients import entropy_coefficient, kl_coefficient
 from .data import PROMPT_IDS
 from .generation import Generator
@@ -277,6 +277,8 @@ class Experience:
         samples = self.guard.leave_out(samples, everyone, metrics, state.global_step + 1)
         tokens, usable = samples.tokens, samples.scored.usable
         self._log(samples, metrics, everyone)
+        if state.global_step == 0:
+            self._see_first_scores(samples)
 
         completion_mask = samples.sequences.completion_mask
         response_mask = completion_mask & usable[:, None]
@@ -301,6 +303,15 @@ class Experience:
             sequences, response_mask, tokens.logprobs, tokens.ref_logprobs, advantages, tokens.values, returns
         )
         return Collected(rollout, samples, coefficients)
+
+    def _see_first_scores(self, samples: Samples) -> None:
+        """Warn where the first updates would teach the policy something else than the reward."""
+        scored = samples.scored
+        said = warning_of_far_scores(scored.totals, scored.usable, self.args, self.all_sum)
+        if said is None or not self.accelerator.is_main_process:
+            return
+        if any(x.requires_grad for x in self.actor_critic.policy_parameters().values()):  # else a critic is pretrained
+            logger.warning(said)
 
     def _steer(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
         """Let the controllers see a rollout."""

@@ -150,21 +150,13 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state | {"state": whole}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Set the state of an optimizer. All processes must call it.
+def spread_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give each process its part of a state that was loaded whole. All processes must call it.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer.
-        state (`dict`): What [`whole_optimizer_state`] gave.
+        optimizer (`torch.optim.Optimizer`): The optimizer; its state is what [`whole_optimizer_state`] gave.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def spread(x: Any, parameter: torch.Tensor) -> Any:
-        same = isinstance(x, torch.Tensor) and x.shape == parameter.shape  # a count of steps has no dimension
-        return as_sharded(x.to(parameter.device), parameter) if same else x
-
-    sharded = {
-        number: {key: spread(x, parameters[number]) for key, x in of_parameter.items()}
-        for number, of_parameter in state["state"].items()
-    }
-    optimizer.load_state_dict(state | {"state": sharded})
+    for parameter, of_parameter in optimizer.state.items():
+        for key, x in of_parameter.items():
+            if x.shape == parameter.shape:  # a count of steps has no dimension
+                of_parameter[key] = as_sharded(x, parameter)

@@ -27,8 +27,8 @@ from .arguments import as_list
 from .config import PPOConfig
 from .modeling.loading import hub_kwargs
 from .preference_pairs import FILE_FORMATS
-from .redaction import shortened
-from .rewards import RewardAdapter, RewardFunc
+from .redaction import sentence
+from .rewards import RewardAdapter, RewardFunc, check_reward_columns
 from .trainer import PPOTrainer
 
 __all__ = [
@@ -42,6 +42,12 @@ __all__ = [
     "trainer_arguments",
 ]
 ADAPTER = "adapter:"
+PATHS = ("/", "./", "../")  # how a path begins, and no id on the Hub
+FILE_SUFFIXES = (*FILE_FORMATS, ".csv", ".txt")
+NAME_A_DATASET = (
+    "Name a dataset on the Hub (with `dataset_config`, if it has several), a .json, .jsonl or .parquet file, or a "
+    "directory."
+)
 # by name, as TRL's own script for GRPO knows them, with the settings it gives them
 TRL_REWARDS = {
     "accuracy_reward": lambda: trl_rewards.accuracy_reward,
@@ -182,6 +188,10 @@ def _spread(dataset: Any, rows: int) -> Any:
 def _load(
     name: str, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
 ) -> Mapping[str, Any]:
+    if _is_a_missing_file(name):
+        raise ValueError(
+            f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. {NAME_A_DATASET}"
+        )
     path = Path(name)
     saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if (saved or path.is_file()) and config is not None:
@@ -200,10 +210,13 @@ def _load(
     except DatasetGenerationError as error:
         raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:  # it is not there, cannot be reached, or has several configs
-        raise ValueError(
-            f"`{argument}={name!r}` cannot be loaded: {shortened(error)} Name a dataset on the Hub (with "
-            "`dataset_config`, if it has several), a .json, .jsonl or .parquet file, or a directory."
-        ) from error
+        raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {NAME_A_DATASET}") from error
+
+
+def _is_a_missing_file(name: str) -> bool:
+    """Whether it can only be a path, at which there is nothing: the Hub need not be asked."""
+    looks_like_one = name.startswith(PATHS) or Path(name).suffix in FILE_SUFFIXES
+    return looks_like_one and not os.path.exists(name)
 
 
 def _split(dataset: Mapping[str, Any], split: str, argument: str) -> Any:
@@ -251,7 +264,7 @@ def _check_model(model_args: ModelConfig, args: PPOConfig) -> None:
         AutoConfig.from_pretrained(name, **hub_kwargs(args))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"`model_name_or_path={name!r}` cannot be loaded: {shortened(error)} Give the id of a causal language "
+            f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} Give the id of a causal language "
             "model on the Hub, or the directory of a saved one."
         ) from error
 
@@ -264,6 +277,15 @@ def _check_prompts(dataset: Any, script_args: ScriptArguments) -> None:
             f"`{name}` has no column 'prompt' in the split {script_args.dataset_train_split!r}; it has "
             f"{sorted(columns)}. Set `map_function` to a function that makes one of a row, such as my_rows.to_prompt."
         )
+
+
+def _check_columns(built: dict[str, Any]) -> None:
+    """Refuse functions that the dataset's columns do not suit; those of a stream may not be known."""
+    rewards = built["reward_funcs"] + built["monitor_funcs"]
+    for name in ("train_dataset", "eval_dataset"):
+        columns = getattr(built.get(name), "column_names", None)
+        if columns:
+            check_reward_columns(rewards, columns, f"`{name}`")
 
 
 def _model_init_kwargs(args: PPOConfig, model_args: ModelConfig) -> dict[str, Any] | None:
@@ -323,6 +345,7 @@ def trainer_arguments(
     _check_prompts(built["train_dataset"], script_args)
     if args.eval_strategy != "no" and needs_eval:
         built["eval_dataset"] = _split(dataset, script_args.dataset_test_split, "dataset_test_split")
+    _check_columns(built)
     if script_args.ptx_dataset_name is not None:
         supervised = _load(script_args.ptx_dataset_name, argument="ptx_dataset_name")
         built["ptx_dataset"] = _split(supervised, "train", "ptx_dataset_name")

@@ -54,3 +54,17 @@ def shortened(text: Any, longest: int = 500) -> str:
     """
     text = str(text)
     return text if len(text) <= longest else text[:longest] + "..."
+
+
+def sentence(text: Any, longest: int = 500) -> str:
+    """A text, shortened, as a sentence that another one may follow.
+
+    Args:
+        text (`Any`): The text, or an error that says it.
+        longest (`int`, *optional*, defaults to 500): Characters that are kept.
+
+    Returns:
+        `str`: The text with a full stop at its end, unless it ends otherwise.
+    """
+    text = shortened(text, longest).rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -62,7 +62,10 @@ def main(args: argparse.Namespace) -> None:
     try:
         import uvicorn
     except ImportError:
-        raise ValueError("uvicorn and starlette are not installed; run pip install 'trl_ppo_ext[serve]'.") from None
+        raise ValueError(
+            "uvicorn and starlette are not installed; run pip install '.[serve]' in the clone that trl_ppo_ext was "
+            "installed from, or pip install uvicorn starlette."
+        ) from None
     from .rewards.http import is_loopback, read_key
 
     for name in ("batch_size", "max_request_bytes"):

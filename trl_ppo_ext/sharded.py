@@ -96,10 +96,12 @@ class ShardedTrainer(Trainer):
             group["params"] = parameters
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
-            path = os.path.join(resume_from_checkpoint, OPTIMIZER_NAME)
-            fsdp.load_optimizer_state(optimizer, torch.load(path, map_location="cpu", weights_only=True))
-            path = os.path.join(resume_from_checkpoint, SCHEDULER_NAME)
-            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            self.is_fsdp_enabled = False  # the state was saved as one process alone would have it
+            try:
+                self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            finally:
+                self.is_fsdp_enabled = True
+            fsdp.spread_optimizer_state(optimizer)
         return model, train_dataloader
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:

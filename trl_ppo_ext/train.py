@@ -21,7 +21,7 @@ from .hub import PushError
 from .launch import build_trainer, load_datasets, trainer_arguments
 from .memory import GIB, PROMPT_LENGTH, estimate_memory
 from .modeling.critic_init import read_critic
-from .redaction import shortened
+from .redaction import sentence, shortened
 from .trainer import PPOTrainer
 
 ROWS = 10  # that a dry run reads
@@ -112,8 +112,9 @@ def train(trainer: PPOTrainer, datasets: list[str] | None = None) -> None:
         raise
     except (ValueError, OSError) as error:  # of wrong arguments a command shows one line, and this is none of those
         raise RunError(
-            f"The run failed after {trainer.state.global_step} optimizer steps, for the reason above. Once it is "
-            "mended, go on from the last checkpoint, if there is one, with --resume_from_checkpoint true."
+            f"The run failed after {trainer.state.global_step} optimizer steps: {type(error).__name__}: "
+            f"{sentence(error)} Once that is mended, go on from the last checkpoint, if there is one, with "
+            "--resume_from_checkpoint true."
         ) from error
     if args.push_to_hub:
         _push(trainer, {"datasets": datasets} if datasets else {})
@@ -185,7 +186,7 @@ def dry_run(
         return
     prompts = tokenized["train_dataset"][PROMPT_IDS]
     _print_plan(args, built, model, [len(ids) for ids in prompts], context)
-    _print_memory(args, built, model, max(PROMPT_LENGTH, *map(len, prompts)))
+    _print_memory(args, built, model, _longest_prompt([len(ids) for ids in prompts], context, args))
     print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0]), LONGEST)}")
 
 
@@ -247,6 +248,12 @@ def _name(reward: Any) -> str:
     if isinstance(reward, str):
         return reward
     return str(getattr(reward, "name", None) or getattr(reward, "__name__", None) or reward)
+
+
+def _longest_prompt(lengths: list[int], context: int | None, args: PPOConfig) -> int:
+    """Of prompts of which a few are known; longer ones than the context has room for are refused."""
+    longest = max(PROMPT_LENGTH, *lengths)
+    return longest if context is None else min(longest, context - args.max_completion_length)
 
 
 def _print_memory(args: PPOConfig, built: dict[str, Any], model: str, prompt_length: int) -> None:

@@ -7,7 +7,9 @@ import pytest
 from pages import ROOT, spans, table_after, tables
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.argument_parser import REMOVED_FIELDS
 from trl_ppo_ext.arguments import REMOVED_ARGUMENTS
+from trl_ppo_ext.train import TrainScriptArguments
 
 PAGE = ROOT / "docs" / "from_trl_ppo.md"
 METRICS = ROOT / "docs" / "metrics.md"
@@ -91,6 +93,18 @@ def test_a_name_that_is_said_to_be_the_same_is_the_same():
 def test_old_arguments_that_are_refused_by_name_are_those_of_the_table():
     gone = {old for old in OLD_ARGUMENTS if old not in ARGUMENTS}
     assert gone <= set(REMOVED_ARGUMENTS)
+
+
+def test_old_fields_that_are_refused_by_name_are_those_of_the_table():
+    """And what the command line says of one names what the table names."""
+    known = FIELDS | {entry.name for entry in dataclasses.fields(TrainScriptArguments)}
+    assert set(REMOVED_FIELDS) == {old for old in OLD_FIELDS if old not in known}
+    in_a_file = {"model": {"model_name_or_path"}, "world_size": set()}  # one is called otherwise, one cannot be set
+    table = rows("Fields of `PPOConfig`")
+    for old, remedy in REMOVED_FIELDS.items():
+        for name in spans(table[old][0]):
+            assert in_a_file.get(name, {name}) <= set(spans(remedy)), old
+        assert set(spans(remedy)) <= NEW | {"model_name_or_path", "eos_token_id", "PeftModel"}, old
 
 
 def test_fields_of_grpo_that_have_another_name_exist():

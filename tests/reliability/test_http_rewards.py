@@ -381,6 +381,13 @@ def test_the_command_line_says_in_one_line_what_is_wrong(options, capsys):
     assert line.startswith("trl-ppo serve-reward: error: ") and options.split()[1] in line
 
 
+def test_without_its_extra_the_server_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not there
+    assert cli.main(["serve-reward", "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install '.[serve]' in the clone" in said and "or pip install uvicorn starlette" in said
+
+
 @pytest.mark.parametrize("options", ["--help", "serve-reward --help"])
 def test_help_imports_nothing_heavy(options):
     code = f"""if True:

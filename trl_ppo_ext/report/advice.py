@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .curves import Curve, Trend, crossing, trend, turning_point
+from .curves import number as _n
 from .reading import Run
 
 FEWEST_TO_JUDGE = 20  # points before a curve that stands still says anything
@@ -77,11 +78,6 @@ def _now(run: Run, name: str) -> str:
     """` (now 0.05)`, where the setting is known."""
     value = _setting(run, name)
     return "" if value is None else f" (now {value})"
-
-
-def _n(value: float) -> str:
-    """A number as it is read: three digits."""
-    return f"{value:.3g}"
 
 
 @rule
@@ -250,6 +246,34 @@ def blind_critic(run: Run) -> Iterator[Advice]:
         f"{_now(run, 'value_warmup_steps')}, or `trl-ppo pretrain-critic`), or do without it (`critic='none'`).",
         None,
         (name,),
+    )
+
+
+@rule
+def far_from_zero(run: Run) -> Iterator[Advice]:
+    """Scores lie far from 0, where a new critic expects them."""
+    reward, spread = _goes(run, "reward"), _goes(run, "reward_std")
+    name = "value/explained_variance"
+    curve = run.curves.get(name)
+    if reward is None or spread is None or curve is None or _goes(run, name) is None:
+        return
+    if any(_setting(run, setting) for setting in ("normalize_rewards", "reward_baseline", "critic_init")):
+        return
+    if _setting(run, "lam") == 1:  # every token sees the end
+        return
+    values = curve.finite().values
+    first = float(np.median(values[: len(values) // 2]))  # the mean would be that of a few outliers
+    if not 0 < 3 * spread.start < abs(reward.start) or first >= 0.1:
+        return
+    yield Advice(
+        "The reward is far from 0, where the critic starts",
+        f"The first rewards are {_n(reward.start)} ± {_n(spread.start)}, and `{name}` is {_n(first)} over the first "
+        "half of the run: until the critic knows that mean, only a completion's last tokens see it, and ending is "
+        f"taught to be {'worse' if reward.start < 0 else 'better'} than going on.",
+        "Set `normalize_rewards=True` or `reward_baseline='reference'`, or start from a `critic_init` (`trl-ppo "
+        "pretrain-critic` makes one).",
+        None,
+        ("reward", name, "completions/mean_length"),
     )
 
 

@@ -8,6 +8,20 @@ FEWEST = 10  # points of which anything is said
 MOST_DRAWN = 1_000  # points of a curve in a report
 
 
+def number(value: float) -> str:
+    """A number as it is read: three digits, and thousands in full.
+
+    Args:
+        value (`float`): The number.
+
+    Returns:
+        `str`: The text.
+    """
+    text = f"{value:.3g}"
+    rounded = float(text)
+    return f"{rounded:,.0f}" if 1e3 <= abs(rounded) < 1e9 else text
+
+
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     """Centred moving average that leaves out what is not finite.
 

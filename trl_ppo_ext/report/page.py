@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from . import panels
 from .advice import Advice, advise
-from .curves import trend
+from .curves import FEWEST, number, trend
 from .plots import COLOURS, Plot, draw
 from .reading import Run, read_runs
 from .sheets import chosen_sheets, safe_json
@@ -134,7 +134,7 @@ def _from_to(run: Run, name: str) -> tuple[str, str] | None:
         return None
     goes = trend(curve)
     start, end = (goes.start, goes.end) if goes is not None else (values[0], values[-1])
-    return f"{start:.3g}", f"{end:.3g}"
+    return number(start), number(end)
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -211,6 +211,7 @@ def render(runs: list[Run]) -> str:
             {"run": run, "status": _status(run), "colour": COLOURS[at % len(COLOURS)]} for at, run in enumerate(runs)
         ],
         advice=advice,
+        fewest=FEWEST,
         summary=_summary(runs),
         sections=sections,
         too_many=too_many,

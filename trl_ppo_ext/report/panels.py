@@ -39,7 +39,11 @@ SECTIONS = (
     Section(
         "Reward",
         (
-            Panel("Reward", ("reward", "objective"), "Rising. The objective is the reward less the KL's price."),
+            Panel(
+                "Reward",
+                ("reward", "objective"),
+                "Rising. The objective is the reward as it is shaped (normalised, say), less the KL's price.",
+            ),
             Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
             Panel("Monitored rewards", ("monitor/*/mean",), "Never optimised: where they fall, the reward is hacked."),
             Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 nothing can be learned."),

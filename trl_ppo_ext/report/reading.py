@@ -60,6 +60,12 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def logs(self) -> int:
+        """Logs of training that there are: points of the longest of its curves."""
+        trained = (curve for name, curve in self.curves.items() if not name.startswith("eval_"))
+        return max((len(curve.finite().values) for curve in trained), default=0)
+
+    @property
     def last_step(self) -> int:
         """The last step that anything is known of."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)

@@ -1,6 +1,6 @@
 """Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, TypeAlias, cast
 
@@ -8,10 +8,11 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data import PROMPT_IDS
 from ..modeling import ActorCritic
 from .adapter import AdapterReward, RewardAdapter
 from .base import Reward, RewardError, Scores, ScoringBatch, combine, read_scores
-from .function import FunctionReward
+from .function import FunctionReward, check_signature
 from .judge import Judge, JudgeError
 from .model import ClassifierReward, checked_label, load_classifier
 from .remote import RemoteReward, RemoteRewardError
@@ -32,7 +33,8 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
 
     Raises:
         `TypeError`: If one is neither a string nor a classifier nor a function.
-        `ValueError`: If there is none, the lengths differ, or a reward model has several labels.
+        `ValueError`: If there is none, the lengths differ, a reward model has several labels, or a function could not
+            be called whatever the dataset's columns.
     """
     weights = args.reward_weights if weighted else None
     if not reward_funcs:
@@ -45,12 +47,35 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
                 "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
                 f"object with `name` and `score` such as `Judge`, got {reward!r}."
             )
+    for function in _functions(reward_funcs):
+        check_signature(function)
     for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
     for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
         config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
         checked_label(model_id, config.num_labels, args.reward_label)
+
+
+def check_reward_columns(reward_funcs: Iterable[Any], columns: Iterable[str], dataset: str) -> None:
+    """Check that functions can be called with a dataset's columns.
+
+    Args:
+        reward_funcs (`list`): Rewards of any kind.
+        columns (`Iterable[str]`): Columns of the dataset.
+        dataset (`str`): What it is called in errors.
+
+    Raises:
+        `ValueError`: If a function needs a column that there is none of, or does not take one that there is.
+    """
+    given = [name for name in columns if name not in ("prompt", PROMPT_IDS)]
+    for function in _functions(reward_funcs):
+        check_signature(function, given, dataset)
+
+
+def _functions(reward_funcs: Iterable[Any]) -> list[Callable]:
+    other = str | PreTrainedModel | PeftModel | RewardAdapter
+    return [reward for reward in reward_funcs if not (isinstance(reward, other) or _is_reward(reward))]
 
 
 def _is_function(entry: Any) -> bool:
@@ -138,6 +163,7 @@ __all__ = [
     "ScoringBatch",
     "build_rewards",
     "check_reward_arguments",
+    "check_reward_columns",
     "combine",
     "load_classifier",
     "monitor",
