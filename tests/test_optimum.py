@@ -28,7 +28,9 @@ WITH_CRITIC_OR_GROUPS = {
     "rloo": GROUPS | {"advantage_estimator": "rloo"},
 }
 IN_A_MINUTE = ("head", 0)  # the others are part of `make test-all`
-CASES = [(name, seed) for name in WITH_CRITIC_OR_GROUPS for seed in ((0, 1, 2) if name == "head" else (0,))]
+# with seed 0 the best response to one prompt starts at 0.0012: a run may lose it by its random numbers (0.058)
+SEEDS = {"head": (0, 1, 2), "adapter": (1, 2)}
+CASES = [(name, seed) for name in WITH_CRITIC_OR_GROUPS for seed in SEEDS.get(name, (0,))]
 
 
 @pytest.mark.parametrize(

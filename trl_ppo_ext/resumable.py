@@ -147,7 +147,8 @@ class ResumableTrainer(Trainer):
 
         Raises:
             [`CheckpointError`]: If the checkpoint is damaged, or belongs to a run with other settings.
-            `SystemExit`: With code 75 after SIGTERM or SIGINT, once a checkpoint is saved. A signal that comes
+            `SystemExit`: With code 75 after SIGTERM or SIGINT, once a checkpoint is saved; of several processes each
+                has then left the group. A signal that comes
                 after the last step does what it always does, once the run has ended.
         """
         self._resumed_from = self._find_checkpoint(resume_from_checkpoint)
@@ -155,6 +156,8 @@ class ResumableTrainer(Trainer):
         with self.signals.watched():
             output = super().train(self._resumed_from, *args, **kwargs)
         if self.preempted:
+            if self.args.world_size > 1:
+                self.end()  # one that leaves the others without a word may be aborted, and its exit code be another
             raise SystemExit(PREEMPTED)
         if self.signals.received is not None:  # after the last step: nobody has seen to it
             signal.raise_signal(self.signals.received)
