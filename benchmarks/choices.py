@@ -1,7 +1,7 @@
 """Critics and baselines on the docstring recipe, on equal numbers of completions: `python benchmarks/choices.py`.
 
 Needs what `make demo` leaves in runs/docstrings: corpus, supervised model, reward model. Every arrangement trains on
-the same number of completions with the recipe's settings, on one thread; those that
+the same number of completions with the recipe's settings (`kl_coef` 0.03), on one thread; those that
 pretrain a critic are part of them. The pass rate is ruff's verdict on held-out completions, which none optimises.
 """
 
@@ -89,7 +89,7 @@ def measure(job: tuple[str, int, int, int, Path]) -> tuple[str, int, dict[str, f
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         train, held_out = split(harvest(runs / "corpus.jsonl"))
         evaluated = held_out[:: max(len(held_out) // 512, 1)][:512]
-        settings = ARRANGEMENTS[name] | {"seed": seed, "max_steps": steps, "save_strategy": "no"}
+        settings = ARRANGEMENTS[name] | {"seed": seed, "max_steps": steps, "save_strategy": "no", "kl_coef": 0.03}
         if name == PRETRAINED:
             pretrain(train, runs, f"{directory}/critic", pretraining, seed)
             settings |= {"critic_init": f"{directory}/critic", "max_steps": steps - pretraining}

@@ -72,7 +72,7 @@ def align(
         "num_ppo_epochs": 2,
         "max_completion_length": 48,
         "missing_eos_penalty": 2.0,
-        "kl_coef": 0.03,
+        "kl_coef": 0.05,
         "cliprange_value": 0.2,  # without it, docstrings end shorter and more alike
     }
     known = {word for word, count in first_words(corpus).items() if count >= 2}
