@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import config
+from tiny import config, llama
 from transformers import FalconConfig, FalconForCausalLM, OPTConfig, OPTForCausalLM
 
 from trl_ppo_ext.modeling import load_actor_critic
@@ -19,6 +19,13 @@ def falcon():
 def opt():
     """Leaves out whole layers."""
     return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.9, dropout=0.5))
+
+
+def test_a_model_that_names_a_trunk_which_it_has_not_is_refused(tmp_path):
+    model = llama()
+    model.base_model_prefix = "language_model"  # as some text models cut out of larger ones do
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no `language_model`.*use a model whose class has it"):
+        load_actor_critic(model, config(tmp_path))
 
 
 @pytest.mark.parametrize("make", [falcon, opt])

@@ -19,7 +19,7 @@ from .checkpoint import AVERAGED, STATE
 from .model_card import provenance
 from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 from .redaction import shortened
-from .report import RUN_LOG
+from .report.reading import RUN_LOG
 from .whole_checkpoints import REPLACED, STAGING
 
 logger = logging.get_logger(__name__)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from .environment import environment
 from .redaction import without_secrets
-from .report import RUN_LOG
+from .report.reading import RUN_LOG
 from .samples import Samples
 
 logger = logging.get_logger(__name__)

@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -143,7 +143,7 @@ def create_app(
             return JSONResponse({"scores": await asyncio.to_thread(_scores, reward, batch)})
 
     async def error(_: "Request", raised: Exception) -> "JSONResponse":
-        assert isinstance(raised, HTTPException)  # it is registered for these
+        raised = cast(HTTPException, raised)  # it is registered for these
         headers = {"WWW-Authenticate": "Bearer"} if raised.status_code == 401 else None
         return JSONResponse({"error": raised.detail}, raised.status_code, headers)
 

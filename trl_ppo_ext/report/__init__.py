@@ -4,15 +4,13 @@ from typing import Any
 
 __all__ = ["Run", "read_run", "write_report"]
 
-RUN_LOG = "run_log.jsonl"  # what a run writes as it goes, in its output directory
-
 
 def __getattr__(name: str) -> Any:
     if name == "write_report":
         from .page import write_report  # the plots are imported when they are drawn
 
         return write_report
-    if name in ("Run", "read_run"):
+    if name in ("RUN_LOG", "Run", "read_run"):
         from . import reading
 
         return getattr(reading, name)

@@ -16,9 +16,9 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from . import panels
 from .advice import Advice, advise
 from .curves import FEWEST, number, trend
+from .panels import QUIET_AT_0, SECTIONS, Section, chosen, matches, other_panels
 from .plots import COLOURS, Plot, draw
 from .reading import Run, read_runs
 from .sheets import chosen_sheets, safe_json
@@ -75,7 +75,7 @@ def shown(value: Any) -> str:
 
 
 def _counts_nothing(run: Run, name: str) -> bool:
-    counted = any(panels.matches(name, pattern) for pattern in panels.QUIET_AT_0)
+    counted = any(matches(name, pattern) for pattern in QUIET_AT_0)
     return counted and not np.nansum(run.curves[name].values)
 
 
@@ -93,14 +93,14 @@ def _marks(runs: list[Run], advice: dict[str, list[Advice]]) -> dict[str, dict[i
 
 def _draw_all(runs: list[Run], advice: dict[str, list[Advice]]) -> tuple[list[Drawn], list[str]]:
     names = list(dict.fromkeys(name for run in runs for name in run.curves if not _counts_nothing(run, name)))
-    others, too_many = panels.other_panels(names)
-    sections, marks = [*panels.SECTIONS, panels.Section("Other metrics", tuple(others))], _marks(runs, advice)
+    others, too_many = other_panels(names)
+    sections, marks = [*SECTIONS, Section("Other metrics", tuple(others))], _marks(runs, advice)
     drawn, number = [], 0
     for section in sections:
         plots = []
         for panel in section.panels:
             here = dict(marks.get("", {}))
-            drawn_here = panels.chosen(panel, names)
+            drawn_here = chosen(panel, names)
             for name in drawn_here:
                 here |= marks.get(name, {})
             plot = draw(panel, runs, here) if drawn_here else None

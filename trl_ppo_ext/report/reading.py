@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from . import RUN_LOG
 from .curves import Curve
 
+RUN_LOG = "run_log.jsonl"  # what a run writes as it goes, in its output directory
 TRAINER_STATE = "trainer_state.json"
 PPO_STATE = "ppo_state.json"  # beside it: the settings that a run's course depends on
 NOT_METRICS = {"step", "epoch"}
