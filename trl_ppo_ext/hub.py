@@ -19,7 +19,8 @@ from .checkpoint import AVERAGED, STATE
 from .model_card import provenance
 from .modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 from .redaction import shortened
-from .report.reading import RUN_LOG
+from .report import write_report
+from .report.reading import REPORT, RUN_LOG
 from .whole_checkpoints import REPLACED, STAGING
 
 logger = logging.get_logger(__name__)
@@ -135,7 +136,7 @@ class PublishingTrainer(Trainer):
         private: bool | None = None,
         **metadata: Any,
     ) -> Any:
-        """Save the run's adapter, value head and card to `args.output_dir`, and push what is there but checkpoints.
+        """Save adapter, value head, card and report to `args.output_dir`, and push what is there but checkpoints.
 
         Args:
             commit_message (`str`, *optional*, defaults to `"End of training"`): Message of the commit.
@@ -153,6 +154,8 @@ class PublishingTrainer(Trainer):
         """
         args, token = self.args, token if token is not None else self.args.hub_token
         self.save_model(_internal_call=True)  # whatever the Hub says
+        if self.is_world_process_zero():
+            _report(args.output_dir)
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
         self.callback_handler.on_push_begin(args, self.state, self.control)  # a tracker may add tags for the card
@@ -197,6 +200,16 @@ class PublishingTrainer(Trainer):
             logger.warning("The push of step %d failed; training went on. %s", step, self._push_error(error))
 
 
+def _report(output_dir: str) -> None:
+    """Write the run's report as far as it has come; for want of one nothing is held back."""
+    if not os.path.isfile(os.path.join(output_dir, RUN_LOG)):
+        return  # nothing was trained here
+    try:
+        write_report([output_dir], os.path.join(output_dir, REPORT))
+    except (ValueError, OSError) as error:
+        logger.warning("The report of the run cannot be written, and is not pushed: %s", error)
+
+
 def _upload(
     trainer: Any, folder: str, message: str | None, in_background: bool, token: str | None, revision: str | None
 ) -> Any:
@@ -235,6 +248,7 @@ def push_in_background(trainer: Any, checkpoint_folder: str) -> None:
     try:
         trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
         _copy_saved(trainer, checkpoint_folder)
+        _report(args.output_dir)
         push = _begin(trainer, checkpoint_folder)
     except Exception as error:
         step = trainer.state.global_step

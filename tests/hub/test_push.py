@@ -15,7 +15,7 @@ from tiny import config
 from trl_ppo_ext.hub import push_in_background
 
 PLAIN = {"README.md", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "ppo_state.json"}
-PLAIN |= {".gitattributes", "tokenizer.json", "tokenizer_config.json"}
+PLAIN |= {".gitattributes", "tokenizer.json", "tokenizer_config.json", "report.html"}
 FIRST_BLOCKS = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SEEN = """
 ids = torch.randint(4, 32, (3, 9), generator=torch.Generator().manual_seed(7))
@@ -59,12 +59,13 @@ def test_what_the_hub_holds_is_the_trained_policy_exactly(hub, client, reader, c
     client.run(f"tokenizer().push_to_hub('me/base-{critic}', token={TOKEN!r})")
     client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
     folder = train(client, repo, base=f"me/base-{critic}", critic=critic, r=64)
-    client.run(f"open('{folder}/report.html', 'w').write('<p>the report')\nbuilt.push_to_hub(dataset='me/prompts')")
+    client.run("built.push_to_hub(dataset='me/prompts')")
     client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}{VALUES}save_file(seen, 'trained-{critic}')")
 
     files = hub.repositories[f"me/{repo}"].files
     extra = {"critic/adapter_config.json", "critic/adapter_model.safetensors"} if critic == "adapter" else set()
-    assert files.keys() == PLAIN | extra | {"report.html"}
+    assert files.keys() == PLAIN | extra
+    assert b"Completions" in files["report.html"] and TOKEN.encode() not in files["report.html"]
     local = contents(folder)
     assert all(local[path] == digest for path, digest in held(hub, repo).items() if path != ".gitattributes")
     assert len(files["adapter_model.safetensors"]) > 4 * hub.part_size  # it came in parts

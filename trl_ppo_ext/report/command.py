@@ -23,6 +23,7 @@ def main(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`): Parsed arguments.
     """
     from .page import write_report
+    from .reading import REPORT
 
-    path = write_report([args.run_dir], getattr(args, "output", os.path.join(args.run_dir, "report.html")))
+    path = write_report([args.run_dir], getattr(args, "output", os.path.join(args.run_dir, REPORT)))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

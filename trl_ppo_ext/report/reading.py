@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .curves import Curve
 
 RUN_LOG = "run_log.jsonl"  # what a run writes as it goes, in its output directory
+REPORT = "report.html"  # beside it, unless it is asked for elsewhere
 TRAINER_STATE = "trainer_state.json"
 PPO_STATE = "ppo_state.json"  # beside it: the settings that a run's course depends on
 NOT_METRICS = {"step", "epoch"}
