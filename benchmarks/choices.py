@@ -42,7 +42,7 @@ def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: i
     from peft import LoraConfig
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
-    from trl_ppo_ext.pretrain_critic import pretrain_critic
+    from trl_ppo_ext.commands.pretrain_critic import pretrain_critic
 
     args = PPOConfig(
         output_dir,

@@ -16,7 +16,7 @@ from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.modeling import ActorCritic, adapter_weights, load_actor_critic
 from trl_ppo_ext.modeling.one_pass import RewardRows, one_pass
 from trl_ppo_ext.rewards.model import last_states
-from trl_ppo_ext.rollout import Sequences
+from trl_ppo_ext.sequences import Sequences
 
 PROMPT, RESPONSE, VOCABULARY = 32, 32, 1024
 SHAPES = [  # base, hidden size, batch, adapters

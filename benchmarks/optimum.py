@@ -1,6 +1,6 @@
 """How far each setting ends from the certified optimum: `python benchmarks/optimum.py`, about a minute each.
 
-The problem of tests/optimum.py is small enough to enumerate. `gap` is what a setting leaves of the way from the
+The problem of tests/optimum/optimum.py can be enumerated. `gap` is what a setting leaves of the way from the
 reference to the best that exact gradient ascent reaches with the same adapter: 0 is all of it, above 1 is worse than
 not training. A wrong sign, mask or place of a term shows here.
 """
@@ -59,7 +59,7 @@ def measure(job: tuple[str, int, int]) -> tuple[str, int, dict]:
 
     name, seed, max_steps = job
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "optimum"))
     from optimum import gap
     from transformers.utils import logging
 

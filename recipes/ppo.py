@@ -5,7 +5,7 @@ accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/ppo.py --con
 
 import sys
 
-from trl_ppo_ext.cli import main
+from trl_ppo_ext.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

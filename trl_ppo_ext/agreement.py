@@ -15,19 +15,7 @@ class ElsewhereError(OSError):
 
 
 def on_every_process(action: Callable[[], T], *failures: type[Exception]) -> T:
-    """Run something on every process; where it fails on one, it fails on all.
-
-    Args:
-        action (`Callable`): What is run. It must not reduce over processes itself: they meet after it.
-        failures (`type[Exception]`): Errors that the processes tell one another; others are raised at once.
-
-    Returns:
-        `Any`: What it gave on this process.
-
-    Raises:
-        `Exception`: Its error, where it failed on this process.
-        [`ElsewhereError`]: Names the process, and its error, where it failed on another one.
-    """
+    """Run something on every process; where it fails on one, it fails on all."""
     result, error = None, None
     try:
         result = action()

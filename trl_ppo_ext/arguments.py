@@ -30,28 +30,14 @@ REMOVED_ARGUMENTS = {
 
 
 def as_list(value: Any) -> list:
-    """One or several as a list.
-
-    Args:
-        value (`Any`): A single entry, a list or tuple, or `None`.
-
-    Returns:
-        `list`: The list, empty for `None`.
-    """
+    """One or several as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
-    """Name what has become of an argument that there is none of.
-
-    Args:
-        unknown (`dict`): The arguments.
-
-    Raises:
-        `TypeError`: If there is one.
-    """
+    """Name what has become of an argument that there is none of."""
     for name in unknown:
         remedy = REMOVED_ARGUMENTS.get(name)
         if remedy:
@@ -136,22 +122,7 @@ def check_trainer_arguments(
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
 ) -> None:
-    """Check the arguments of [`PPOTrainer`].
-
-    Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`): The base model.
-        reward_funcs (`list`): The rewards.
-        monitor_funcs (`list`): The rewards that are only watched.
-        args ([`PPOConfig`]): The run's config.
-        train_dataset (`Dataset` or `IterableDataset`): The prompts.
-        reward_processing_classes (`list`, *optional*): Tokenizers of the rewards.
-        optimizer (`torch.optim.Optimizer`, *optional*): The optimizer.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
-        peft_config (`PeftConfig`, *optional*): Config of the adapter.
-
-    Raises:
-        `TypeError` or `ValueError`: Says what was given, what was needed, and what to do.
-    """
+    """Check the arguments of [`PPOTrainer`]."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     _check_launch(args, train_dataset, optimizer, quantization_config)
@@ -169,20 +140,7 @@ def check_trainer_arguments(
 def load_tokenizer(
     model: Any, model_id: str, processing_class: Any, args: PPOConfig
 ) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The policy's tokenizer, checked, and the model's context length; no weights are loaded for it.
-
-    Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`): The base model.
-        model_id (`str`): Its name, empty if it has none.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): What the user passed.
-        args ([`PPOConfig`]): The run's config.
-
-    Returns:
-        `tuple(PreTrainedTokenizerBase, int or None)`: Tokenizer and context length.
-
-    Raises:
-        `TypeError` or `ValueError`: If there is none, or completions could not end.
-    """
+    """The policy's tokenizer, checked, and the model's context length; no weights are loaded for it."""
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):

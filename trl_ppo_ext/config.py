@@ -6,8 +6,8 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from .batch_plan import BatchPlan, accumulation_for
 from .config_checks import check_generation, check_horizon, check_values, choose_defaults
+from .ppo.batch_plan import BatchPlan, accumulation_for
 from .presets import PRESETS
 from .redaction import without_secrets
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
 
-from .coefficients import AdaptiveKL
 from .field_types import check_json, check_types, shown
+from .ppo.coefficients import AdaptiveKL
 
 logger = logging.get_logger(__name__)
 
@@ -22,14 +22,7 @@ AGGREGATIONS = ("token", "sequence_mean", "sequence_sum", "constant")
 
 
 def choose_defaults(config: Any) -> None:
-    """Fill in the fields whose default depends on whether there is a critic.
-
-    Args:
-        config ([`PPOConfig`]): The config.
-
-    Raises:
-        `ValueError`: If a field holds something of another type.
-    """
+    """Fill in the fields whose default depends on whether there is a critic."""
     # first: a default follows from other fields
     check_types(config, tuple(_OTHER_TYPES), {name: said.removeprefix("be ") for name, (_, said) in _RANGES.items()})
     for name, (types, needed) in _OTHER_TYPES.items():
@@ -47,14 +40,7 @@ def choose_defaults(config: Any) -> None:
 
 
 def check_values(config: Any) -> None:
-    """Refuse values that are out of range, unknown, or contradict each other.
-
-    Args:
-        config ([`PPOConfig`]): The config.
-
-    Raises:
-        `ValueError`: Names the field, its value, and what it must be.
-    """
+    """Refuse values that are out of range, unknown, or contradict each other."""
     for name, choices in _CHOICES.items():
         _check_choice(name, getattr(config, name), choices)
     config.reward_on_error = _read_on_error(config.reward_on_error)
@@ -116,15 +102,7 @@ def _check_kl(config: Any) -> None:
 
 
 def check_horizon(config: Any, completions: int) -> None:
-    """Refuse a `kl_horizon` that is so short that the steered coefficient could turn negative.
-
-    Args:
-        config ([`PPOConfig`]): The config.
-        completions (`int`): Completions of a rollout, over all processes.
-
-    Raises:
-        `ValueError`: Names the horizon that is needed.
-    """
+    """Refuse a `kl_horizon` that is so short that the steered coefficient could turn negative."""
     shortest = AdaptiveKL.MAX_ERROR * completions
     if config.kl_target is not None and config.kl_horizon <= shortest:
         raise ValueError(
@@ -162,14 +140,7 @@ def _check_critic(config: Any) -> None:
 
 
 def check_generation(config: Any) -> None:
-    """Refuse what the backend that samples could not honour, and fields of it that [`PPOConfig`] has itself.
-
-    Args:
-        config ([`PPOConfig`]): The config, its `generation_kwargs` read.
-
-    Raises:
-        `ValueError`: Names the field.
-    """
+    """Refuse what the backend that samples could not honour, and fields of it that [`PPOConfig`] has itself."""
     given = set(config.generation_kwargs or {})
     if config.generation_backend == "continuous_batching":
         _check_continuous_batching(config, given)

@@ -22,16 +22,7 @@ _QUOTES = " In YAML, no, off, yes and on are booleans: put them in quotes."
 def check_types(
     config: Any, leave_out: tuple[str, ...] = (), whole_numbers: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Refuse values that are not of the type of their field.
-
-    Args:
-        config (`dataclass`): The config.
-        leave_out (`tuple[str]`, *optional*): Fields that have a check of their own.
-        whole_numbers (`dict[str, str]`, *optional*): What whole numbers must be, such as "a whole number, at least 1".
-
-    Raises:
-        `ValueError`: Names the field, what it must be, and what was given.
-    """
+    """Refuse values that are not of the type of their field."""
     for name, (hints, choices) in _hints(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name, None)
         if name in leave_out or (value is None and NoneType in hints):
@@ -49,16 +40,7 @@ def check_types(
 
 
 def check_json(config: Any, names: tuple[str, ...], or_file: bool = False) -> None:
-    """Refuse text that is no JSON object in fields that hold a mapping.
-
-    Args:
-        config (`dataclass`): The config.
-        names (`tuple[str]`): The fields.
-        or_file (`bool`, *optional*, defaults to `False`): Whether the path of a file will do too.
-
-    Raises:
-        `ValueError`: Names the field.
-    """
+    """Refuse text that is no JSON object in fields that hold a mapping."""
     for name in names:
         value = getattr(config, name, None)
         if not isinstance(value, str) or (or_file and os.path.isfile(value)):
@@ -75,15 +57,7 @@ def check_json(config: Any, names: tuple[str, ...], or_file: bool = False) -> No
 
 
 def shown(name: str, value: Any) -> str:
-    """A value as an error may show it: in one short line, and nothing that could be a secret.
-
-    Args:
-        name (`str`): The field.
-        value (`Any`): What was given.
-
-    Returns:
-        `str`: The value and its type; of a secret, and of keyword arguments, the type alone.
-    """
+    """A value as an error may show it: in one short line, and nothing that could be a secret."""
     if is_secret(name) or isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__}"
     return f"{shortened(repr(value), 80)} ({type(value).__name__})"

@@ -21,29 +21,12 @@ QUANTISED = "A quantised base cannot be sharded by FSDP; use DDP, which holds a 
 
 
 def is_asked_for(args: PPOConfig) -> bool:
-    """Whether the config or the launcher asks for FSDP.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-
-    Returns:
-        `bool`: Also where Accelerate leaves it out, as it does on CPUs.
-    """
+    """Whether the config or the launcher asks for FSDP."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def plugin_of(args: PPOConfig) -> FullyShardedDataParallelPlugin:
-    """What is asked of FSDP.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-
-    Returns:
-        `FullyShardedDataParallelPlugin`: The config's, or the launcher's.
-
-    Raises:
-        `ValueError`: If it is another FSDP than FSDP2.
-    """
+    """What is asked of FSDP."""
     of_config = args.fsdp_plugin_args or {}
     version = int(of_config.get("fsdp_version", 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)))
     if version != 2:
@@ -58,16 +41,7 @@ def plugin_of(args: PPOConfig) -> FullyShardedDataParallelPlugin:
 def check_fsdp(
     args: PPOConfig, optimizer: torch.optim.Optimizer | None, quantization_config: BitsAndBytesConfig | None
 ) -> None:
-    """Refuse what FSDP2 could not honour, or has not been seen to.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-        optimizer (`torch.optim.Optimizer`, *optional*): What the user passed.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
-
-    Raises:
-        `ValueError`: Says what to set instead.
-    """
+    """Refuse what FSDP2 could not honour, or has not been seen to."""
     plugin = plugin_of(args)
     named = plugin.transformer_cls_names_to_wrap or plugin.ignored_modules
     refused = {
@@ -107,13 +81,6 @@ def shard(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
     Each layer is gathered whenever it runs, and the rest (embeddings, output projection, value head) for as long as
     the actor-critic does. Parameters keep their dtypes: autocast does what it does under DDP, and gradients are
     averaged in float32.
-
-    Args:
-        actor_critic ([`ActorCritic`]): What is sharded.
-        accelerator (`Accelerator`): Device and processes of the run.
-
-    Raises:
-        `ValueError`: If the base is quantised, or names no layers.
     """
     base = actor_critic.policy.get_base_model()
     if any(not parameter.is_floating_point() for parameter in base.parameters()):
@@ -134,14 +101,7 @@ def shard(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
 
 
 def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State of an optimizer as one process alone would have it. All processes must call it.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer.
-
-    Returns:
-        `dict`: Its `state_dict`, with whole tensors.
-    """
+    """State of an optimizer as one process alone would have it. All processes must call it."""
     state = optimizer.state_dict()
     whole = {}
     for number, of_parameter in state["state"].items():
@@ -151,11 +111,7 @@ def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def spread_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give each process its part of a state that was loaded whole. All processes must call it.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer; its state is what [`whole_optimizer_state`] gave.
-    """
+    """Give each process its part of a state that was loaded whole. All processes must call it."""
     for parameter, of_parameter in optimizer.state.items():
         for key, x in of_parameter.items():
             if x.shape == parameter.shape:  # a count of steps has no dimension

@@ -11,27 +11,12 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether what stands under a name is not to be shown.
-
-    Args:
-        name (`str`): A field, a key of a mapping, or a header of HTTP.
-
-    Returns:
-        `bool`: Whether the name is that of a secret.
-    """
+    """Whether what stands under a name is not to be shown."""
     return _SECRET.search(name) is not None
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """Put a placeholder in place of every secret, at any depth.
-
-    Args:
-        settings (`Any`): A mapping of settings, or what stands in one.
-        name (`str`, *optional*): Name under which it stands there.
-
-    Returns:
-        `Any`: The same, with `<NAME>` for text and bytes under a name that is that of a secret.
-    """
+    """Put a placeholder in place of every secret, at any depth."""
     if isinstance(settings, str | bytes | bytearray) and is_secret(name):
         return f"<{name.upper()}>"
     if isinstance(settings, Mapping):
@@ -43,28 +28,12 @@ def without_secrets(settings: Any, name: str = "") -> Any:
 
 
 def shortened(text: Any, longest: int = 500) -> str:
-    """The beginning of a text that may be of any length.
-
-    Args:
-        text (`Any`): The text, or an error that says it.
-        longest (`int`, *optional*, defaults to 500): Characters that are kept.
-
-    Returns:
-        `str`: The text; if it is longer, its beginning and "...".
-    """
+    """The beginning of a text that may be of any length."""
     text = str(text)
     return text if len(text) <= longest else text[:longest] + "..."
 
 
 def sentence(text: Any, longest: int = 500) -> str:
-    """A text, shortened, as a sentence that another one may follow.
-
-    Args:
-        text (`Any`): The text, or an error that says it.
-        longest (`int`, *optional*, defaults to 500): Characters that are kept.
-
-    Returns:
-        `str`: The text with a full stop at its end, unless it ends otherwise.
-    """
+    """A text, shortened, as a sentence that another one may follow."""
     text = shortened(text, longest).rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -17,15 +17,7 @@ from .modeling import ActorCritic
 
 
 def without_step(loss: Tensor, outputs: Tensor) -> Tensor:
-    """Make DeepSpeed leave out an optimizer step: it takes them within the backward, unless the gradient is no number.
-
-    Args:
-        loss (`Tensor`): Loss of the step's last micro-batch.
-        outputs (`Tensor`): What the model said; no mask lies between it and the parameters.
-
-    Returns:
-        `Tensor`: The same loss, with a gradient that is no number.
-    """
+    """Make DeepSpeed skip an optimizer step, which it takes within the backward unless the gradient is NaN."""
     outputs.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
     return loss.detach() + 0 * outputs.sum()
 
@@ -38,11 +30,7 @@ class ShardedTrainer(Trainer):
     is_fsdp_enabled: bool
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; where FSDP is asked for, it is one that knows of it.
-
-        Raises:
-            `ValueError`: If there is a single process.
-        """
+        """Create the accelerator; where FSDP is asked for, it is one that knows of it."""
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or not fsdp.is_asked_for(self.args):
             return
@@ -123,12 +111,7 @@ class ShardedTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save adapters and critic.
-
-        Args:
-            output_dir (`str`, *optional*): Where to; `args.output_dir` by default.
-            _internal_call (`bool`, *optional*, defaults to `False`): Whether the Trainer calls it.
-        """
+        """Save adapters and critic."""
         if not self.is_deepspeed_enabled and not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
             return

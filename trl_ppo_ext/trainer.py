@@ -15,30 +15,30 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from transformers.trainer_utils import EvalLoopOutput
 
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
-from .averaging import AveragedWeights, AveragingCallback
-from .batch_plan import BatchPlan
-from .completions import print_completions
+from .checkpoints.hub import PublishingTrainer
+from .checkpoints.saving import SavingTrainer
 from .config import PPOConfig
-from .data import RolloutSampler, RolloutStream, Rows, tokenize_prompts
-from .experience import Experience
+from .data.prompts import RolloutSampler, RolloutStream, Rows, tokenize_prompts
+from .data.supervised import PTXSampler, tokenize_ptx
+from .distributed import loading_whole
 from .generation import build_generator
-from .hub import PublishingTrainer
-from .metrics import Metrics
 from .modeling import load_actor_critic
-from .modeling.sharding import loading_whole
-from .nonfinite import StepGuard
-from .optimizers import check_given_optimizers
-from .ptx import PTXSampler, tokenize_ptx
-from .random_state import seeded_apart
+from .modeling.averaging import AveragedWeights, AveragingCallback
+from .modeling.optimizers import check_given_optimizers
+from .ppo.batch_plan import BatchPlan
+from .ppo.metrics import Metrics
+from .ppo.nonfinite import StepGuard
+from .ppo.random_state import seeded_apart
+from .ppo.rollouts import Experience
+from .ppo.samples import Samples
+from .ppo.throughput import Throughput
+from .ppo.updates import Updates, set_learning_rate
 from .rewards import Reward, RewardFunc, build_rewards
-from .rollout import MicroBatch, Sequences
-from .run_log import RunLog
-from .samples import Samples
-from .saving import SavingTrainer
+from .sequences import MicroBatch, Sequences
 from .sharded import without_step
-from .throughput import Throughput
-from .trackers import check_trackers, log_completions
-from .updates import Updates, set_learning_rate
+from .tracking.completions import print_completions
+from .tracking.run_log import RunLog
+from .tracking.trackers import check_trackers, log_completions
 
 
 class PPOTrainer(PublishingTrainer, SavingTrainer):
@@ -222,14 +222,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         return RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, args.shuffle_dataset, seed)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, given to the trainer or to `evaluate`.
-
-        Args:
-            eval_dataset (`str`, `Dataset` or `IterableDataset`, *optional*): Its name, or the set itself.
-
-        Returns:
-            `DataLoader`: Batches of rows.
-        """
+        """Dataloader of an evaluation set, given to the trainer or to `evaluate`."""
         if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         return super().get_eval_dataloader(eval_dataset)
@@ -320,14 +313,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, with `critic_learning_rate` for the critic.
-
-        Args:
-            model (`nn.Module`, *optional*): What is optimised.
-
-        Returns:
-            `torch.optim.Optimizer`: The optimizer.
-        """
+        """The Trainer's optimizer, with `critic_learning_rate` for the critic."""
         made = self.optimizer is not None
         optimizer = super().create_optimizer(model)
         if self.args.critic_learning_rate is not None and not made:
@@ -362,12 +348,7 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         return self._metrics[mode].compute(self.experience.all_sum, all_max)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics since the last log.
-
-        Args:
-            logs (`dict[str, float]`): What the Trainer logs.
-            start_time (`float`, *optional*): Start of training.
-        """
+        """Add the metrics since the last log."""
         if self._metrics["train"] and "loss" in logs:
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen

@@ -10,7 +10,7 @@ from tiny import config, llama, prompts, tokenizer
 from torch.distributed.tensor import DTensor
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
-from trl_ppo_ext.rollout import Sequences
+from trl_ppo_ext.sequences import Sequences
 
 FIXED = ([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]])  # prompts and completions
 

@@ -12,7 +12,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from pages import ROOT
 
-from trl_ppo_ext import cli
+from trl_ppo_ext.commands import main as cli
 
 # what changes nothing that could be checked here
 PLAIN = {"cd", "mkdir", "export", "source", "cat", "ls", "git"}
@@ -95,7 +95,7 @@ def check_accelerate(words: list[str], files: frozenset[str]) -> None:
 
 def check_python(words: list[str], files: frozenset[str]) -> None:
     if words[0] == "-m":
-        if words[1] == "trl_ppo_ext.cli":
+        if words[1] == "trl_ppo_ext.commands.main":
             check_trl_ppo(words[2:], files)
         return
     if words[0].startswith("-") or words[0] in files:

@@ -10,7 +10,7 @@ import yaml
 from pages import PAGES, RECIPES, ROOT, all_blocks, blocks, name
 
 import trl_ppo_ext
-from trl_ppo_ext.launch import parse
+from trl_ppo_ext.commands.launch import parse
 
 BLOCKS = all_blocks()
 CHECKED = {"python", "bash", "yaml", "json", "text", ""}
@@ -102,7 +102,7 @@ def test_not_run(block):
         "trl-ppo check-reward MODEL",
         "accelerate launch --no_such_flag train.py",
         "accelerate launch recipes/missing.py",
-        "accelerate launch -m trl_ppo_ext.cli pretrain-critic --no_such_field 3",
+        "accelerate launch -m trl_ppo_ext.commands.main pretrain-critic --no_such_field 3",
         "make nothing-of-the-kind",
         "pip install '.[made-up]'",
         "sbatch recipes/missing.slurm",

@@ -7,9 +7,9 @@ import pytest
 from pages import ROOT, spans, table_after, tables
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.argument_parser import REMOVED_FIELDS
 from trl_ppo_ext.arguments import REMOVED_ARGUMENTS
-from trl_ppo_ext.train import TrainScriptArguments
+from trl_ppo_ext.commands.arguments import REMOVED_FIELDS
+from trl_ppo_ext.commands.train import TrainScriptArguments
 
 PAGE = ROOT / "docs" / "from_trl_ppo.md"
 METRICS = ROOT / "docs" / "metrics.md"

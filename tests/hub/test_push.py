@@ -12,7 +12,7 @@ from hub_server import Fault, sha256
 from safetensors.torch import load, load_file
 from tiny import config
 
-from trl_ppo_ext.hub import push_in_background
+from trl_ppo_ext.checkpoints.hub import push_in_background
 
 PLAIN = {"README.md", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "ppo_state.json"}
 PLAIN |= {".gitattributes", "tokenizer.json", "tokenizer_config.json", "report.html"}
@@ -23,7 +23,7 @@ with torch.no_grad():
     seen = {"logits": policy(input_ids=ids).logits}
 """
 VALUES = """
-from trl_ppo_ext.rollout import Sequences
+from trl_ppo_ext.sequences import Sequences
 inner = built.actor_critic
 text = built.processing_class("A prompt, and what was written so far", return_tensors="pt").input_ids
 inner.policy.set_adapter("critic") if inner.critic_adapter else None

@@ -14,20 +14,7 @@ from .transformers import TransformersGenerator
 def build_generator(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
 ) -> Generator:
-    """The generator of `args.generation_backend`.
-
-    Args:
-        actor_critic ([`ActorCritic`]): The policy.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
-        args ([`PPOConfig`]): The run's config.
-        accelerator (`Accelerator`): Device and processes of the run.
-
-    Returns:
-        [`Generator`]: What samples.
-
-    Raises:
-        `ValueError`: If the backend does not go with the model, or with how the run was started.
-    """
+    """The generator of `args.generation_backend`."""
     if args.generation_backend == "continuous_batching":
         return ContinuousBatchingGenerator(actor_critic, tokenizer, args, accelerator)
     return TransformersGenerator(actor_critic, tokenizer, args, accelerator)

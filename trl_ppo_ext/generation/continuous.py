@@ -26,15 +26,6 @@ class ContinuousBatchingGenerator:
 
     Adapters compute in their own dtype, outside of autocast: the forward runs in a thread of transformers, which
     the run's autocast does not reach. Log-probabilities come from the trained forward, as with any generator.
-
-    Args:
-        actor_critic ([`ActorCritic`]): The policy.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
-        args ([`PPOConfig`]): How to sample; `generation_kwargs` are fields of `ContinuousBatchingConfig`.
-        accelerator (`Accelerator`): Device and processes of the run.
-
-    Raises:
-        `ValueError`: If the model or the way the run is started does not allow it.
     """
 
     def __init__(
@@ -139,17 +130,7 @@ class ContinuousBatchingGenerator:
         return [[done[request + suffix] for suffix in ["", *children]] for request in requests]
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Sample a completion for each prompt.
-
-        Args:
-            prompts (`list[list[int]]`): Token ids of each prompt.
-
-        Returns:
-            `list[list[int]]`: Token ids of each completion; it ends with a stop token unless it was cut off.
-
-        Raises:
-            `RuntimeError`: If transformers fails while it samples.
-        """
+        """Sample a completion for each prompt."""
         first, which = distinct(prompts)
         repeats = set(Counter(which).values())
         # a prompt is computed once for its completions, all but its last token; a manager takes one number for all

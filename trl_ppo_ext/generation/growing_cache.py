@@ -17,9 +17,6 @@ class GrowingLayer(DynamicLayer):
 
     The layer that it stands for copies all that it holds for each token: on a CPU that is up to half of the time of
     sampling, and anywhere the memory of a second layer.
-
-    Args:
-        longest (`int`): Tokens that it will hold at most.
     """
 
     def __init__(self, longest: int):
@@ -30,17 +27,7 @@ class GrowingLayer(DynamicLayer):
         self.rooms: dict[str, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values.
-
-        Args:
-            key_states (`Tensor` of shape `[batch, heads, tokens, head]`): The new keys.
-            value_states (`Tensor` of shape `[batch, heads, tokens, head]`): The new values.
-            args: As [`~transformers.DynamicCache`] has them; they say nothing here.
-            kwargs: The same.
-
-        Returns:
-            `tuple(Tensor, Tensor)`: All keys and all values, as views.
-        """
+        """Append keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = self._append("keys", self.keys, key_states)
@@ -61,15 +48,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
-    """Whether the cache that `generate` would make holds a key and a value for each token, and nothing else.
-
-    Args:
-        actor_critic ([`ActorCritic`]): What samples.
-        config ([`~transformers.GenerationConfig`]): How it samples.
-
-    Returns:
-        `bool`: `False` for caches of other kinds, those that are asked for and those that the model has.
-    """
+    """Whether the cache that `generate` would make holds a key and a value for each token, and nothing else."""
     base = actor_critic.policy.get_base_model()
     # what the user asks of the cache is done by `generate` alone
     if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
@@ -82,15 +61,7 @@ def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
 
 
 def growing_cache(actor_critic: ActorCritic, longest: int) -> DynamicCache:
-    """An empty cache.
-
-    Args:
-        actor_critic ([`ActorCritic`]): What samples.
-        longest (`int`): Tokens that a row will hold at most.
-
-    Returns:
-        [`~transformers.DynamicCache`]: The cache; its layers are [`GrowingLayer`]s.
-    """
+    """An empty cache."""
     cache = DynamicCache(config=actor_critic.policy.get_base_model().config)
     cache.layers = [GrowingLayer(longest) for _ in cache.layers]
     return cache

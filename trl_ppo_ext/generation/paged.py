@@ -16,12 +16,6 @@ def reads_paged_cache(base: PreTrainedModel) -> bool:
     transformers hands the cache over by its attention interface. Layers with attention of their own pass over it
     without an error: sequences that share a forward would attend to one another. Layers that attend twice write to it
     twice.
-
-    Args:
-        base (`PreTrainedModel`): The model; afterwards it is what it was.
-
-    Returns:
-        `bool`: Whether it does.
     """
     cache, layers = object(), []
 

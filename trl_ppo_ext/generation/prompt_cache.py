@@ -5,19 +5,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from ..modeling import ActorCritic, is_sharded
-from ..rollout import Sequences
+from ..sequences import Sequences
 
 
 def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Find the prompts that rows repeat.
-
-    Args:
-        prompts (`list[list[int]]`): Token ids of each row's prompt.
-
-    Returns:
-        `tuple(list[int], list[int])`: The row in which each distinct prompt comes first, and which of them each row
-        has.
-    """
+    """Find the prompts that rows repeat."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
     return [which.index(number) for number in range(len(numbers))], which
@@ -30,12 +22,6 @@ def prefill(actor_critic: ActorCritic, cache: Cache, batch: Sequences, prompts: 
     The cache stays empty, and each row computes its whole prompt, if there is nothing to share or weights are sharded.
 
     Each row runs its prompt's last token itself: it takes the state from which its first token is sampled.
-
-    Args:
-        actor_critic ([`ActorCritic`]): What samples.
-        cache ([`~transformers.Cache`]): The rows' empty cache; filled with their prompts but for the last tokens.
-        batch ([`Sequences`]): The prompts, padded, without completions.
-        prompts (`list[list[int]]`): The same as lists.
     """
     base = actor_critic.policy.get_base_model()
     # a process whose rows repeat would take one forward more than another, and sharded weights are gathered in step

@@ -9,7 +9,7 @@ from peft import PeftModel
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from ..modeling.sharding import is_sharded
+from ..distributed import is_sharded
 
 _PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8bitLt") if hasattr(lora, name))
 
@@ -50,9 +50,6 @@ def quick_adapters(policy: PeftModel) -> Iterator[None]:
 
     The results are PEFT's, up to rounding: what is learned from is never computed here. Layers of other kinds stay as
     they are.
-
-    Args:
-        policy (`PeftModel`): What samples, without gradients and with the adapters that are active now.
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
 from ..modeling import ActorCritic, is_sharded
-from ..rollout import Sequences
+from ..sequences import Sequences
 from .base import cut_at_stop
 from .growing_cache import can_grow, growing_cache
 from .prompt_cache import prefill
@@ -17,30 +17,14 @@ from .quick_lora import quick_adapters
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
-        generation_config ([`~transformers.GenerationConfig`], *optional*): The model's own.
-
-    Returns:
-        `list[int]`: Sorted token ids.
-    """
+    """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
     of_model = getattr(generation_config, "eos_token_id", None)
     ids = {tokenizer.eos_token_id} | set(of_model if isinstance(of_model, list) else [of_model])
     return sorted(ids - {None})
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
-    """Give the tokenizer a pad token if it has none and can spare one.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the policy.
-        stops (`list[int]`): Tokens that end a completion.
-
-    Raises:
-        `ValueError`: If there is no stop token, or the only one would have to serve as padding too.
-    """
+    """Give the tokenizer a pad token if it has none and can spare one."""
     if not stops:
         raise ValueError(
             "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
@@ -60,17 +44,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
 def sampling_config(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, **others: Any
 ) -> GenerationConfig:
-    """How completions are sampled.
-
-    Args:
-        actor_critic ([`ActorCritic`]): The policy.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
-        args ([`PPOConfig`]): The run's config.
-        others (`dict`): Further fields.
-
-    Returns:
-        [`~transformers.GenerationConfig`]: Its `eos_token_id` is a list.
-    """
+    """How completions are sampled."""
     return GenerationConfig(
         **{
             "max_new_tokens": args.max_completion_length,
@@ -101,14 +75,7 @@ class _Progress(StoppingCriteria):
 
 
 class TransformersGenerator:
-    """Samples from the actor-critic's policy.
-
-    Args:
-        actor_critic ([`ActorCritic`]): The policy.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, with a pad token.
-        args ([`PPOConfig`]): How to sample.
-        accelerator (`Accelerator`): Device and autocast of the run.
-    """
+    """Samples from the actor-critic's policy."""
 
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
@@ -144,14 +111,7 @@ class TransformersGenerator:
             return self.actor_critic.generate(*given, past_key_values=cache, **together)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Sample a completion for each prompt.
-
-        Args:
-            prompts (`list[list[int]]`): Token ids of each prompt.
-
-        Returns:
-            `list[list[int]]`: Token ids of each completion; it ends with a stop token unless it was cut off.
-        """
+        """Sample a completion for each prompt."""
         size = self.batch_size or len(prompts)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         tokens = len(parts) * self.config.max_new_tokens

@@ -8,10 +8,10 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from ..arguments import as_list
-from ..batch_plan import BatchPlan
 from ..config import PPOConfig
 from ..modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from ..modeling.logprobs import CHUNK_LOGITS
+from ..ppo.batch_plan import BatchPlan
 from ..rewards import RewardAdapter
 from .fit import GIB, Proposal, first_that_fits, needed, single_proposals
 from .phases import OPTIMIZERS, Phase, RewardSizes, Workload, phases
@@ -24,15 +24,10 @@ _ATTENTION = {None: True, "sdpa": True, "flash_attention_2": False, "flash_atten
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run will need.
+    """What a run will need."""
 
-    Args:
-        workload ([`Workload`]): The numbers that it was computed from.
-        phases (`tuple[Phase]`): What is alive at the peak of each phase, by part.
-    """
-
-    workload: Workload
-    phases: tuple[Phase, ...]
+    workload: Workload  # the numbers that it was computed from
+    phases: tuple[Phase, ...]  # what is alive at the peak of each phase, by part
 
     @property
     def peak(self) -> float:
@@ -50,25 +45,11 @@ class MemoryEstimate:
         return needed(self.workload)
 
     def fits(self, memory: float) -> bool:
-        """Whether the run fits.
-
-        Args:
-            memory (`float`): Memory of the device, in GiB.
-
-        Returns:
-            `bool`: Whether that is enough.
-        """
+        """Whether the run fits."""
         return self.needed <= memory * GIB
 
     def proposals(self, memory: float) -> tuple[list[Proposal], Proposal | None]:
-        """Settings that make the run need less.
-
-        Args:
-            memory (`float`): Memory of the device, in GiB.
-
-        Returns:
-            `tuple(list[Proposal], Proposal)`: Each setting alone, and the fewest with which the run fits, if any do.
-        """
+        """Settings that make the run need less."""
         return single_proposals(self.workload, memory * GIB), first_that_fits(self.workload, memory * GIB)
 
 

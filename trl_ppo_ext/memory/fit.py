@@ -37,17 +37,7 @@ CUDA_CONTEXT, FRAGMENTATION = 0.6 * GIB, 0.05
 
 
 def gpu_memory(name: str) -> float:
-    """Memory of a GPU.
-
-    Args:
-        name (`str`): One of `GPUS`, in upper or lower case, with or without spaces.
-
-    Returns:
-        `float`: GiB.
-
-    Raises:
-        `ValueError`: If it is unknown.
-    """
+    """Memory of a GPU."""
     known = {_plain(key): memory for key, memory in GPUS.items()}
     if _plain(name) not in known:
         raise ValueError(f"There is no GPU {name!r} in the table ({', '.join(GPUS)}); give `memory` in GiB instead.")
@@ -59,44 +49,23 @@ def _plain(name: str) -> str:
 
 
 def peak(load: Workload) -> float:
-    """Tensors at the peak of a run.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """Tensors at the peak of a run."""
     return max(phase.bytes for phase in phases(load))
 
 
 def needed(load: Workload) -> float:
-    """What the device must have: the tensors and, on a GPU, what is assumed for the context and fragmentation.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """What the device must have: the tensors and, on a GPU, what is assumed for the context and fragmentation."""
     return peak(load) * (1 + FRAGMENTATION) + CUDA_CONTEXT if load.on_gpu else peak(load)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings, and what the run needs with them.
+    """Settings, and what the run needs with them."""
 
-    Args:
-        settings (`tuple[str]`): What to set.
-        needed (`float`): Bytes.
-        fits (`bool`): Whether that is enough.
-        workload ([`Workload`]): The run with them.
-    """
-
-    settings: tuple[str, ...]
-    needed: float
-    fits: bool
-    workload: Workload
+    settings: tuple[str, ...]  # what to set
+    needed: float  # bytes
+    fits: bool  # whether that is enough
+    workload: Workload  # the run with them
 
 
 # a change to the run that says how it is set
@@ -126,14 +95,7 @@ def _rewards_as_adapters(load: Workload) -> Workload:
 
 
 def changes(load: Workload) -> list[list[Change]]:
-    """What could be set to need less, the least harm first.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `list[list[Change]]`: For each setting its values, the largest first.
-    """
+    """What could be set to need less, the least harm first."""
     found: list[list[Change]] = []
     if not load.checkpointing:
         found.append([("gradient_checkpointing: true", lambda x: replace(x, checkpointing=True))])
@@ -159,29 +121,13 @@ def _with(load: Workload, chosen: tuple[Change, ...], memory: float) -> Proposal
 
 
 def single_proposals(load: Workload, memory: float) -> list[Proposal]:
-    """Each setting alone: its largest value with which the run fits, or else its smallest.
-
-    Args:
-        load ([`Workload`]): The run.
-        memory (`float`): Bytes of the device.
-
-    Returns:
-        `list[Proposal]`: In the order in which they are tried.
-    """
+    """Each setting alone: its largest value with which the run fits, or else its smallest."""
     tried = [[_with(load, (value,), memory) for value in values] for values in changes(load)]
     return [next((x for x in values if x.fits), values[-1]) for values in tried]
 
 
 def first_that_fits(load: Workload, memory: float) -> Proposal | None:
-    """The fewest settings with which the run fits and, of as many, those that are tried first.
-
-    Args:
-        load ([`Workload`]): The run.
-        memory (`float`): Bytes of the device.
-
-    Returns:
-        [`Proposal`] or `None`: `None` if it does not fit with all of them.
-    """
+    """The fewest settings with which the run fits and, of as many, those that are tried first."""
     settings = changes(load)
     for count in range(1, len(settings) + 1):
         for chosen in combinations(settings, count):

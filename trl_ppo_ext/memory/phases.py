@@ -34,84 +34,46 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class RewardSizes:
-    """A reward that takes memory.
+    """A reward that takes memory."""
 
-    Args:
-        model ([`ModelSizes`], *optional*): A classifier of its own.
-        width (`int`, *optional*, defaults to 2): Bytes in which it computes.
-        quantization (`str`, *optional*): How it is loaded.
-        adapter ([`AdapterSizes`], *optional*): Or an adapter on the policy's base.
-    """
-
-    model: ModelSizes | None = None
-    width: int = 2
-    quantization: str | None = None
-    adapter: AdapterSizes | None = None
+    model: ModelSizes | None = None  # a classifier of its own
+    width: int = 2  # bytes in which it computes
+    quantization: str | None = None  # how it is loaded
+    adapter: AdapterSizes | None = None  # or an adapter on the policy's base
 
 
 @dataclass(frozen=True)
 class Workload:
-    """All numbers that the estimate reads.
+    """All numbers that the estimate reads."""
 
-    Args:
-        base ([`ModelSizes`]): The base.
-        adapter ([`AdapterSizes`]): The policy's adapter, and the critic's if it has one.
-        width (`int`): Bytes in which the base is kept and computes.
-        chunk (`int`): Logits that exist at a time in [`token_logprobs`].
-        prompt (`int`): Tokens of the longest prompt.
-        response (`int`): Tokens of the longest completion.
-        micro_batch (`int`): Completions in one forward and backward.
-        completions (`int`): Completions of a rollout, on one process.
-        mini_batch (`int`): Completions of an optimizer step, on one process.
-        generation_batch (`int`): Completions sampled at a time.
-        reward_batch (`int`): Completions that a reward model scores at a time.
-        rewards (`tuple[RewardSizes]`): Rewards that take memory.
-        quantization (`str`, *optional*): `"nf4"`, `"fp4"`, `"int8"` or `None`.
-        double_quantization (`bool`): Whether quantisation constants are quantised.
-        autocast (`bool`): Whether adapters are float32 beside a base in 16 bits.
-        checkpointing (`bool`): Whether activations are recomputed.
-        critic (`str`): `"head"`, `"adapter"` or `"none"`.
-        optimizer (`str`): Name of the optimizer.
-        averaged (`bool`): Whether there is a moving average of the policy's adapter.
-        entropy (`bool`): Whether gradients flow through entropies.
-        exact_kl (`tuple[bool, bool]`): Whether the exact KL is computed, in the reward and in the loss.
-        ptx (`int`): Tokens of a supervised row; 0 without.
-        top_p (`bool`): Whether sampling sorts the vocabulary.
-        masked (`bool`): Whether rows differ in length, so that attention takes a mask.
-        processes (`int`): Processes that train together.
-        one_pass (`bool`): Whether a rollout is scored in one pass of a mixed batch.
-        on_gpu (`bool`): Whether kernels are a GPU's.
-        offloaded (`tuple[bool, bool]`): Whether reward models, and the rollout, wait in main memory.
-    """
-
-    base: ModelSizes
-    adapter: AdapterSizes
-    width: int
-    chunk: int
-    prompt: int
-    response: int
-    micro_batch: int
-    completions: int
-    mini_batch: int
-    generation_batch: int
-    reward_batch: int = 16
-    rewards: tuple[RewardSizes, ...] = ()
-    quantization: str | None = None
-    double_quantization: bool = False
-    autocast: bool = False
-    checkpointing: bool = False
-    critic: str = "head"
-    optimizer: str = "adamw_torch"
-    averaged: bool = False
-    entropy: bool = False
-    exact_kl: tuple[bool, bool] = (False, False)
-    ptx: int = 0
-    top_p: bool = False
-    masked: bool = True
-    processes: int = 1
-    one_pass: bool = False
-    on_gpu: bool = True
-    offloaded: tuple[bool, bool] = (False, False)
+    base: ModelSizes  # the base
+    adapter: AdapterSizes  # the policy's adapter, and the critic's if it has one
+    width: int  # bytes in which the base is kept and computes
+    chunk: int  # logits that exist at a time in [token_logprobs]
+    prompt: int  # tokens of the longest prompt
+    response: int  # tokens of the longest completion
+    micro_batch: int  # completions in one forward and backward
+    completions: int  # completions of a rollout, on one process
+    mini_batch: int  # completions of an optimizer step, on one process
+    generation_batch: int  # completions sampled at a time
+    reward_batch: int = 16  # completions that a reward model scores at a time
+    rewards: tuple[RewardSizes, ...] = ()  # rewards that take memory
+    quantization: str | None = None  # "nf4", "fp4", "int8" or None
+    double_quantization: bool = False  # whether quantisation constants are quantised
+    autocast: bool = False  # whether adapters are float32 beside a base in 16 bits
+    checkpointing: bool = False  # whether activations are recomputed
+    critic: str = "head"  # "head", "adapter" or "none"
+    optimizer: str = "adamw_torch"  # name of the optimizer
+    averaged: bool = False  # whether there is a moving average of the policy's adapter
+    entropy: bool = False  # whether gradients flow through entropies
+    exact_kl: tuple[bool, bool] = (False, False)  # whether the exact KL is computed, in the reward and in the loss
+    ptx: int = 0  # tokens of a supervised row; 0 without
+    top_p: bool = False  # whether sampling sorts the vocabulary
+    masked: bool = True  # whether rows differ in length, so that attention takes a mask
+    processes: int = 1  # processes that train together
+    one_pass: bool = False  # whether a rollout is scored in one pass of a mixed batch
+    on_gpu: bool = True  # whether kernels are a GPU's
+    offloaded: tuple[bool, bool] = (False, False)  # whether reward models, and the rollout, wait in main memory
 
     @property
     def length(self) -> int:
@@ -132,15 +94,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is alive at the peak of a phase.
+    """What is alive at the peak of a phase."""
 
-    Args:
-        name (`str`): `"load"`, `"generate"`, `"forward"`, `"score"` or `"update"`.
-        parts (`dict[str, float]`): Bytes by part.
-    """
-
-    name: str
-    parts: Mapping[str, float]
+    name: str  # "load", "generate", "forward", "score" or "update"
+    parts: Mapping[str, float]  # bytes by part
 
     @property
     def bytes(self) -> float:
@@ -149,16 +106,7 @@ class Phase:
 
 
 def saved_in_layer(load: Workload, rows: int, length: int) -> float:
-    """What a layer keeps for its backward.
-
-    Args:
-        load ([`Workload`]): The run.
-        rows (`int`): Sequences.
-        length (`int`): Tokens of each.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """What a layer keeps for its backward."""
     base, width, ranks = load.base, load.width, load.adapter.ranks
     norms = 2 * (4 * base.hidden + 4)  # in float32
     if base.head_norms:
@@ -174,17 +122,7 @@ def saved_in_layer(load: Workload, rows: int, length: int) -> float:
 
 
 def passing_through_layer(sizes: ModelSizes, width: int, tokens: int, adapter_width: int = 0) -> float:
-    """Most that a layer holds at a time in a forward without gradients.
-
-    Args:
-        sizes ([`ModelSizes`]): The model.
-        width (`int`): Bytes in which it computes.
-        tokens (`int`): Tokens.
-        adapter_width (`int`, *optional*, defaults to 0): Bytes in which an adapter computes; 0 without one.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """Most that a layer holds at a time in a forward without gradients."""
     mlp = sizes.intermediate * (2 * width + 2 * adapter_width if adapter_width else 3 * width)
     attention = width * (4 * sizes.query_width + 2 * sizes.kv_width)
     # embeddings, the layer's input, the residual stream, what is normalised, and rotary positions
@@ -194,15 +132,7 @@ def passing_through_layer(sizes: ModelSizes, width: int, tokens: int, adapter_wi
 
 
 def backward_of_layer(load: Workload, tokens: int) -> float:
-    """Gradients that exist at a time within a layer, besides what was saved.
-
-    Args:
-        load ([`Workload`]): The run.
-        tokens (`int`): Tokens.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """Gradients that exist at a time within a layer, besides what was saved."""
     base = load.base
     return tokens * load.width * (2 * base.hidden + 2 * base.intermediate)
 
@@ -213,16 +143,7 @@ def dequantized(load: Workload) -> float:
 
 
 def logits(load: Workload, tokens: int, exact_kl: bool) -> float:
-    """Numbers over the vocabulary that [`token_logprobs`] works in.
-
-    Args:
-        load ([`Workload`]): The run.
-        tokens (`int`): Response tokens.
-        exact_kl (`bool`): Whether the reference's are among them.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """Numbers over the vocabulary that [`token_logprobs`] works in."""
     vocabulary = load.base.vocabulary
     rows = min(tokens, max(1, load.chunk // (vocabulary * (2 if exact_kl else 1))))
     product = load.width if load.width < 4 else 0  # in float32 it is the logits
@@ -240,14 +161,7 @@ def rollout_bytes(load: Workload) -> float:
 
 
 def resident_parts(load: Workload) -> dict[str, float]:
-    """What is there all the time, optimizer states among it.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `dict[str, float]`: Bytes by part.
-    """
+    """What is there all the time, optimizer states among it."""
     adapters = [r.adapter.parameters + load.base.hidden for r in load.rewards if r.adapter is not None]
     return {
         "base weights": weight_bytes(load.base, load.width, load.quantization, load.double_quantization),
@@ -265,14 +179,7 @@ def _classifier(reward: RewardSizes) -> int:
 
 
 def optimizer_bytes(load: Workload) -> float:
-    """Memory of the optimizer's states.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """Memory of the optimizer's states."""
     each = OPTIMIZERS[load.optimizer]
     if "8bit" not in load.optimizer or not each:
         return each * load.trained
@@ -327,16 +234,7 @@ def _score(load: Workload) -> dict[str, float]:
 
 
 def saved_by_trunk(load: Workload, rows: int, length: int) -> float:
-    """What a forward through all layers keeps for its backward.
-
-    Args:
-        load ([`Workload`]): The run.
-        rows (`int`): Sequences.
-        length (`int`): Tokens of each.
-
-    Returns:
-        `float`: Bytes.
-    """
+    """What a forward through all layers keeps for its backward."""
     base, tokens = load.base, rows * length
     final_norm = tokens * (4 * base.hidden + 4)
     if load.checkpointing:
@@ -379,14 +277,7 @@ def _update(load: Workload) -> dict[str, float]:
 
 
 def phases(load: Workload) -> list[Phase]:
-    """What is alive in each phase, from the second rollout on.
-
-    Args:
-        load ([`Workload`]): The run.
-
-    Returns:
-        `list[Phase]`: In the order of a run.
-    """
+    """What is alive in each phase, from the second rollout on."""
     resident = resident_parts(load)
     loading = {key: x for key, x in resident.items() if key != "optimizer states"}
     found = [Phase("load", loading | {"weight before quantisation": dequantized(load)})]

@@ -27,31 +27,18 @@ HEAD_NORMS = {"q_norm", "k_norm"}
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model takes memory.
+    """What of a model takes memory."""
 
-    Args:
-        hidden (`int`): Width of the hidden states.
-        intermediate (`int`): Width within the MLP.
-        layers (`int`): Decoder layers.
-        heads (`int`): Attention heads.
-        kv_heads (`int`): Heads of keys and values.
-        head_dim (`int`): Width of a head.
-        vocabulary (`int`): Rows of the output projection.
-        linears (`tuple[tuple[int, int]]`): Shape of the weight of each linear layer that a quantised load quantises.
-        others (`int`): Parameters that it leaves alone: embeddings, output projection or score head, norms, biases.
-        head_norms (`bool`): Whether queries and keys are normalised.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
+    hidden: int  # width of the hidden states
+    intermediate: int  # width within the MLP
+    layers: int  # decoder layers
+    heads: int  # attention heads
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # width of a head
+    vocabulary: int  # rows of the output projection
     linears: tuple[tuple[int, int], ...] = field(repr=False)
-    others: int = 0
-    head_norms: bool = False
+    others: int = 0  # parameters that it leaves alone: embeddings, output projection or score head, norms, biases
+    head_norms: bool = False  # whether queries and keys are normalised
 
     @property
     def parameters(self) -> int:
@@ -76,33 +63,15 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """What of an adapter takes memory.
+    """What of an adapter takes memory."""
 
-    Args:
-        parameters (`int`): Its parameters.
-        ranks (`dict[str, int]`): Rank by kind of linear layer that it adapts, such as `"q_proj"`.
-        tensors (`tuple[int]`): Numbers in each of its tensors.
-    """
-
-    parameters: int
-    ranks: dict[str, int]
-    tensors: tuple[int, ...] = field(default=(), repr=False)
+    parameters: int  # its parameters
+    ranks: dict[str, int]  # rank by kind of linear layer that it adapts, such as "q_proj"
+    tensors: tuple[int, ...] = field(default=(), repr=False)  # numbers in each of its tensors
 
 
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A model without memory.
-
-    Args:
-        config (`PreTrainedConfig`): Its config.
-        classifier (`bool`, *optional*, defaults to `False`): Whether it is a sequence classifier.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether it may run code of its own.
-
-    Returns:
-        `PreTrainedModel`: The model, on the `meta` device.
-
-    Raises:
-        `ValueError`: If there is no such model for the config.
-    """
+    """A model without memory."""
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     config = copy(config)
     if hasattr(config, "quantization_config"):
@@ -142,17 +111,7 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 
 def model_sizes(model: PreTrainedModel) -> ModelSizes:
-    """Read the sizes of a model.
-
-    Args:
-        model (`PreTrainedModel`): A causal language model or sequence classifier; `meta` will do.
-
-    Returns:
-        [`ModelSizes`]: Its sizes.
-
-    Raises:
-        `ValueError`: If its layers are not built like Llama's.
-    """
+    """Read the sizes of a model."""
     layers = _layers(model)
     config = model.config.get_text_config()
     # the last module and what is tied to it are never quantised; all else that is linear lies in the layers
@@ -176,18 +135,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
 
 
 def adapter_sizes(model: PreTrainedModel, peft_config: PeftConfig) -> AdapterSizes:
-    """Read the sizes of an adapter, by adding it to a model.
-
-    Args:
-        model (`PreTrainedModel`): A model on the `meta` device; it is changed.
-        peft_config (`PeftConfig`): Config of the adapter.
-
-    Returns:
-        [`AdapterSizes`]: Its sizes.
-
-    Raises:
-        `ValueError`: If it is no LoRA of linear layers.
-    """
+    """Read the sizes of an adapter, by adding it to a model."""
     if not isinstance(peft_config, LoraConfig):
         raise ValueError(
             f"The adapter is {peft_config.peft_type}, and only LoRA can be estimated; pass a `LoraConfig`."
@@ -221,15 +169,6 @@ def weight_bytes(sizes: ModelSizes, width: int, quantization: str | None = None,
 
     4-bit weights have a float32 constant for each block of 64, or with double quantisation one byte, and a float32 for
     each 256 of those; besides that two small tables. 8-bit weights have a float32 for each row.
-
-    Args:
-        sizes ([`ModelSizes`]): The model.
-        width (`int`): Bytes of a number that is not quantised.
-        quantization (`str`, *optional*): `"nf4"`, `"fp4"`, `"int8"` or `None`.
-        double (`bool`, *optional*, defaults to `False`): Whether constants are quantised too.
-
-    Returns:
-        `int`: Bytes.
     """
     if quantization is None:
         return sizes.parameters * width
@@ -248,17 +187,7 @@ def _four_bit(numbers: int, double: bool) -> int:
 
 
 def dtype_width(dtype: Any) -> int:
-    """Bytes of a number.
-
-    Args:
-        dtype (`torch.dtype` or `str`): Such as `torch.bfloat16` or `"bfloat16"`.
-
-    Returns:
-        `int`: Bytes.
-
-    Raises:
-        `ValueError`: If there is no such dtype.
-    """
+    """Bytes of a number."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ValueError(f"There is no dtype {dtype!r}; use 'bfloat16', 'float16' or 'float32'.")

@@ -1,10 +1,10 @@
 """Models: loading, and the actor-critic on one shared base."""
 
+from ..distributed import as_sharded, is_sharded, set_weights, whole_weights
 from .actor_critic import ActorCritic
 from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
 from .loading import check_model_arguments, compute_dtype, default_peft_config, hub_kwargs, load_actor_critic
 from .logprobs import TokenOutputs, token_logprobs
-from .sharding import as_sharded, is_sharded, set_weights, whole_weights
 
 __all__ = [
     "ActorCritic",

@@ -12,10 +12,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ..rollout import Sequences
+from ..distributed import gathered, is_sharded, whole_weights
+from ..sequences import Sequences
 from .adapters import adapter_parameters, add_adapter, keeping_trained, load_adapter_weights
 from .logprobs import TokenOutputs, TokenStatistics, token_logprobs
-from .sharding import gathered, is_sharded, whole_weights
 
 
 class ActorCritic(nn.Module):
@@ -76,11 +76,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Check that log-probabilities can be computed from hidden states and the output projection alone.
-
-        Raises:
-            `ValueError`: If the model changes its logits after the projection.
-        """
+        """Check that log-probabilities can be computed from hidden states and the output projection alone."""
         base: PreTrainedModel = self.policy.get_base_model()
         ids = torch.arange(4, device=base.get_input_embeddings().weight.device)[None]
         training = base.training
@@ -143,11 +139,7 @@ class ActorCritic(nn.Module):
         return head if self.critic_adapter is None else head | adapter_parameters(self.policy, self.critic_adapter)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Weights of policy and critic, whole also where they are sharded; all processes must call it.
-
-        Returns:
-            `dict[str, Tensor]`: By their names in this module.
-        """
+        """Weights of policy and critic, whole also where they are sharded; all processes must call it."""
         trained = {id(x) for x in (*self.policy_parameters().values(), *self.critic_parameters().values())}
         return whole_weights({name: x for name, x in self.named_parameters() if id(x) in trained})
 
@@ -172,12 +164,7 @@ class ActorCritic(nn.Module):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
     ) -> None:
-        """Recompute activations in the backward; called by the Trainer.
-
-        Args:
-            activation_checkpointing_kwargs (`dict`, *optional*): Keyword arguments of `torch.utils.checkpoint`.
-            kwargs (`dict`): Passed on to the base model.
-        """
+        """Recompute activations in the backward; called by the Trainer."""
         self.policy.get_base_model().activation_checkpointing_enable(
             activation_checkpointing_kwargs=self._recomputing(activation_checkpointing_kwargs), **kwargs
         )
@@ -185,12 +172,7 @@ class ActorCritic(nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
     ) -> None:
-        """The same, under the name that transformers before 5.23 calls.
-
-        Args:
-            gradient_checkpointing_kwargs (`dict`, *optional*): Keyword arguments of `torch.utils.checkpoint`.
-            kwargs (`dict`): Passed on to the base model.
-        """
+        """The same, under the name that transformers before 5.23 calls."""
         self.policy.get_base_model().gradient_checkpointing_enable(
             gradient_checkpointing_kwargs=self._recomputing(gradient_checkpointing_kwargs), **kwargs
         )
@@ -247,47 +229,19 @@ class ActorCritic(nn.Module):
         return TokenOutputs(sequences.spread(statistics.logprobs), *others)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities of the response tokens under the reference.
-
-        Args:
-            sequences ([`Sequences`]): Prompts and completions.
-            temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
-
-        Returns:
-            `Tensor` of shape `[batch, response]`: Log-probabilities in float32, 0 at padding.
-        """
+        """Log-probabilities of the response tokens under the reference."""
         with self.reference():
             hidden = sequences.pick(self._hidden_states(sequences))
         return sequences.spread(self.project(hidden, sequences.pick(sequences.completion_ids), temperature).logprobs)
 
     def project(self, hidden: Tensor, tokens: Tensor, temperature: float, **kwargs: Any) -> TokenStatistics:
-        """Log-probabilities of tokens from hidden states.
-
-        Args:
-            hidden (`Tensor` of shape `[rows, hidden]`): Hidden states that predict the tokens.
-            tokens (`Tensor` of shape `[rows]`): Token ids.
-            temperature (`float`): Sampling temperature.
-            kwargs (`dict`): Passed on to [`token_logprobs`].
-
-        Returns:
-            [`TokenStatistics`]: Log-probabilities, and what else was asked for.
-        """
+        """Log-probabilities of tokens from hidden states."""
         head = self.policy.get_base_model().get_output_embeddings()
         with gathered([head.weight, head.bias]):
             return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
 
     def values_of(self, hidden: Tensor) -> Tensor:
-        """Values from hidden states.
-
-        Args:
-            hidden (`Tensor` of shape `[rows, hidden]`): Hidden states of the critic.
-
-        Returns:
-            `Tensor` of shape `[rows]`: Values in float32.
-
-        Raises:
-            `ValueError`: If there is no value head.
-        """
+        """Values from hidden states."""
         if self.value_head is None:
             raise ValueError("There is no critic; `critic='none'` leaves the value head out.")
         with torch.autocast(hidden.device.type, enabled=False):
@@ -311,11 +265,7 @@ class ActorCritic(nn.Module):
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Within this context another adapter is active, or none.
-
-        Args:
-            name (`str`, *optional*): Name of the adapter; `None` is the base alone.
-        """
+        """Within this context another adapter is active, or none."""
         with keeping_trained(self.policy):
             if name is None:
                 with self.policy.disable_adapter():
@@ -325,32 +275,12 @@ class ActorCritic(nn.Module):
                 yield
 
     def read_trunk(self, read: Callable[[nn.Module], Tensor], adapter: str) -> Tensor:
-        """What a function reads from the trunk under an adapter.
-
-        Args:
-            read (`Callable`): Runs the trunk.
-            adapter (`str`): Name of the adapter.
-
-        Returns:
-            `Tensor`: What it gave.
-        """
+        """What a function reads from the trunk under an adapter."""
         with self.adapter(adapter):
             return read(self.trunk)
 
     def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
-        """Load another adapter onto the base; it is never trained.
-
-        Args:
-            name (`str`): What it may be called.
-            config (`PeftConfig`): Its config.
-            weights (`dict[str, Tensor]`): Its weights, as PEFT saves them, without heads.
-
-        Returns:
-            `str`: What it is called.
-
-        Raises:
-            `ValueError`: If its weights do not fit the base.
-        """
+        """Load another adapter onto the base; it is never trained."""
         name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
         name = add_adapter(self.policy, name, config)
         load_adapter_weights(self.policy, name, weights)

@@ -25,14 +25,7 @@ SCORE_HEADS = ("score", "classifier")
 
 
 def public_name(base: str) -> str:
-    """Name of a base model as it may stand in a file that is shared: of a path, its last part.
-
-    Args:
-        base (`str`): Hub id or path.
-
-    Returns:
-        `str`: The name.
-    """
+    """Name of a base model as it may stand in a file that is shared: of a path, its last part."""
     return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
 
 
@@ -41,33 +34,15 @@ class AdapterFileError(ValueError):
 
 
 class AdapterFiles(NamedTuple):
-    """An adapter as it was saved.
+    """An adapter as it was saved."""
 
-    Args:
-        config (`PeftConfig`): Its config.
-        weights (`dict[str, Tensor]`): Its weights, without heads.
-        head (`dict[str, Tensor]`): Weight and bias of the score head that was saved with it; empty if there is none.
-    """
-
-    config: PeftConfig
-    weights: dict[str, Tensor]
-    head: dict[str, Tensor]
+    config: PeftConfig  # its config
+    weights: dict[str, Tensor]  # its weights, without heads
+    head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty if there is none
 
 
 def find_file(path: str, name: str, folder: str = "") -> str | None:
-    """A file of an adapter, from a directory or the Hub.
-
-    Args:
-        path (`str`): Directory or Hub id.
-        name (`str`): Name of the file.
-        folder (`str`, *optional*): Folder within it.
-
-    Returns:
-        `str` or `None`: Where it is on this machine, if it exists.
-
-    Raises:
-        [`AdapterFileError`]: If there is neither such a directory nor such a repository.
-    """
+    """A file of an adapter, from a directory or the Hub."""
     if os.path.isdir(path):
         local = os.path.join(path, folder, name)
         return local if os.path.isfile(local) else None
@@ -90,17 +65,7 @@ def _damaged(file: str, error: Exception) -> AdapterFileError:
 
 
 def read_weights(file: str) -> dict[str, Tensor]:
-    """Read a file of safetensors.
-
-    Args:
-        file (`str`): The file.
-
-    Returns:
-        `dict[str, Tensor]`: Its tensors.
-
-    Raises:
-        [`AdapterFileError`]: If it is damaged.
-    """
+    """Read a file of safetensors."""
     try:
         return load_file(file)
     except (SafetensorError, ValueError) as error:
@@ -108,18 +73,7 @@ def read_weights(file: str) -> dict[str, Tensor]:
 
 
 def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
-    """Read the config of an adapter.
-
-    Args:
-        path (`str`): Directory or Hub id.
-        folder (`str`, *optional*): Folder within it.
-
-    Returns:
-        `PeftConfig` or `None`: The config, if there is an adapter.
-
-    Raises:
-        [`AdapterFileError`]: If it is damaged, or no config of PEFT's.
-    """
+    """Read the config of an adapter."""
     config_file = find_file(path, ADAPTER_CONFIG, folder)
     if config_file is None:
         return None
@@ -131,18 +85,7 @@ def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
 
 
 def read_adapter(path: str, folder: str = "") -> AdapterFiles:
-    """Read an adapter; only safetensors are read.
-
-    Args:
-        path (`str`): Directory or Hub id.
-        folder (`str`, *optional*): Folder within it.
-
-    Returns:
-        [`AdapterFiles`]: Config, weights and score head.
-
-    Raises:
-        [`AdapterFileError`]: If a file is missing or damaged, or the adapter would change the base.
-    """
+    """Read an adapter; only safetensors are read."""
     place = os.path.join(path, folder) if folder else path
     config = read_adapter_config(path, folder)
     if config is None:
@@ -167,17 +110,7 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
 
 
 def check_same_base(path: str, config: PeftConfig, base: str, remedy: str) -> None:
-    """Refuse an adapter that was trained on another base: it would mean nothing here.
-
-    Args:
-        path (`str`): Where the adapter is, for the message.
-        config (`PeftConfig`): Its config.
-        base (`str`): Name of the base it is put on.
-        remedy (`str`): What to do, for the message.
-
-    Raises:
-        [`AdapterFileError`]: If the names differ, or there is none.
-    """
+    """Refuse an adapter that was trained on another base: it would mean nothing here."""
     trained_on = config.base_model_name_or_path or ""
     same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on) == os.path.realpath(base))
     if not (base and same):

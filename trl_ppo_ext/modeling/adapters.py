@@ -11,19 +11,11 @@ from copy import copy
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from .sharding import set_weights, whole_shape
+from ..distributed import set_weights, whole_shape
 
 
 def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Check that tensors read from a file are those that a model has.
-
-    Args:
-        needed (`Mapping[str, Tensor]`): Tensors of the model, by name.
-        given (`Mapping[str, Tensor]`): Tensors of the file, by name.
-
-    Raises:
-        `ValueError`: Names the first tensor that is missing, has another shape, or is not the model's.
-    """
+    """Check that tensors read from a file are those that a model has."""
     for key, tensor in needed.items():
         whole = whole_shape(tensor)
         if key not in given or given[key].shape != whole:
@@ -34,71 +26,33 @@ def check_fit(needed: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
 
 
 def adapter_weights(policy: PeftModel, name: str, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Weights of an adapter, as PEFT saves them.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): The adapter.
-        state_dict (`dict[str, Tensor]`, *optional*): Gathered weights of the model, where they are sharded.
-
-    Returns:
-        `dict[str, Tensor]`: The weights, under the names they have in a file.
-    """
+    """Weights of an adapter, as PEFT saves them."""
     return get_peft_model_state_dict(policy, state_dict=state_dict, adapter_name=name, save_embedding_layers=False)
 
 
 def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor]) -> None:
-    """Set the weights of an adapter.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): The adapter.
-        weights (`dict[str, Tensor]`): The weights, under the names they have in a file.
-
-    Raises:
-        `ValueError`: If they are not those that the adapter has.
-    """
+    """Set the weights of an adapter."""
     parameters = adapter_weights(policy, name, dict(policy.named_parameters()))
     check_fit(needed=parameters, given=weights)
     set_weights(parameters, weights)
 
 
 def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
-    """What the weights of an adapter are called in the model.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): The adapter.
-
-    Returns:
-        `dict[str, str]`: Names in the model by names in a file.
-    """
+    """What the weights of an adapter are called in the model."""
     names = {id(parameter): key for key, parameter in policy.named_parameters()}
     saved = adapter_weights(policy, name, dict(policy.named_parameters()))
     return {key: names[id(parameter)] for key, parameter in saved.items()}
 
 
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
-    """Parameters of an adapter.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): The adapter.
-
-    Returns:
-        `dict[str, nn.Parameter]`: Those that PEFT saves, under their names in the model.
-    """
+    """Parameters of an adapter."""
     saved = set(parameter_names(policy, name).values())
     return {key: parameter for key, parameter in policy.named_parameters() if key in saved}
 
 
 @contextmanager
 def keeping_trained(policy: PeftModel) -> Iterator[None]:
-    """Whatever is done to adapters within this context, afterwards the same one is active and the same ones train.
-
-    Args:
-        policy (`PeftModel`): The model.
-    """
+    """Whatever is done to adapters within this context, afterwards the same one is active and the same ones train."""
     active = policy.active_adapter
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     try:
@@ -112,33 +66,14 @@ def keeping_trained(policy: PeftModel) -> Iterator[None]:
 
 
 def free_name(policy: PeftModel, name: str) -> str:
-    """A name that no adapter of the model has.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): What it should be called.
-
-    Returns:
-        `str`: The name, with underscores after it if it was taken.
-    """
+    """A name that no adapter of the model has."""
     while name in policy.peft_config:
         name += "_"
     return name
 
 
 def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:
-    """Add an adapter that is not active, and not trained.
-
-    Args:
-        policy (`PeftModel`): The model.
-        name (`str`): What it should be called.
-        config (`PeftConfig`): Its config.
-        keep_modules (`bool`, *optional*, defaults to `False`):
-            Whether it gets copies of the modules that the config trains whole; a score head is one of them.
-
-    Returns:
-        `str`: What it is called.
-    """
+    """Add an adapter that is not active, and not trained."""
     name = free_name(policy, name)
     config = copy(config)
     config.task_type, config.inference_mode = "CAUSAL_LM", False
@@ -158,13 +93,7 @@ def _in_adapter(key: str, name: str, other: str) -> str:
 
 
 def copy_adapter(policy: PeftModel, source: str, target: str) -> None:
-    """Copy the weights of one adapter into another of the same config.
-
-    Args:
-        policy (`PeftModel`): The model.
-        source (`str`): The adapter that is read.
-        target (`str`): The adapter that is written.
-    """
+    """Copy the weights of one adapter into another of the same config."""
     weights = dict(policy.named_parameters())
     for key in adapter_parameters(policy, source):
         weights[_in_adapter(key, source, target)].data.copy_(weights[key].data)

@@ -23,17 +23,11 @@ _OTHER_BASE = "Start from a critic of this base, or leave `critic_init` out."
 
 
 class CriticStart(NamedTuple):
-    """Weights that a critic starts from.
+    """Weights that a critic starts from."""
 
-    Args:
-        head (`dict[str, Tensor]`): Weight `[1, hidden]` and bias `[1]` of the value head.
-        config (`PeftConfig`, *optional*): Config of its adapter, if it has one.
-        weights (`dict[str, Tensor]`, *optional*): Weights of its adapter.
-    """
-
-    head: dict[str, Tensor]
-    config: PeftConfig | None = None
-    weights: dict[str, Tensor] | None = None
+    head: dict[str, Tensor]  # weight [1, hidden] and bias [1] of the value head
+    config: PeftConfig | None = None  # config of its adapter, if it has one
+    weights: dict[str, Tensor] | None = None  # weights of its adapter
 
 
 def read_critic(path: str, critic: str, base: str, label: int | None = None) -> CriticStart:
@@ -41,18 +35,6 @@ def read_critic(path: str, critic: str, base: str, label: int | None = None) -> 
 
     A directory (or Hub repository) with a value head is a critic of ours: of a checkpoint, or of `pretrain-critic`.
     One with an adapter and a score head is a reward adapter; its adapter and head are copied.
-
-    Args:
-        path (`str`): Directory or Hub id.
-        critic (`str`): `"head"` or `"adapter"`: what is needed.
-        base (`str`): Name of the policy's base.
-        label (`int`, *optional*): Which row of a score head with several is the reward.
-
-    Returns:
-        [`CriticStart`]: The weights.
-
-    Raises:
-        `ValueError`: If there is no critic, or it is of the other kind.
     """
     head_file = find_file(path, VALUE_HEAD)
     if head_file is None:
@@ -109,16 +91,7 @@ def _from_reward_adapter(path: str, critic: str, base: str, label: int | None) -
 
 
 def load_value_head(value_head: nn.Linear, head: dict[str, Tensor], path: str) -> None:
-    """Set the weights of the value head.
-
-    Args:
-        value_head (`nn.Linear`): The head.
-        head (`dict[str, Tensor]`): The weights.
-        path (`str`): Where they come from, for the message.
-
-    Raises:
-        `ValueError`: If their shapes are others.
-    """
+    """Set the weights of the value head."""
     try:
         check_fit(needed=value_head.state_dict(), given=head)
     except ValueError as error:

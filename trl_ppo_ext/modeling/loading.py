@@ -20,25 +20,14 @@ CRITIC_ADAPTER = "critic"
 
 
 def compute_dtype(args: Any) -> torch.dtype:
-    """The dtype in which a frozen base is kept and computes.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-
-    Returns:
-        `torch.dtype`: bfloat16, float16 or float32.
-    """
+    """The dtype in which a frozen base is kept and computes."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer but the output projection.
-
-    Returns:
-        `LoraConfig`: The config that is used when none is given.
-    """
+    """LoRA of rank 16 on every linear layer but the output projection."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -50,18 +39,7 @@ def _targets_output_projection(peft_config: PeftConfig) -> bool:
 def check_model_arguments(
     model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | None
 ) -> None:
-    """Refuse combinations that could not be honoured, before anything is loaded.
-
-    Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`): What the user passed.
-        args ([`PPOConfig`]): The run's config.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base.
-        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter.
-
-    Raises:
-        `TypeError`: If `model` is none of the three.
-        `ValueError`: If two arguments contradict each other.
-    """
+    """Refuse combinations that could not be honoured, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
         raise TypeError(
             f"`model` must be a model id or path, a `PreTrainedModel`, or a `PeftModel`, got {type(model).__name__}."
@@ -122,14 +100,7 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
 
 
 def hub_kwargs(args: Any) -> dict[str, Any]:
-    """What says where a model's files are: the same for its weights, config and tokenizer.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-
-    Returns:
-        `dict`: Keyword arguments of `from_pretrained`.
-    """
+    """What says where a model's files are: the same for its weights, config and tokenizer."""
     places = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
     given = args.model_init_kwargs or {}
     return {"trust_remote_code": args.trust_remote_code} | {key: given[key] for key in places if key in given}
@@ -221,22 +192,7 @@ def load_actor_critic(
     peft_config: PeftConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
-    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that `args.critic` names.
-
-    Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`):
-            The base model. The adapter of a `PeftModel` starts the policy, and a frozen copy of it is the reference.
-        args ([`PPOConfig`]): The run's config.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base, if `model` is a string.
-        peft_config (`PeftConfig`, *optional*): Config of a new adapter; [`default_peft_config`] if there is none.
-        device (`torch.device`, *optional*, defaults to `"cpu"`): Where a quantised base is loaded.
-
-    Returns:
-        [`ActorCritic`]: Ready to train; only the policy's adapter and the critic require gradients.
-
-    Raises:
-        `ValueError`: If arguments contradict each other, or `args.critic_init` does not fit.
-    """
+    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that `args.critic` names."""
     check_model_arguments(model, args, quantization_config, peft_config)
     if isinstance(model, str):
         model = _load_base(model, args, quantization_config, torch.device(device))

@@ -13,33 +13,20 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
 class TokenStatistics(NamedTuple):
-    """What [`token_logprobs`] says about each row: `[rows]` in float32, in nats.
+    """What [`token_logprobs`] says about each row: `[rows]` in float32, in nats."""
 
-    Args:
-        logprobs (`Tensor`): Log-probability of the row's token.
-        entropies (`Tensor`, *optional*): Entropy of the row's distribution, if asked for.
-        kls (`Tensor`, *optional*): KL(π ‖ π_ref) over the vocabulary, if hidden states of the reference were given.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None
-    kls: Tensor | None
+    logprobs: Tensor  # log-probability of the row's token
+    entropies: Tensor | None  # entropy of the row's distribution, if asked for
+    kls: Tensor | None  # kL(π ‖ π_ref) over the vocabulary, if hidden states of the reference were given
 
 
 class TokenOutputs(NamedTuple):
-    """What the actor-critic says about each response token: `[batch, response]` in float32, 0 at padding.
+    """What the actor-critic says about each response token: `[batch, response]` in float32, 0 at padding."""
 
-    Args:
-        logprobs (`Tensor`): Log-probability of the token at the sampling temperature.
-        values (`Tensor`, *optional*): Value of the state in which the token was sampled, if there is a critic.
-        entropies (`Tensor`, *optional*): Entropy of the distribution it was sampled from, in nats, if asked for.
-        kls (`Tensor`, *optional*): KL of that distribution from the reference's, in nats, if asked for.
-    """
-
-    logprobs: Tensor
-    values: Tensor | None
-    entropies: Tensor | None
-    kls: Tensor | None
+    logprobs: Tensor  # log-probability of the token at the sampling temperature
+    values: Tensor | None  # value of the state in which the token was sampled, if there is a critic
+    entropies: Tensor | None  # entropy of the distribution it was sampled from, in nats, if asked for
+    kls: Tensor | None  # kL of that distribution from the reference's, in nats, if asked for
 
 
 class _Projection:

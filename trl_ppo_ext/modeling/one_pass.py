@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from ..rollout import Sequences
+from ..sequences import Sequences
 from .actor_critic import ActorCritic
 from .logprobs import TokenOutputs, TokenStatistics
 
@@ -22,43 +22,26 @@ NO_ADAPTER = "__base__"  # PEFT's name for it in a mixed batch
 
 
 class AdapterRows(NamedTuple):
-    """Rows that one adapter reads.
+    """Rows that one adapter reads."""
 
-    Args:
-        adapter (`str`, *optional*): Its name; `None` is the base alone.
-        input_ids (`Tensor` of shape `[rows, length]`): Token ids.
-        attention_mask (`Tensor` of shape `[rows, length]`): 1 at real tokens.
-    """
-
-    adapter: str | None
-    input_ids: Tensor
-    attention_mask: Tensor
+    adapter: str | None  # its name; None is the base alone
+    input_ids: Tensor  # [rows, length] Token ids
+    attention_mask: Tensor  # [rows, length] 1 at real tokens
 
 
 class RewardRows(NamedTuple):
-    """Texts that a reward adapter reads.
+    """Texts that a reward adapter reads."""
 
-    Args:
-        adapter (`str`): Its name.
-        token_ids (`list[list[int]]`): Token ids of each text.
-    """
-
-    adapter: str
-    token_ids: list[list[int]]
+    adapter: str  # its name
+    token_ids: list[list[int]]  # token ids of each text
 
 
 class OnePass(NamedTuple):
-    """What all adapters say about a micro-batch.
+    """What all adapters say about a micro-batch."""
 
-    Args:
-        tokens ([`TokenOutputs`]): What policy and critic say.
-        ref_logprobs (`Tensor` of shape `[batch, response]`): Log-probabilities under the reference.
-        reward_states (`list[Tensor]`): For each reward the hidden states of its last tokens, `[batch, hidden]`.
-    """
-
-    tokens: TokenOutputs
-    ref_logprobs: Tensor
-    reward_states: list[Tensor]
+    tokens: TokenOutputs  # what policy and critic say
+    ref_logprobs: Tensor  # [batch, response] Log-probabilities under the reference
+    reward_states: list[Tensor]  # for each reward the hidden states of its last tokens, [batch, hidden]
 
 
 @contextmanager
@@ -80,13 +63,6 @@ def mixed_hidden_states(actor_critic: ActorCritic, parts: Sequence[AdapterRows])
     """Last hidden states of rows under different adapters, from one forward of the trunk.
 
     The rows are padded on the right to the longest.
-
-    Args:
-        actor_critic ([`ActorCritic`]): Whose base and adapters they are.
-        parts (`list[AdapterRows]`): The rows of each adapter.
-
-    Returns:
-        `list[Tensor]`: Hidden states of each part, `[rows, length, hidden]`.
     """
     width = max(part.input_ids.shape[1] for part in parts)
 
@@ -107,16 +83,7 @@ def mixed_hidden_states(actor_critic: ActorCritic, parts: Sequence[AdapterRows])
 
 
 def check_mixing(actor_critic: ActorCritic, reward_adapters: Sequence[str], mixed_precision: bool) -> None:
-    """Check that PEFT can take the run's adapters in one batch.
-
-    Args:
-        actor_critic ([`ActorCritic`]): Whose adapters they are.
-        reward_adapters (`list[str]`): Names of the reward adapters.
-        mixed_precision (`bool`): Whether the trained forward runs under autocast.
-
-    Raises:
-        `ValueError`: If it cannot; plain LoRA can be mixed, most other adapters cannot.
-    """
+    """Check that PEFT can take the run's adapters in one batch."""
     if actor_critic.dtype != torch.float32 and not mixed_precision:
         raise ValueError(
             f"`one_pass_scoring=True` on a base in {actor_critic.dtype} needs mixed precision: in a mixed batch PEFT "
@@ -159,16 +126,6 @@ def one_pass(
 
     Rewards with a text longer than the policy's padded rows take a second forward together: wider rows would change
     the last bits of the policy's log-probabilities, and the ratio of the first update would not be exactly 1.
-
-    Args:
-        actor_critic ([`ActorCritic`]): Policy, reference and critic.
-        sequences ([`Sequences`]): Prompts and completions, as they will be trained.
-        rewards (`list[RewardRows]`, *optional*): What each reward adapter reads.
-        temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
-        with_kl (`bool`, *optional*, defaults to `False`): Whether to compute the exact KL from the reference.
-
-    Returns:
-        [`OnePass`]: Log-probabilities, entropies, KLs and values, and states for the score heads.
     """
     ids, mask = sequences.input_ids, sequences.attention_mask
     policy = AdapterRows(actor_critic.policy_adapter, ids, mask)

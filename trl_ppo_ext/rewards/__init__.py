@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data import PROMPT_IDS
+from ..data.prompts import PROMPT_IDS
 from ..modeling import ActorCritic
 from .adapter import AdapterReward, RewardAdapter
 from .base import Reward, RewardError, Scores, ScoringBatch, combine, read_scores
@@ -23,19 +23,7 @@ RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callabl
 
 
 def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any, weighted: bool = True) -> None:
-    """Check rewards before weights are loaded.
-
-    Args:
-        reward_funcs (`list`): Strings, classifiers and functions.
-        processing_classes (`list`, *optional*): Tokenizers, one for each reward.
-        args ([`PPOConfig`]): The run's config.
-        weighted (`bool`, *optional*, defaults to `True`): Whether `args.reward_weights` are these rewards'.
-
-    Raises:
-        `TypeError`: If one is neither a string nor a classifier nor a function.
-        `ValueError`: If there is none, the lengths differ, a reward model has several labels, or a function could not
-            be called whatever the dataset's columns.
-    """
+    """Check rewards before weights are loaded."""
     weights = args.reward_weights if weighted else None
     if not reward_funcs:
         raise ValueError(
@@ -58,16 +46,7 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
 
 
 def check_reward_columns(reward_funcs: Iterable[Any], columns: Iterable[str], dataset: str) -> None:
-    """Check that functions can be called with a dataset's columns.
-
-    Args:
-        reward_funcs (`list`): Rewards of any kind.
-        columns (`Iterable[str]`): Columns of the dataset.
-        dataset (`str`): What it is called in errors.
-
-    Raises:
-        `ValueError`: If a function needs a column that there is none of, or does not take one that there is.
-    """
+    """Check that functions can be called with a dataset's columns."""
     given = [name for name in columns if name not in ("prompt", PROMPT_IDS)]
     for function in _functions(reward_funcs):
         check_signature(function, given, dataset)
@@ -93,18 +72,7 @@ def build_rewards(
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Reward]:
-    """Turn what a user passed into rewards, loading models and adapters that are named.
-
-    Args:
-        reward_funcs (`list`): Strings, classifiers, adapters, functions and rewards.
-        processing_classes (`list`, *optional*): Tokenizers of the classifiers.
-        args ([`PPOConfig`]): The run's config.
-        actor_critic ([`ActorCritic`]): The policy, on whose base reward adapters are loaded.
-        tokenizer (`PreTrainedTokenizerBase`): The policy's tokenizer.
-
-    Returns:
-        `list[Reward]`: The rewards, under names that differ.
-    """
+    """Turn what a user passed into rewards, loading models and adapters that are named."""
     rewards: list[Reward] = []
     device, size, label = args.device, args.per_device_reward_batch_size, args.reward_label
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):

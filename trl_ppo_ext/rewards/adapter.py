@@ -72,18 +72,7 @@ def _read(adapter: RewardAdapter, base: str) -> AdapterFiles:
 
 
 class AdapterReward(SequenceScorer):
-    """Scores with a reward adapter on the policy's base.
-
-    Args:
-        adapter ([`RewardAdapter`]): What to load.
-        actor_critic ([`ActorCritic`]): Whose base it shares.
-        tokenizer (`PreTrainedTokenizerBase`): The policy's tokenizer.
-        batch_size (`int`): Completions scored at a time.
-        label (`int`, *optional*): Which of several labels is the reward.
-
-    Raises:
-        [`RewardError`]: If it belongs to another base or tokenizer, or has no head.
-    """
+    """Scores with a reward adapter on the policy's base."""
 
     def __init__(
         self,
@@ -119,27 +108,13 @@ class AdapterReward(SequenceScorer):
 
     @torch.no_grad()
     def score_states(self, states: Tensor) -> Tensor:
-        """Scores of texts whose last tokens have these hidden states under the adapter.
-
-        Args:
-            states (`Tensor` of shape `[batch, hidden]`): The states.
-
-        Returns:
-            `Tensor` of shape `[batch]`: The scores, in float32.
-        """
+        """Scores of texts whose last tokens have these hidden states under the adapter."""
         head = {key: x.to(states.device) for key, x in self.head.items()}  # the run may have moved the model meanwhile
         with torch.autocast(states.device.type, enabled=False):
             return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]
 
     def encode(self, batch: ScoringBatch) -> list[list[int]]:
-        """Token ids of the texts, in the format that the adapter was trained in.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list[list[int]]`: Token ids of each prompt with its completion.
-        """
+        """Token ids of the texts, in the format that the adapter was trained in."""
         return self._encode(batch)
 
 
@@ -159,10 +134,6 @@ class AdapterScores:
 
     An adapter whose texts cannot be encoded is left out: its `score` fails in the same way, and there failures are
     dealt with.
-
-    Args:
-        rewards (`list[Reward]`): Rewards of all kinds.
-        batch ([`ScoringBatch`]): Prompts and completions.
     """
 
     def __init__(self, rewards: Sequence[Reward], batch: ScoringBatch):
@@ -174,32 +145,16 @@ class AdapterScores:
         self.scores = {reward: [0.0] * len(ids) for reward, ids in self.encoded.items()}
 
     def texts(self, index: Tensor) -> list[RewardRows]:
-        """What the adapters read.
-
-        Args:
-            index (`Tensor` of shape `[rows]`): Rows of the batch.
-
-        Returns:
-            `list[RewardRows]`: For each adapter the token ids of these rows.
-        """
+        """What the adapters read."""
         rows = index.tolist()
         return [RewardRows(reward.adapter_name, [ids[row] for row in rows]) for reward, ids in self.encoded.items()]
 
     def add(self, index: Tensor, states: Sequence[Tensor]) -> None:
-        """Score some rows.
-
-        Args:
-            index (`Tensor` of shape `[rows]`): Which.
-            states (`list[Tensor]`): For each adapter the hidden states of its last tokens, `[rows, hidden]`.
-        """
+        """Score some rows."""
         for (reward, scores), of_reward in zip(self.scores.items(), states):
             for row, score in zip(index.tolist(), reward.score_states(of_reward).tolist()):
                 scores[row] = score
 
     def scored(self) -> dict[int, Reward]:
-        """What to ask in place of the adapters, now that all rows are scored.
-
-        Returns:
-            `dict[int, Reward]`: By the adapter's `id`.
-        """
+        """What to ask in place of the adapters, now that all rows are scored."""
         return {id(reward): _Scored(reward.name, scores) for reward, scores in self.scores.items()}

@@ -9,14 +9,7 @@ T = TypeVar("T")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end.
-
-    Args:
-        coroutine (`Coroutine`): What is run.
-
-    Returns:
-        `Any`: Its result.
-    """
+    """Run a coroutine to its end."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

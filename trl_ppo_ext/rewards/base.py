@@ -18,25 +18,14 @@ def _ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class ScoringBatch:
-    """What a reward is given, a list entry for each completion.
+    """What a reward is given, a list entry for each completion."""
 
-    Args:
-        prompts (`list`): Prompts as they are in the dataset: text, or chat messages.
-        completions (`list`): Completions as text, or as a list with one assistant message where prompts are messages.
-        completion_ids (`list[list[int]]`): Token ids of the completions.
-        columns (`dict[str, list]`): The dataset's other columns.
-        prompt_ids (`list[list[int]]`, *optional*): Token ids of the prompts.
-        trainer_state ([`~transformers.TrainerState`], *optional*): State of the run, for schedules in a reward.
-        log_extra (`Callable`, *optional*): `log_extra(column, values)` adds a column to the table of completions.
-        log_metric (`Callable`, *optional*): `log_metric(name, value)` adds to a metric; all processes add the same.
-    """
-
-    prompts: list
-    completions: list
-    completion_ids: list[list[int]]
-    columns: dict[str, list] = field(default_factory=dict)
-    prompt_ids: list[list[int]] = field(default_factory=list)
-    trainer_state: Any = None
+    prompts: list  # prompts as they are in the dataset: text, or chat messages
+    completions: list  # completions as text, or as a list with one assistant message where prompts are messages
+    completion_ids: list[list[int]]  # token ids of the completions
+    columns: dict[str, list] = field(default_factory=dict)  # the dataset's other columns
+    prompt_ids: list[list[int]] = field(default_factory=list)  # token ids of the prompts
+    trainer_state: Any = None  # state of the run, for schedules in a reward
     log_extra: Callable[[str, list], None] = _ignore
     log_metric: Callable[[str, float], None] = _ignore
 
@@ -54,29 +43,15 @@ class Reward(Protocol):
     name: str
 
     def score(self, batch: ScoringBatch) -> Any:
-        """Score completions.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list`: An entry for each completion.
-        """
+        """Score completions."""
 
 
 class Scores(NamedTuple):
-    """What one reward gave.
+    """What one reward gave."""
 
-    Args:
-        totals (`Tensor` of shape `[batch]`): Score of each completion; NaN where the reward does not apply or failed.
-        tokens (`Tensor` of shape `[batch, response]`): The same, at the tokens where it enters; a number enters at
-            the last.
-        failures (`dict[int, RewardError]`): What went wrong, by completion.
-    """
-
-    totals: Tensor
-    tokens: Tensor
-    failures: dict[int, RewardError]
+    totals: Tensor  # [batch] Score of each completion; NaN where the reward does not apply or failed
+    tokens: Tensor  # [batch, response] The same, at the tokens where it enters; a number enters at the last
+    failures: dict[int, RewardError]  # what went wrong, by completion
 
 
 def _number(name: str, value: Any, index: int) -> float:
@@ -132,19 +107,7 @@ def _as_entries(name: str, given: Any, expected: int) -> list:
 
 
 def read_scores(name: str, given: Any, lengths: Sequence[int]) -> Scores:
-    """Check what a reward gave, and put it where it enters.
-
-    Args:
-        name (`str`): Name of the reward, for error messages.
-        given (`list`): An entry for each completion, see [`Reward`]; or the [`RewardError`] with which all failed.
-        lengths (`list[int]`): Tokens of each completion.
-
-    Returns:
-        [`Scores`]: Scores in float32. What is no finite number is a failure of its completion.
-
-    Raises:
-        [`RewardError`]: If there are too few or too many entries: nobody could tell whose they are.
-    """
+    """Check what a reward gave, and put it where it enters."""
     totals = torch.full((len(lengths),), torch.nan)
     tokens = torch.zeros(len(lengths), max(lengths))
     failures: dict[int, RewardError] = {}
@@ -167,14 +130,6 @@ def read_scores(name: str, given: Any, lengths: Sequence[int]) -> Scores:
 
 
 def combine(scores: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """Weighted sum of the rewards that apply to each completion.
-
-    Args:
-        scores (`Tensor` of shape `[batch, rewards]`): Scores, NaN where a reward does not apply.
-        weights (`list[float]`, *optional*): Weight of each reward; all are 1 by default.
-
-    Returns:
-        `Tensor` of shape `[batch]`: One score for each completion, 0 where none applies.
-    """
+    """Weighted sum of the rewards that apply to each completion."""
     weight = scores.new_ones(scores.shape[1]) if weights is None else scores.new_tensor(weights)
     return (scores * weight).nansum(1)

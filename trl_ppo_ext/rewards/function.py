@@ -12,14 +12,7 @@ PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 
 
 def function_name(function: Callable) -> str:
-    """Name under which a function's scores are logged.
-
-    Args:
-        function (`Callable`): Function, `functools.partial` or callable object.
-
-    Returns:
-        `str`: Its name.
-    """
+    """Name under which a function's scores are logged."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -32,18 +25,7 @@ def _is_async(function: Callable) -> bool:
 
 
 def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
-    """Refuse a function that could not be called, before anything is loaded for it.
-
-    Args:
-        function (`Callable`): The function.
-        columns (`Iterable[str]`, *optional*):
-            The dataset's columns besides the prompt. Where they are not known, what the function needs is taken to be
-            one.
-        dataset (`str`, *optional*): What the dataset is called in the error.
-
-    Raises:
-        `ValueError`: Names what it needs, what there is, and the remedy.
-    """
+    """Refuse a function that could not be called, before anything is loaded for it."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # not everything that is written in C tells
@@ -87,11 +69,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class FunctionReward:
-    """A function `f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list`.
-
-    Args:
-        function (`Callable`): The function, synchronous or asynchronous; everything is passed by keyword.
-    """
+    """A function with the signature of TRL's reward functions."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -99,12 +77,5 @@ class FunctionReward:
         self.is_async = _is_async(function)
 
     def score(self, batch: ScoringBatch) -> Any:
-        """Call the function.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list` or `Coroutine`: What the function gives.
-        """
+        """Call the function."""
         return self.function(**{name: getattr(batch, name) for name in PASSED}, **batch.columns)

@@ -33,15 +33,10 @@ _JITTER = random.SystemRandom()  # the global generator belongs to the run: draw
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no result.
+    """Why a request has no result."""
 
-    Args:
-        cause (`str`): What went wrong the last time; free of keys.
-        attempts (`int`): How often it was sent; 0 if the server had been given up before.
-    """
-
-    cause: str
-    attempts: int
+    cause: str  # what went wrong the last time; free of keys
+    attempts: int  # how often it was sent; 0 if the server had been given up before
 
     def __str__(self) -> str:
         if not self.attempts:
@@ -81,17 +76,7 @@ class _Bearer(httpx2.Auth):
 
 
 def read_key(api_key_env: str) -> str:
-    """Read a key from the environment. No variable here holds it, so that tracebacks with locals do not show it.
-
-    Args:
-        api_key_env (`str`): Name of the environment variable.
-
-    Returns:
-        `str`: The key, without whitespace around it.
-
-    Raises:
-        `ValueError`: If that is no name, the variable is missing or empty, or no header can carry its value.
-    """
+    """Read a key from the environment. No variable here holds it, so that tracebacks with locals do not show it."""
     name = f"`{api_key_env}`" if api_key_env.isupper() else "that `api_key_env` names (not shown: it may be a key)"
     if not re.fullmatch(r"[A-Za-z_]\w*", api_key_env, re.ASCII):
         raise ValueError(
@@ -108,14 +93,7 @@ def read_key(api_key_env: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine.
-
-    Args:
-        host (`str`): Name or address.
-
-    Returns:
-        `bool`: True for localhost and loopback addresses.
-    """
+    """Whether a host is this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -123,18 +101,7 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_url(url: str, api_key_env: str | None = None) -> httpx2.URL:
-    """Check a server's address.
-
-    Args:
-        url (`str`): `http://` or `https://` address.
-        api_key_env (`str`, *optional*): Variable of the key, if one will be sent.
-
-    Returns:
-        `httpx2.URL`: The address.
-
-    Raises:
-        `ValueError`: If it is no such address, or holds credentials or a query.
-    """
+    """Check a server's address."""
     example = "such as http://localhost:8000/v1"
     try:
         parsed = httpx2.URL(url)
@@ -158,17 +125,7 @@ def checked_url(url: str, api_key_env: str | None = None) -> httpx2.URL:
 
 
 def finite_number(value: Any) -> float:
-    """Check a score that came over the network.
-
-    Args:
-        value (`Any`): What the JSON holds, or text.
-
-    Returns:
-        `float`: The score.
-
-    Raises:
-        `ValueError`: If it is no number, or none that float32 holds.
-    """
+    """Check a score that came over the network."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -181,14 +138,7 @@ def finite_number(value: Any) -> float:
 
 
 def excerpt(text: str) -> str:
-    """One printable line of a server's text, for an error message.
-
-    Args:
-        text (`str`): What the server sent.
-
-    Returns:
-        `str`: The line, at most 160 characters of it.
-    """
+    """One printable line of a server's text, for an error message."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:1000]).split())
     return line if len(line) <= 160 else line[:160] + "..."
 
@@ -218,16 +168,6 @@ class HttpClient:
     `Retry-After` asks for; no wait is longer than `timeout`. So a request ends within `(2 * max_retries + 1) *
     timeout` after it was first sent. When `max(8, concurrency)` requests in a row have failed like this, the rest of
     the batch fails at once. Redirects are not followed, since the key and the completions would go with them.
-
-    Args:
-        url (`str`): Address.
-        api_key_env (`str`, *optional*): Environment variable of the key, sent as a bearer token.
-        concurrency (`int`): Requests under way at a time.
-        timeout (`float`): Seconds for one attempt, from connecting to the last byte.
-        max_retries (`int`): Attempts after the first.
-
-    Raises:
-        `ValueError`: If the address or a number cannot be used, or the variable is missing.
     """
 
     def __init__(self, url: str, api_key_env: str | None, concurrency: int, timeout: float, max_retries: int):
@@ -246,19 +186,7 @@ class HttpClient:
         self._check_key()
 
     def post_all(self, bodies: Sequence[dict], read: Callable[[Any, dict], T]) -> list[T | Failure]:
-        """Post each body.
-
-        Args:
-            bodies (`list[dict]`): What to send, as JSON.
-            read (`Callable`): Makes a result of an answer's JSON and the body it answers; a `ValueError` it raises is
-                that request's cause.
-
-        Returns:
-            `list`: For each body what `read` gave, or a [`Failure`].
-
-        Raises:
-            `ValueError`: If the key's variable is gone.
-        """
+        """Post each body."""
         self._check_key()
         return run_coroutine(self._post_all(bodies, read)) if bodies else []
 

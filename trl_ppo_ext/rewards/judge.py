@@ -109,17 +109,7 @@ class Judge:
         )
 
     def score(self, batch: ScoringBatch) -> list[float | JudgeError]:
-        """Ask the judge about every completion, `concurrency` at a time.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list`: For each completion a number, or the [`JudgeError`] that says why there is none.
-
-        Raises:
-            [`JudgeError`]: If the key's variable is gone.
-        """
+        """Ask the judge about every completion, `concurrency` at a time."""
         bodies = [self._body(batch, row) for row in range(len(batch))]
         try:
             answers = self.client.post_all(bodies, self._read)
@@ -164,15 +154,7 @@ class Judge:
 
 
 def fill(template: str, values: dict[str, str]) -> str:
-    """Put values in place of `{name}`, in one pass: what is put in is not looked at again.
-
-    Args:
-        template (`str`): Text with names in braces.
-        values (`dict[str, str]`): Value of each name; other names stay as they are, with a warning.
-
-    Returns:
-        `str`: The text.
-    """
+    """Put values in place of `{name}`, in one pass: what is put in is not looked at again."""
     unknown = set(re.findall(r"\{([A-Za-z_]\w+)\}", template)) - set(values)
     if unknown:
         warnings.warn(
@@ -184,15 +166,7 @@ def fill(template: str, values: dict[str, str]) -> str:
 
 
 def readable(text: Any, with_roles: bool = True) -> str:
-    """A prompt or a completion as a person would read it.
-
-    Args:
-        text (`str` or `list[dict]`): Text, or chat messages.
-        with_roles (`bool`, *optional*, defaults to `True`): Whether each message starts with who speaks.
-
-    Returns:
-        `str`: Text; messages are an empty line apart.
-    """
+    """A prompt or a completion as a person would read it."""
     if isinstance(text, str):
         return text
     turns = []
@@ -205,14 +179,7 @@ def readable(text: Any, with_roles: bool = True) -> str:
 
 
 def readable_content(content: Any) -> str:
-    """The text of a message's content.
-
-    Args:
-        content (`str` or `list[dict]`, *optional*): Text, or parts of which some are text.
-
-    Returns:
-        `str`: Text; empty if there is none.
-    """
+    """The text of a message's content."""
     if isinstance(content, str):
         return content
     return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content or [])

@@ -20,15 +20,7 @@ from .base import RewardError, ScoringBatch
 
 
 def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Quantisation of a frozen reward model.
-
-    Args:
-        kind (`str`, *optional*): `"nf4"`, `"fp4"`, `"int8"`, or `"none"`.
-        dtype (`torch.dtype`): Dtype in which 4-bit layers compute; their default, float32, is slow on a GPU.
-
-    Returns:
-        `BitsAndBytesConfig` or `None`: What `from_pretrained` takes.
-    """
+    """Quantisation of a frozen reward model."""
     if kind in (None, "none"):
         return None
     if kind == "int8":
@@ -42,19 +34,7 @@ def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | N
 
 
 def checked_label(name: str, num_labels: int, label: int | None) -> int:
-    """Which output of a classifier's head is the reward.
-
-    Args:
-        name (`str`): Name of the reward, for the error message.
-        num_labels (`int`): Labels of the classifier.
-        label (`int`, *optional*): The one that was picked; needed where there are several.
-
-    Returns:
-        `int`: Index of the label.
-
-    Raises:
-        [`RewardError`]: If there are several and none was picked, or there is no such label.
-    """
+    """Which output of a classifier's head is the reward."""
     if label is None:
         if num_labels == 1:
             return 0
@@ -79,22 +59,7 @@ def load_classifier(
     trust_remote_code: bool = False,
     label: int | None = None,
 ) -> PreTrainedModel:
-    """Load a reward model.
-
-    Args:
-        model_id (`str`): Id or path of a sequence classifier.
-        dtype (`torch.dtype`): Compute dtype, the policy's.
-        quantize (`str`, *optional*, defaults to `"nf4"`): `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
-        device (`torch.device`, *optional*, defaults to `"cpu"`): This process's device.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether the model may run code of its own.
-        label (`int`, *optional*): Which of several labels will be the reward.
-
-    Returns:
-        `PreTrainedModel`: The classifier.
-
-    Raises:
-        [`RewardError`]: If it has several labels and none was picked.
-    """
+    """Load a reward model."""
     config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     checked_label(model_id, config.num_labels, label)
     return AutoModelForSequenceClassification.from_pretrained(
@@ -112,15 +77,6 @@ class SequenceScorer:
 
     The text is tokenised anew, as TRL's `RewardTrainer` does it: text gets the tokenizer's special tokens and its EOS
     at the end, chat messages the chat template.
-
-    Args:
-        name (`str`): Name of the reward.
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer with which the scorer was trained.
-        batch_size (`int`): Completions scored at a time.
-        context_length (`int`, *optional*): Longest text that it takes, in tokens.
-
-    Raises:
-        [`RewardError`]: If the tokenizer can neither pad nor end a text.
     """
 
     def __init__(
@@ -167,14 +123,7 @@ class SequenceScorer:
         raise NotImplementedError
 
     def score(self, batch: ScoringBatch) -> list[float]:
-        """Score completions in batches of similar length.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list[float]`: A score for each completion.
-        """
+        """Score completions in batches of similar length."""
         encoded = self._encode(batch)
         self._check_lengths(encoded)
         scores = torch.empty(len(encoded))
@@ -185,16 +134,7 @@ class SequenceScorer:
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Hidden state of the last real token, on whichever side the padding is, whatever token the padding is.
-
-    Args:
-        trunk (`nn.Module`): Model without its head.
-        input_ids (`Tensor` of shape `[batch, length]`): Token ids.
-        mask (`Tensor` of shape `[batch, length]`): 1 at real tokens.
-
-    Returns:
-        `Tensor` of shape `[batch, hidden]`: The states.
-    """
+    """Hidden state of the last real token, on whichever side the padding is, whatever token the padding is."""
     hidden = trunk(
         input_ids=input_ids,
         attention_mask=mask,
@@ -206,20 +146,7 @@ def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 class ClassifierReward(SequenceScorer):
-    """A sequence classifier that reads the prompt with the completion.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`): The classifier; it is frozen here.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; loaded from the model's id by default.
-        batch_size (`int`, *optional*, defaults to 16): Completions scored at a time.
-        label (`int`, *optional*): Which of several labels is the reward.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether its tokenizer may run code of its own.
-        device (`torch.device`, *optional*):
-            Where it is while it scores; between that it is in main memory. By default it stays where it is.
-
-    Raises:
-        [`RewardError`]: If it has several labels and none was picked, or there is no tokenizer to be had.
-    """
+    """A sequence classifier that reads the prompt with the completion."""
 
     def __init__(
         self,
@@ -249,14 +176,7 @@ class ClassifierReward(SequenceScorer):
             self.model.to("cpu")
 
     def score(self, batch: ScoringBatch) -> list[float]:
-        """Score completions in batches of similar length.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list[float]`: A score for each completion.
-        """
+        """Score completions in batches of similar length."""
         if self.device is None:
             return super().score(batch)
         try:

@@ -56,18 +56,7 @@ class RemoteReward:
         return f"RemoteReward(url={self.client.url!r}, name={self.name!r}, api_key_env={self.client.api_key_env!r})"
 
     def score(self, batch: ScoringBatch) -> list[float | RemoteRewardError | None]:
-        """Score completions in parts of `batch_size`, sent together.
-
-        Args:
-            batch ([`ScoringBatch`]): Prompts and completions.
-
-        Returns:
-            `list`: For each completion a number, `None` where the reward does not apply, or the
-            [`RemoteRewardError`] that says why there is none.
-
-        Raises:
-            [`RemoteRewardError`]: If the key's variable is gone.
-        """
+        """Score completions in parts of `batch_size`, sent together."""
         parts = [slice(start, start + self.batch_size) for start in range(0, len(batch), self.batch_size)]
         bodies = [{"prompts": batch.prompts[part], "completions": batch.completions[part]} for part in parts]
         try:

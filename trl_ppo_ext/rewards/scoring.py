@@ -13,19 +13,12 @@ from .function import FunctionReward
 
 
 class Scored(NamedTuple):
-    """What all rewards together gave.
+    """What all rewards together gave."""
 
-    Args:
-        rewards (`Tensor` of shape `[batch, rewards]`): Score of each reward, NaN where it does not apply.
-        tokens (`Tensor` of shape `[batch, response]`): Weighted sum of the rewards, at the tokens where they enter.
-        usable (`Tensor` of shape `[batch]`): False where a reward failed and the completion is skipped.
-        failed (`Tensor` of shape `[batch, rewards]`): True where a reward failed.
-    """
-
-    rewards: Tensor
-    tokens: Tensor
-    usable: Tensor
-    failed: Tensor
+    rewards: Tensor  # [batch, rewards] Score of each reward, NaN where it does not apply
+    tokens: Tensor  # [batch, response] Weighted sum of the rewards, at the tokens where they enter
+    usable: Tensor  # [batch] False where a reward failed and the completion is skipped
+    failed: Tensor  # [batch, rewards] True where a reward failed
 
     @property
     def totals(self) -> Tensor:
@@ -42,15 +35,7 @@ def _failure(reward: Reward, error: Exception) -> RewardError:
 
 
 def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Any]:
-    """Let every reward score the batch; asynchronous functions run together.
-
-    Args:
-        rewards (`list[Reward]`): The rewards.
-        batch ([`ScoringBatch`]): Prompts and completions.
-
-    Returns:
-        `list`: What each reward gave, or the [`RewardError`] with which it failed.
-    """
+    """Let every reward score the batch; asynchronous functions run together."""
     answers: list[Any] = [None] * len(rewards)
     pending = []
     for index, reward in enumerate(rewards):
@@ -87,24 +72,7 @@ def score_all(
     all_sum: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Scored:
-    """Score a batch with every reward.
-
-    Args:
-        rewards (`list[Reward]`): The rewards.
-        batch ([`ScoringBatch`]): Prompts and completions.
-        weights (`list[float]`, *optional*): Weight of each reward; all are 1 by default.
-        on_error (`str` or `float`): `"raise"`, `"skip"` the completion, or the score that stands in for a failure.
-        max_failures (`float`): Share of the batch, over all processes, above which failures of a reward end the run.
-        all_sum (`Callable`): Sums a tensor over all processes.
-        device (`torch.device`): Where the tensors go.
-
-    Returns:
-        [`Scored`]: Scores of each reward, and their sum.
-
-    Raises:
-        [`RewardError`]: At the first failure with `"raise"`; where too many failed; or where no reward applies to a
-            completion.
-    """
+    """Score a batch with every reward."""
     lengths = [len(ids) for ids in batch.completion_ids]
     all_scores = [_read(reward, given, lengths) for reward, given in zip(rewards, ask(rewards, batch))]
     if on_error == "raise":
@@ -164,16 +132,7 @@ def _check_that_one_applies(totals: Tensor, usable: Tensor) -> None:
 
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
-    """Score a batch with rewards that are only watched: a failure leaves its completion out and stops nothing.
-
-    Args:
-        monitors (`list[Reward]`): The rewards.
-        batch ([`ScoringBatch`]): Prompts and completions.
-        device (`torch.device`): Where the tensor goes.
-
-    Returns:
-        `Tensor` of shape `[batch, monitors]`: Scores, NaN where one does not apply or failed.
-    """
+    """Score a batch with rewards that are only watched: a failure leaves its completion out and stops nothing."""
     lengths = [len(ids) for ids in batch.completion_ids]
     all_scores = [_read(reward, given, lengths) for reward, given in zip(monitors, ask(monitors, batch))]
     return torch.stack([scores.totals for scores in all_scores], 1).to(device)

@@ -19,13 +19,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
 
     def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> None:
-        """Take in a batch.
-
-        Args:
-            x (`Tensor` of shape `[batch]`): Values.
-            mask (`Tensor` of shape `[batch]`): 1 where a value counts.
-            all_sum (`Callable`): Sums a tensor over all processes.
-        """
+        """Take in a batch."""
         # float64 where the device has it: the sums must not depend on how they were cut
         x, weight = x.double(), mask.double()
         total, count = all_sum(torch.stack([(x * weight).sum(), weight.sum()])).tolist()
@@ -46,11 +40,7 @@ class RunningMoments:
 
 
 class RewardShaping:
-    """Baseline, normalisation, clipping, and the penalty for a missing EOS, in this order.
-
-    Args:
-        args ([`PPOConfig`]): The run's config.
-    """
+    """Baseline, normalisation, clipping, and the penalty for a missing EOS, in this order."""
 
     def __init__(self, args: Any):
         self.args = args
@@ -58,17 +48,7 @@ class RewardShaping:
         self.moments = RunningMoments()
 
     def __call__(self, totals: Tensor, stopped: Tensor, usable: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        """Shape the scores of a rollout, and remember them.
-
-        Args:
-            totals (`Tensor` of shape `[batch]`): Weighted sum of the rewards.
-            stopped (`Tensor` of shape `[batch]`): Whether each completion ended by itself.
-            usable (`Tensor` of shape `[batch]`): False where a completion is skipped.
-            all_sum (`Callable`): Sums a tensor over all processes.
-
-        Returns:
-            `Tensor` of shape `[batch]`: What is optimised.
-        """
+        """Shape the scores of a rollout, and remember them."""
         args, scores = self.args, totals
         if args.reward_baseline == "reference":
             if self.baseline is None:
@@ -87,20 +67,12 @@ class RewardShaping:
         return scores
 
     def state_dict(self) -> dict[str, float | None]:
-        """What a checkpoint keeps.
-
-        Returns:
-            `dict[str, float or None]`: Numbers alone.
-        """
+        """What a checkpoint keeps."""
         moments = {"count": self.moments.count, "mean": self.moments.mean, "squares": self.moments.squares}
         return {"baseline": self.baseline, **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what [`RewardShaping.state_dict`] gave.
-
-        Args:
-            state (`dict`): The numbers.
-        """
+        """Take up what [`RewardShaping.state_dict`] gave."""
         self.baseline = state["baseline"]
         self.moments.count, self.moments.mean, self.moments.squares = (
             float(state[name]) for name in ("count", "mean", "squares")

@@ -1,0 +1,248 @@
+"""Kill a run at random moments, resume it, and compare what comes of it with the run that nothing happened to.
+
+Started as a process of its own: every process of a run is a fork of it, so that what takes seconds is imported once.
+"""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers.utils import logging
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints import resume as resumable
+from trl_ppo_ext.checkpoints.atomic import checkpoints, is_whole
+
+STEPS = 18
+BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
+TIMED = ("time/", "tokens_per_second", "train_", "epoch")
+SETTINGS = {
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 3,
+    "logging_steps": 4,  # what was measured before a checkpoint is logged after it
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "normalize_rewards": True,
+    "kl_target": 0.5,
+    "kl_horizon": 100,
+    "ema_decay": 0.5,
+    "critic": "adapter",
+}
+
+
+def train(output_dir, settings):
+    """Train in this process, from the newest whole checkpoint if there is one."""
+    settings = SETTINGS | settings
+    rank, fails = int(os.environ.get("RANK", "0")), settings.pop("fails", None)
+    dataset = prompts(settings.pop("rows", 16))
+    if settings.pop("stream", False):
+        dataset = dataset.to_iterable_dataset().shuffle(seed=3, buffer_size=5)
+    if settings.pop("disk", None) == rank:
+        fill_disk()
+
+    def reward(completion_ids, prompts, trainer_state, **kwargs):
+        with open(f"{output_dir}/prompts-{rank}", "a") as file:
+            print(json.dumps([trainer_state.global_step, prompts]), file=file)
+        if fails == rank and trainer_state.global_step >= 4:
+            raise ValueError("the judge is on strike")
+        return length_reward(completion_ids)
+
+    os.makedirs(output_dir, exist_ok=True)
+    args = config(output_dir, **settings)
+    trainer = PPOTrainer(llama(), reward, args, dataset, processing_class=tokenizer())
+    trainer.train(resume_from_checkpoint=bool(checkpoints(output_dir)) or None)
+    trainer.end()
+
+
+def fill_disk():
+    """From now on, there is no room for the third thing that this process writes."""
+    save_file, left = resumable.save_file, iter([True, True])
+
+    def full(*args):
+        if not next(left, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(*args)
+
+    resumable.save_file = full
+
+
+def drawn(output_dir, processes):
+    """Prompts of every rollout, by process and by the optimizer steps before it."""
+    found = {}
+    for rank in range(processes):
+        for line in (Path(output_dir) / f"prompts-{rank}").read_text().splitlines():
+            step, prompts = json.loads(line)
+            if found.setdefault((rank, step), prompts) != prompts:
+                raise AssertionError(f"process {rank} drew other prompts at step {step} when it was resumed")
+    return found
+
+
+def in_a_fork(action, environment):
+    """Do something in a fork, which leaves as a script would that does nothing else; return its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ |= environment
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        torch.set_num_threads(1)
+        action()
+        code = 0
+    except SystemExit as stopped:
+        code = stopped.code
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def start(action, processes):
+    """Start the processes of a run; return their ids."""
+    if processes == 1:
+        return [in_a_fork(action, {})]
+    with socket.socket() as held:  # the forks hold it too, so that nobody else is given the port before they listen
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        return [in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
+
+
+def finished(children, bound):
+    """Exit codes of processes, negative for the signal that killed them; `None` for one that hangs."""
+    codes, end = {}, time.monotonic() + bound
+    while len(codes) < len(children) and time.monotonic() < end:
+        for child in set(children) - codes.keys():
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    for child in set(children) - codes.keys():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return [codes.get(child) for child in children]
+
+
+def newest(output_dir):
+    """Step of the newest checkpoint; 0 without one."""
+    found = checkpoints(output_dir)
+    return int(found[0].name.split("-")[1]) if found else 0
+
+
+def outcome(output_dir):
+    """Weights of the last checkpoint, and what was logged, timings aside."""
+    last = Path(output_dir) / f"checkpoint-{STEPS}"
+    weights = {
+        f"{path.relative_to(last)}:{name}": x
+        for path in sorted(last.rglob("*.safetensors"))
+        if not path.name.startswith("run_state")
+        for name, x in load_file(path).items()
+    }
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return weights, [{k: v for k, v in log.items() if not k.startswith(TIMED)} for log in history]
+
+
+def same(one, other):
+    """Whether two outcomes are equal, bit for bit."""
+    weights = one[0].keys() == other[0].keys() and all(torch.equal(x, other[0][name]) for name, x in one[0].items())
+    return weights and one[1] == other[1]
+
+
+class Killer:
+    """Kills runs of one kind.
+
+    Args:
+        folder (`Path`): Where they are written.
+        processes (`int`): Processes of a run.
+        settings (`dict`): What differs from `SETTINGS`.
+    """
+
+    def __init__(self, folder, processes, settings):
+        self.folder, self.processes, self.settings = folder, processes, settings
+        self.random = random.Random(0)
+        self.bound, began = BOUND, time.monotonic()
+        codes = self.finished(self.start(folder / "whole"))
+        assert codes == [0] * processes, codes
+        self.length, self.expected = time.monotonic() - began, outcome(folder / "whole")
+        self.bound = max(60.0, 5 * self.length)
+        self.drawn = drawn(folder / "whole", processes)
+
+    def start(self, output_dir, **settings):
+        return start(lambda: train(output_dir, self.settings | settings), self.processes)
+
+    def finished(self, children):
+        return finished(children, self.bound)
+
+    def kill(self, name, number, whom):
+        """Send a signal to one process or to all of them, and resume; say what came of it.
+
+        At a random moment; or, where `whom` is a step, to one when a checkpoint of that step or a later one is there.
+        """
+        output_dir = self.folder / name
+        children, moment = self.start(output_dir), self.random.uniform(0.02, 0.98) * self.length
+        if isinstance(whom, int):
+            waited = time.monotonic() + self.bound
+            while newest(output_dir) < whom and time.monotonic() < waited:
+                time.sleep(0.005)
+        else:
+            time.sleep(moment)
+        chosen = children if whom == "all" else [children[self.random.randrange(len(children))]]
+        for child in chosen:
+            os.kill(child, number)
+        codes, step = self.finished(children), newest(output_dir)
+        ended = self.finished(self.start(output_dir))
+        equal = (
+            ended == [0] * self.processes
+            and same(outcome(output_dir), self.expected)
+            and drawn(output_dir, self.processes) == self.drawn
+        )
+        last = checkpoints(output_dir)[:1]
+        if equal:
+            shutil.rmtree(output_dir)
+        return {
+            "moment": moment,
+            "codes": codes,
+            "step": step,
+            "ended": ended,
+            "equal": equal,
+            "last": [path.name for path in last],
+        }
+
+    def fail(self, name, **settings):
+        """Train with something that fails on one process."""
+        codes = self.finished(self.start(self.folder / name, **settings))
+        whole = [path.name for path in checkpoints(self.folder / name) if is_whole(path)]
+        return {"codes": codes, "checkpoints": whole}
+
+
+def main(folder, scenarios, settings):
+    """Print what came of each scenario: how many processes, the signal or what fails, for whom, and how often."""
+    logging.set_verbosity_error()
+    folder, killers = Path(folder), {}
+    for name, (processes, number, whom, times) in scenarios.items():
+        if processes not in killers:
+            killers[processes] = Killer(folder / f"{processes}", processes, settings)
+        for turn in range(times):
+            if number in ("fails", "disk"):
+                told = killers[processes].fail(f"{name}-{turn}", **{number: whom})
+            else:
+                told = killers[processes].kill(f"{name}-{turn}", getattr(signal, number), whom)
+            print(json.dumps({"scenario": name} | told), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,223 @@
+"""Checkpoints that are damaged, cut short or in the way: told by name, passed over, never taken for whole."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_trainer import trainer
+from tiny import prompts
+from transformers import TrainerCallback
+
+from trl_ppo_ext import agreement
+from trl_ppo_ext.checkpoints import atomic as whole_checkpoints
+from trl_ppo_ext.checkpoints.atomic import MANIFEST, REPLACED, STAGING, checkpoints, newest_whole, rotate, seal, verify
+from trl_ppo_ext.checkpoints.files import CheckpointError
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "critic": "adapter", "ema_decay": 0.5}
+FILES = sorted(
+    """README.md adapter_config.json adapter_model.safetensors critic/adapter_config.json
+    critic/adapter_model.safetensors ema/adapter_config.json ema/adapter_model.safetensors manifest.json optimizer.pt
+    ppo_state.json rng_state.pth run_state_0.safetensors scheduler.pt tokenizer.json tokenizer_config.json
+    trainer_state.json value_head.safetensors
+    """.split()
+)
+
+
+def truncated(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def one_bit_flipped(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def emptied(file):
+    os.truncate(file, 0)
+
+
+def removed(file):
+    file.unlink()
+
+
+DAMAGES = [truncated, one_bit_flipped, emptied, removed]
+
+
+def files_of(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    trainer(folder, max_steps=2, **SAVING).train()
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def test_these_are_all_files_of_a_checkpoint(run):
+    assert files_of(run / "checkpoint-2") == FILES
+    assert set(json.loads((run / "checkpoint-2" / MANIFEST).read_text())) == set(FILES) - {MANIFEST}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(copy, file, damage, caplog):
+    assert newest_whole(copy).name == "checkpoint-2" and not caplog.records
+    damage(copy / "checkpoint-2" / file)
+    with pytest.raises(CheckpointError, match=file):
+        verify(copy / "checkpoint-2")
+    assert newest_whole(copy).name == "checkpoint-1"
+    assert file in caplog.text and "checkpoint-2" in caplog.text
+    damage(copy / "checkpoint-1" / file)
+    with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
+        newest_whole(copy)
+
+
+def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
+    def failing_disk(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(whole_checkpoints, "_digest", failing_disk)
+    with pytest.raises(CheckpointError, match=r"README.md cannot be read .*Input/output"):
+        verify(copy / "checkpoint-2")
+
+
+def test_a_manifest_that_lists_nothing_is_damage(copy):
+    (copy / "checkpoint-2" / MANIFEST).write_text("{}")
+    assert newest_whole(copy).name == "checkpoint-1"
+
+
+def test_a_run_falls_back_and_goes_on_and_a_damaged_checkpoint_that_is_named_is_refused(run, copy):
+    expected = weights_of(run / "checkpoint-2")
+    truncated(copy / "checkpoint-2" / "optimizer.pt")
+    built = trainer(copy, max_steps=2, **SAVING)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        built.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert built.state.global_step == 0
+    built.train(resume_from_checkpoint=True)
+    verify(copy / "checkpoint-2")  # it was written anew, over the damaged one
+    assert weights_of(copy / "checkpoint-2") == expected
+    for name in ("checkpoint-1", "checkpoint-2"):
+        emptied(copy / name / "trainer_state.json")
+    with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
+        built.train(resume_from_checkpoint=True)
+
+
+def weights_of(directory):
+    return {name: (directory / name).read_bytes() for name in FILES if "adapter_model" in name or "value_head" in name}
+
+
+def test_what_was_being_written_is_never_taken_for_a_checkpoint(copy):
+    (copy / STAGING).mkdir()
+    os.rename(copy / "checkpoint-2", copy / STAGING / "checkpoint-2")
+    assert newest_whole(copy).name == "checkpoint-1"
+    trainer(copy, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
+    assert newest_whole(copy).name == "checkpoint-2" and not (copy / STAGING).exists()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_kill_between_two_renames_is_healed(copy, named):
+    (copy / REPLACED).mkdir()
+    os.rename(copy / "checkpoint-2", copy / REPLACED / "checkpoint-2")
+    built = trainer(copy, max_steps=2, **SAVING)
+    built.train(resume_from_checkpoint=str(copy / "checkpoint-2") if named else True)
+    assert built.state.global_step == 2
+    verify(copy / "checkpoint-2")
+
+
+def test_what_a_kill_left_aside_survives_that_another_checkpoint_is_written(copy):
+    (copy / REPLACED).mkdir()
+    os.rename(copy / "checkpoint-2", copy / REPLACED / "checkpoint-2")
+    trainer(copy, max_steps=1, **SAVING).train()
+    verify(copy / "checkpoint-1")
+    verify(copy / "checkpoint-2")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_limit_deletes_damaged_checkpoints_before_whole_ones(copy, limit):
+    """Whatever their numbers are: `checkpoint-9` looks like the newest."""
+    shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-9")
+    one_bit_flipped(copy / "checkpoint-9" / "optimizer.pt")
+    shutil.copytree(copy / "checkpoint-1", copy / "checkpoint-3")
+    rotate(copy / "checkpoint-3", limit, None, {})
+    kept = [path.name for path in checkpoints(copy)]
+    assert len(kept) == limit and kept[0] == "checkpoint-3" and "checkpoint-9" not in kept
+    for name in kept:
+        verify(copy / name)
+
+
+@pytest.mark.parametrize("given, named", [("run", "{}/run"), ("{}/run", "run"), ("run/../run", "run")])
+def test_the_best_is_kept_however_its_path_is_spelt(copy, monkeypatch, given, named):
+    monkeypatch.chdir(copy.parent)
+    output_dir, of_the_best = (Path(path.format(copy.parent)) for path in (given, named))
+    rotate(output_dir / "checkpoint-2", 1, str(of_the_best / "checkpoint-1"), {})
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-2", "checkpoint-1"]
+
+
+@pytest.mark.parametrize(
+    "limit, kept", [(None, "54321"), (0, "54321"), (1, "41"), (2, "41"), (3, "541"), (9, "54321")]
+)
+def test_a_limit_keeps_the_latest_and_the_best(copy, limit, kept):
+    for number in (3, 4, 5):
+        shutil.copytree(copy / "checkpoint-1", copy / f"checkpoint-{number}")
+    for number in (1, 2, 3, 4, 5):  # the run went back to 3, and has written 4 anew
+        os.utime(copy / f"checkpoint-{number}", (100, 100))
+    rotate(copy / "checkpoint-4", limit, str(copy / "checkpoint-1"), {})
+    assert [path.name[-1] for path in checkpoints(copy)] == list(kept)
+
+
+def test_a_run_with_a_limit_never_deletes_its_last_whole_checkpoint(copy):
+    one_bit_flipped(copy / "checkpoint-2" / "optimizer.pt")
+    os.rename(copy / "checkpoint-2", copy / "checkpoint-7")
+    built = trainer(copy, max_steps=3, save_total_limit=1, **SAVING | {"resume_with_changed_settings": True})
+    built.train(resume_from_checkpoint=True)
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-3"]
+    verify(copy / "checkpoint-3")
+
+
+class Damages(TrainerCallback):
+    """Damages the best checkpoint when the run has taken its last step and saved, and counts its ends."""
+
+    def __init__(self):
+        self.ends = 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            one_bit_flipped(Path(state.best_model_checkpoint) / "adapter_model.safetensors")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.ends += 1
+
+
+def test_a_run_whose_best_checkpoint_is_damaged_ends_with_its_last_weights(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
+    damages = Damages()
+    built = trainer(tmp_path, eval_dataset=prompts(4), callbacks=[damages], learning_rate=1e-2, **settings)
+    built.train()
+    assert built.state.best_global_step < 3 and damages.ends == 1
+    assert "best checkpoint" in caplog.text and "adapter_model.safetensors" in caplog.text
+    verify(tmp_path / "checkpoint-3")
+    last = load_file(tmp_path / "checkpoint-3" / "value_head.safetensors")
+    assert torch.equal(last["weight"], built.actor_critic.value_head.weight)
+
+
+def test_what_a_process_had_under_way_is_told_to_the_others_when_it_cannot_be_read(copy, monkeypatch):
+    """It is whole, as its manifest says."""
+    told = []
+    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or given)
+    (copy / "checkpoint-2" / "run_state_0.safetensors").write_bytes(b"\0" * 100)
+    seal(copy / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="cannot be resumed"):
+        trainer(copy, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
+    assert told[-1].startswith("SafetensorError")

@@ -1,0 +1,200 @@
+"""A run that is killed, or asked to stop, at any moment, goes on as if nothing had happened."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from killed_runs import SETTINGS
+from test_trainer import trainer
+from tiny import config, prompts
+
+from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.checkpoints.resume import PREEMPTED
+from trl_ppo_ext.checkpoints.settings import check_settings, run_settings
+
+HERE = Path(__file__).parent
+# by name: processes, signal or what fails, to how many or from which step on or on which process, how often
+SCENARIOS = {
+    "killed": (1, "SIGKILL", "all", 3),
+    "asked": (1, "SIGTERM", 4, 1),
+    "asked at any moment": (1, "SIGTERM", "all", 1),
+    "two killed": (2, "SIGKILL", "all", 1),
+    "one of two asked": (2, "SIGTERM", 9, 1),  # the second epoch of 20 prompts, in rollouts of 16, begins at 8
+    "one of two killed": (2, "SIGKILL", 5, 1),
+    "one of two fails": (2, "fails", 1, 1),
+    "one of two has no room": (2, "disk", 1, 1),
+}
+
+
+def killed_runs(folder, scenarios, **settings):
+    arguments = [str(folder), json.dumps(scenarios), json.dumps({"rows": 20} | settings)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, str(HERE / "killed_runs.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name: [run for run in told if run["scenario"] == name] for name in scenarios}, done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    """What came of every scenario, and what was said; what takes seconds to start is started once."""
+    return killed_runs(folder, SCENARIOS)
+
+
+def check_resumed(runs, stderr):
+    """Bit for bit: adapters, value head, average, and every metric that was logged; and no step beyond the last."""
+    for run in runs:
+        assert set(run["ended"]) == {0} and run["equal"] and run["last"] == ["checkpoint-18"], (run, stderr[-4000:])
+
+
+def check_kills(runs, stderr, kills):
+    assert len(runs) == kills
+    check_resumed(runs, stderr)
+    assert all(code in (-9, 0) for run in runs for code in run["codes"])
+    assert any(-9 in run["codes"] for run in runs)
+
+
+def check_asked(runs, stderr):
+    check_resumed(runs, stderr)
+    for run in runs:
+        if PREEMPTED in run["codes"]:
+            assert set(run["codes"]) == {PREEMPTED} and run["step"] > 0
+        else:  # before training begins, the signal does what it always does
+            assert set(run["codes"]) <= {-15, 0, 1}
+
+
+def test_a_run_killed_at_random_moments_ends_as_the_run_that_was_not(told):
+    runs, stderr = told
+    check_kills(runs["killed"], stderr, 3)
+
+
+def test_a_run_that_gets_sigterm_saves_and_leaves_with_a_code_of_its_own_and_goes_on(told):
+    runs, stderr = told
+    (run,) = runs["asked"]
+    assert run["codes"] == [PREEMPTED] and run["step"] >= 4
+    check_asked(runs["asked"] + runs["asked at any moment"], stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_runs_killed_many_times_end_as_those_that_were_not(tmp_path, processes, stream):
+    one = "all" if processes == 1 else "one"
+    scenarios = {
+        "killed": (processes, "SIGKILL", "all", 20),
+        "asked": (processes, "SIGTERM", one, 10),
+        "lost": (processes, "SIGKILL", one, 10),
+    }
+    runs, stderr = killed_runs(tmp_path, scenarios, stream=stream)
+    check_kills(runs["killed"], stderr, 20)
+    assert len({run["step"] for run in runs["killed"]}) >= 2  # they were killed at different steps
+    check_asked(runs["asked"], stderr)
+    check_resumed(runs["lost"], stderr)
+
+
+def test_two_processes_killed_end_as_those_that_were_not(told):
+    runs, stderr = told
+    check_resumed(runs["two killed"], stderr)
+
+
+def test_sigterm_to_one_process_stops_both_with_a_checkpoint_and_a_code_of_its_own(told):
+    runs, stderr = told
+    (run,) = runs["one of two asked"]
+    assert run["codes"] == [PREEMPTED, PREEMPTED] and run["step"] >= 9
+    check_resumed([run], stderr)
+
+
+def test_where_one_process_is_killed_the_other_does_not_hang(told):
+    runs, stderr = told
+    (run,) = runs["one of two killed"]
+    assert sorted(run["codes"]) == [-9, 1], run
+    check_resumed([run], stderr)
+
+
+def test_where_a_reward_raises_on_one_process_the_other_does_not_hang(told):
+    runs, stderr = told
+    (run,) = runs["one of two fails"]
+    assert run["codes"] == [1, 1], run
+    assert run["checkpoints"][0] == "checkpoint-4"
+    assert "the judge is on strike" in stderr
+
+
+def test_where_one_process_cannot_write_both_say_so(told):
+    runs, stderr = told
+    (run,) = runs["one of two has no room"]
+    assert run["codes"] == [1, 1], run
+    assert run["checkpoints"] == ["checkpoint-2", "checkpoint-1"]  # and nothing was published without it
+    said = [line for line in stderr.splitlines() if "checkpoint of step 3 cannot be written" in line]
+    assert len(said) == 2 and any("on process 1" in line for line in said), said
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_two_processes_saved_is_not_resumed_with_one(told, folder, allowed):
+    """Not even where settings may change: a process has half of the rollout and of the random states."""
+    saved = folder / "2" / "one of two fails-0"
+    settings = SETTINGS | {"resume_with_changed_settings": allowed, "learning_rate": 1.0}
+    built = trainer(saved, dataset=prompts(20), **settings)
+    with pytest.raises(CheckpointError, match=r"saved by 2 processes, and this run has 1 \(num_processes\)"):
+        built.train(resume_from_checkpoint=True)
+
+
+def test_every_setting_that_changed_is_named(tmp_path):
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    changed = {"max_steps": 2, "learning_rate": 0.5, "cliprange": 0.125, "seed": 3}
+    with pytest.raises(CheckpointError) as refused:
+        trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
+    for name, value in changed.items():
+        assert f"{name} (was {getattr(config(tmp_path, max_steps=1), name)!r}, is {value!r})" in str(refused.value)
+    assert str(refused.value).count("(was") == len(changed)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize(
+    "was, now, said",
+    [
+        (None, 2, "saved without DeepSpeed or FSDP, and this run is under DeepSpeed's ZeRO-2 "),
+        (3, None, "saved under DeepSpeed's ZeRO-3, and this run is without DeepSpeed or FSDP "),
+        (1, 3, "saved under DeepSpeed's ZeRO-1, and this run is under DeepSpeed's ZeRO-3 "),
+    ],
+)
+def test_another_stage_of_zero_is_refused_whatever_else_may_change(tmp_path, was, now, said, allowed):
+    """The Trainer would not find the optimizer, and begin it anew in silence."""
+
+    def under(stage):
+        args = config(tmp_path, resume_with_changed_settings=allowed)
+        args.deepspeed_plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+        return args
+
+    saved = run_settings(under(was))
+    check_settings("here", saved, under(was))
+    with pytest.raises(CheckpointError, match=said):
+        check_settings("here", saved, under(now))
+
+
+def test_a_run_under_fsdp_is_not_resumed_without_it(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    saved = run_settings(args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CheckpointError, match="saved without DeepSpeed or FSDP, and this run is under FSDP2 "):
+        check_settings("here", saved, args)
+    saved = run_settings(args)
+    check_settings("here", saved, args)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(CheckpointError, match="saved under FSDP2, and this run is without DeepSpeed or FSDP "):
+        check_settings("here", saved, args)
+
+
+@pytest.mark.parametrize("name", ["save_only_model", "ignore_data_skip"])
+def test_settings_under_which_a_run_would_not_go_on_as_it_was_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`{name}=True` is not supported"):
+        config(tmp_path, **{name: True})

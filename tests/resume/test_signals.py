@@ -1,0 +1,137 @@
+"""Signals ask a run to save and leave; a second one is obeyed at once."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from test_trainer import trainer, weights
+from tiny import prompts
+from transformers import TrainerCallback
+
+from trl_ppo_ext.checkpoints import resume as resumable
+from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
+from trl_ppo_ext.checkpoints.resume import PREEMPTED, StopSignals
+
+
+def left_with(numbers, pause):
+    """Exit code of a process that gets signals at some distance."""
+    child = os.fork()
+    if not child:
+        with StopSignals().watched():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(pause)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_at_once(number):
+    assert left_with([number], 0) == 0
+    assert left_with([number, number, number], 0.6) == 128 + number
+    assert left_with([signal.SIGTERM, number], resumable.SAME_SIGNAL) == 128 + number
+
+
+def test_a_signal_that_comes_from_the_terminal_and_from_the_launcher_is_one():
+    assert left_with([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 0.1) == 0
+
+
+def test_handlers_are_those_of_before(monkeypatch):
+    monkeypatch.setattr(resumable.signal, "signal", recorded := Recorded())
+    with StopSignals().watched():
+        pass
+    assert recorded.given[-2:] == [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_DFL)]
+
+
+class Recorded:
+    """`signal.signal` in a process whose handlers were not set by Python."""
+
+    def __init__(self):
+        self.given = []
+
+    def __call__(self, number, handler):
+        if handler is None:
+            raise TypeError("signal handler must be callable")
+        self.given.append((number, handler))
+
+
+def test_training_in_another_thread_needs_no_signals(tmp_path):
+    built = trainer(tmp_path, max_steps=1)
+    thread = threading.Thread(target=built.train)
+    thread.start()
+    thread.join()
+    assert built.state.global_step == 1
+
+
+class Asks(TrainerCallback):
+    """Sends the process a signal in some step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"])
+def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path, during, last):
+    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended.
+
+    An evaluation that is due at the last step finds nothing better, and would leave the checkpoint out.
+    """
+    settings = {
+        "max_steps": 6,
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": prompts(4),
+        "metric_for_best_model": "eval_reward",
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    asked = trainer(tmp_path, callbacks=[Asks(during)], **settings)
+    with pytest.raises(SystemExit) as left:
+        asked.train()
+    assert left.value.code == PREEMPTED and asked.state.global_step == last
+    assert asked.state.best_global_step == 2
+    newest = checkpoints(tmp_path)[0]
+    assert newest.name == f"checkpoint-{last}"
+    verify(newest)
+    again = trainer(tmp_path, **settings)
+    again.train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
+class AsksAtTheEnd(Asks):
+    """Sends it after the last step: within the evaluation that is due there, or when training ends."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.step is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [1, None], ids=["evaluation", "end"])
+def test_a_signal_after_the_last_step_does_what_it_always_does_once_the_run_has_ended(tmp_path, monkeypatch, step):
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append((number, built.is_in_train)))
+    try:
+        settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)}
+        built = trainer(tmp_path, callbacks=[AsksAtTheEnd(step)], **settings)
+        assert built.train().global_step == 1
+        assert got == [(signal.SIGTERM, False)]
+        built.remove_callback(AsksAtTheEnd)
+        built.train()
+        assert len(got) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)

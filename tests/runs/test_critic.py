@@ -1,0 +1,581 @@
+"""Critics of three kinds: what they see, what trains them, what starts them, and what is left without one."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_actor_critic import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
+from test_trainer import rollouts_of, trainer, weights
+from tiny import config, llama, qwen2, tokenizer
+from transformers import (
+    BitsAndBytesConfig,
+    GenerationConfig,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
+
+from trl_ppo_ext.checkpoints.files import CheckpointError, load_actor_critic_weights, save_actor_critic
+from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.adapter_files import read_adapter
+
+HEAD, ADAPTER, NONE = {"critic": "head"}, {"critic": "adapter"}, {"critic": "none", "num_generations": 2}
+SAMPLING = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=3, eos_token_id=1, pad_token_id=0)
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+
+
+def move(model, seed=1):
+    """Take adapters and heads away from where they start, as training does."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+
+
+def actor_critic(tmp_path, settings=ADAPTER, model=None, moved=True, **kwargs):
+    torch.manual_seed(0)
+    built = load_actor_critic(model or llama(), config(tmp_path, **settings), **kwargs)
+    if moved:
+        move(built)
+    return built
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    llama(hidden_size=64).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def save_reward_adapter(base, path, labels=1):
+    """A reward adapter as people train them: PEFT on a sequence classifier of the same base."""
+    torch.manual_seed(5)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=labels)
+    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", lora_dropout=0.1, lora_alpha=6, **LORA))
+    move(model)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def starts(base, tmp_path_factory):
+    """What a critic may start from, or not: checkpoints of the three kinds, and reward adapters."""
+    path = tmp_path_factory.mktemp("starts")
+    for kind, settings in (("head", HEAD), ("adapter", ADAPTER), ("none", NONE)):
+        save_actor_critic(actor_critic(path, settings, base), str(path / kind))
+    save_reward_adapter(base, path / "reward")
+    save_reward_adapter(base, path / "reward2", labels=2)
+    return path
+
+
+def gradients(built, with_kl=False, of=("logprobs", "values", "entropies", "kls")):
+    built.zero_grad()
+    outputs = built(sequences(), with_entropy=True, with_kl=with_kl)
+    sum(x.square().sum() for name, x in outputs._asdict().items() if name in of and x is not None).backward()
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def same(gradients, others):
+    return gradients.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in gradients.items())
+
+
+# ---- what the critic sees, and what trains it
+
+
+def passes(built, reward):
+    """Whatever else the base is used for between two updates."""
+    prompts = torch.tensor([[4, 5], [6, 7]])
+
+    def generate():
+        built.generate(prompts, torch.ones_like(prompts), SAMPLING)
+
+    def score():
+        with built.adapter(reward):
+            built.trunk(input_ids=prompts)
+
+    def compare():
+        with torch.no_grad():
+            built(sequences(), with_kl=True)
+
+    return [generate, score, compare, lambda: built.reference_logprobs(sequences())]
+
+
+def test_whatever_else_the_base_is_used_for_in_any_order_policy_and_critic_get_their_gradients(base, starts, tmp_path):
+    built = actor_critic(tmp_path, model=base)
+    files = read_adapter(str(starts / "reward"))
+    reward = built.add_frozen_adapter("polite", files.config, files.weights)
+    trained, expected = trainable(built), gradients(built)
+    wanted = {id(p) for p in (built.policy_parameters() | built.critic_parameters()).values()}
+    assert {id(p) for name, p in built.named_parameters() if name in expected} == wanted
+    assert all(gradient.any() for gradient in expected.values())
+    for order in itertools.permutations(passes(built, reward), 3):
+        for run in order:
+            run()
+        assert trainable(built) == trained
+        assert same(gradients(built), expected)
+
+
+def test_an_error_while_the_critic_is_active_leaves_the_policy_active_and_both_trained(tmp_path):
+    built = actor_critic(tmp_path)
+    trained, expected = trainable(built), gradients(built)
+    with pytest.raises(RuntimeError), built.adapter(built.critic_adapter):
+        raise RuntimeError
+    assert trainable(built) == trained and same(gradients(built), expected)
+
+
+def plain_values(model, head, prompt, completion):
+    hidden = model(input_ids=torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states[-1]
+    return torch.nn.functional.linear(hidden[0, len(prompt) - 1 : -1], head["weight"], head["bias"])[:, 0]
+
+
+def test_saved_policy_and_critic_each_load_alone_with_plain_peft_and_say_the_same(tmp_path):
+    built = actor_critic(tmp_path)
+    save_actor_critic(built, str(tmp_path))
+    with torch.no_grad():
+        outputs = built(sequences())
+        policy = PeftModel.from_pretrained(llama(), tmp_path)
+        critic = PeftModel.from_pretrained(llama(), tmp_path / "critic")
+        head = load_file(tmp_path / "value_head.safetensors")
+        for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+            of_row = (row, slice(len(completion)))
+            torch.testing.assert_close(outputs.logprobs[of_row], plain_logprobs(policy, prompt, completion))
+            torch.testing.assert_close(outputs.values[of_row], plain_values(critic, head, prompt, completion))
+    assert outputs.values[outputs.logprobs != 0].unique().numel() > 6
+
+
+def test_neither_values_nor_logprobs_depend_on_the_others_adapter(tmp_path):
+    built = actor_critic(tmp_path)
+    with torch.no_grad():
+        first = built(sequences(), with_entropy=True)
+        for parameter in built.policy_parameters().values():
+            parameter += 1
+        policy_moved = built(sequences(), with_entropy=True)
+        for parameter in built.critic_parameters().values():
+            parameter += 1
+        both_moved = built(sequences(), with_entropy=True)
+    assert torch.equal(policy_moved.values, first.values)
+    assert not torch.allclose(policy_moved.logprobs, first.logprobs)
+    assert torch.equal(both_moved.logprobs, policy_moved.logprobs)
+    assert torch.equal(both_moved.entropies, policy_moved.entropies)
+    assert not torch.allclose(both_moved.values, first.values)
+
+
+@pytest.mark.parametrize(
+    "settings, value_loss_trains_policy",
+    [(ADAPTER, False), (HEAD | {"critic_backprop": False}, False), (HEAD, True)],
+)
+def test_each_loss_reaches_its_own_parameters(tmp_path, settings, value_loss_trains_policy):
+    built = actor_critic(tmp_path, settings)
+    names = {id(parameter): name for name, parameter in built.named_parameters()}
+    policy = {names[id(parameter)] for parameter in built.policy_parameters().values()}
+    critic = {names[id(parameter)] for parameter in built.critic_parameters().values()}
+    assert policy and critic and not policy & critic and policy | critic == set(trainable(built))
+    assert gradients(built, with_kl=True, of=("logprobs", "entropies", "kls")).keys() == policy
+    assert gradients(built, of=("values",)).keys() == (critic | policy if value_loss_trains_policy else critic)
+
+
+def test_a_detached_trunk_changes_neither_values_nor_the_heads_gradient(tmp_path):
+    through, detached = actor_critic(tmp_path, HEAD), actor_critic(tmp_path, HEAD | {"critic_backprop": False})
+    assert torch.equal(through(sequences()).values, detached(sequences()).values)
+    expected = gradients(through, of=("values",))
+    assert all(torch.equal(x, expected[name]) for name, x in gradients(detached, of=("values",)).items())
+
+
+def test_a_frozen_policy_stays_frozen_and_the_critic_trains(tmp_path):
+    built = actor_critic(tmp_path)
+    built.freeze_policy()
+    for run in passes(built, built.critic_adapter):
+        run()
+    trained = {id(p) for p in built.parameters() if p.requires_grad}
+    assert trained == {id(p) for p in built.critic_parameters().values()}
+    assert all(gradient.any() for gradient in gradients(built).values())
+
+
+def test_activation_checkpointing_recomputes_each_layer_under_the_adapter_it_ran_with(tmp_path):
+    built = actor_critic(tmp_path).train()
+    expected, trained = gradients(built, with_kl=True), trainable(built)
+    built.activation_checkpointing_enable()
+    assert built.policy.get_base_model().is_activation_checkpointing
+    assert same(gradients(built, with_kl=True), expected)
+    assert trainable(built) == trained
+
+
+def test_reentrant_checkpointing_is_refused_where_it_would_recompute_the_wrong_adapter(tmp_path):
+    kwargs = {"use_reentrant": True}
+    built = actor_critic(tmp_path)
+    for enable in (built.activation_checkpointing_enable, built.gradient_checkpointing_enable):
+        with pytest.raises(ValueError, match="recompute the critic's layers with the policy's adapter; set"):
+            enable(kwargs)
+    built = trainer(tmp_path, **ADAPTER, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    with pytest.raises(ValueError, match="set `use_reentrant` to False in `gradient_checkpointing_kwargs`"):
+        built.train()
+
+
+# ---- three adapters
+
+
+@pytest.mark.parametrize("name", ["default", "critic", "reference", "model"])
+def test_a_trained_adapter_of_any_name_goes_with_a_reference_and_a_critic_of_its_own(tmp_path, name):
+    lora = LoraConfig(lora_dropout=0.1, modules_to_save=["embed_tokens"], **LORA)
+    model = get_peft_model(llama(), lora, adapter_name=name)
+    move(model)
+    model.eval()
+    expected = plain_logprobs(model, PROMPTS[0], COMPLETIONS[0]).detach()
+    built = actor_critic(tmp_path, model=model, moved=False).train()
+    assert len(built.policy.peft_config) == 3
+    with torch.no_grad():
+        start = built(sequences(), with_kl=True)
+        reference = built.reference_logprobs(sequences())
+        assert torch.equal(start.logprobs, reference) and not start.kls.any()
+        torch.testing.assert_close(reference[0, :3], expected)
+        built.value_head.weight.normal_()
+        values = built(sequences()).values
+        for parameter in built.policy_parameters().values():
+            parameter += 0.1 * torch.randn_like(parameter)
+        assert not torch.allclose(built(sequences()).logprobs, reference, atol=1e-2)
+        assert torch.equal(built.reference_logprobs(sequences()), reference)
+        assert torch.equal(built(sequences()).values, values)  # the critic reads the base's own embedding
+    embeddings = [key for key in trainable(built) if "embed_tokens" in key]
+    assert len(embeddings) == 1 and embeddings[0].endswith(f"{name}.weight")
+    assert not any("embed" in key for key in built.critic_parameters())
+    save_actor_critic(built, str(tmp_path))
+    with torch.no_grad():
+        alone = PeftModel.from_pretrained(llama(), tmp_path / "critic")
+        head = built.value_head.state_dict()
+        torch.testing.assert_close(values[0, :3], plain_values(alone, head, PROMPTS[0], COMPLETIONS[0]))
+        alone = PeftModel.from_pretrained(llama(), tmp_path)
+        moved = plain_logprobs(alone, PROMPTS[0], COMPLETIONS[0])
+        torch.testing.assert_close(built(sequences()).logprobs[0, :3], moved)
+
+
+def test_an_adapter_that_trains_the_bases_biases_is_refused(tmp_path):
+    lora = LoraConfig(bias="lora_only", **LORA)
+    for model, peft_config in ((qwen2(), lora), (get_peft_model(qwen2(), lora), None)):
+        with pytest.raises(ValueError, match=r"bias='lora_only'.*trains biases of the base.*Set `bias='none'`"):
+            load_actor_critic(model, config(tmp_path), peft_config=peft_config)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_no_rollout_on_a_4bit_base_costs_either_adapter_its_gradients(base, tmp_path, monkeypatch, bf16):
+    """Where the CPU has AVX512-BF16, bitsandbytes repacks a layer at a forward in eval mode, and loses gradients."""
+
+    def build():
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        return actor_critic(tmp_path, ADAPTER | {"bf16": bf16}, base, quantization_config=nf4)
+
+    with monkeypatch.context() as never_repacked:
+        never_repacked.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+        expected = gradients(build().train())
+    assert all(gradient.any() for gradient in expected.values())
+    built = build().eval()
+    with torch.no_grad():
+        built(sequences())
+        for run in passes(built, built.critic_adapter):
+            run()
+    assert same(gradients(built.train()), expected)
+
+
+# ---- learning: warm-up, learning rates
+
+
+class Recorder(TrainerCallback):
+    """Gradients, weights and learning rates of every optimizer step."""
+
+    def __init__(self):
+        self.gradients, self.weights, self.rates = [], [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.rates.append({names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]})
+
+
+def names_of(built):
+    names = {id(parameter): name for name, parameter in built.actor_critic.named_parameters()}
+    policy, critic = built.actor_critic.policy_parameters(), built.actor_critic.critic_parameters()
+    return [names[id(p)] for p in policy.values()], [names[id(p)] for p in critic.values()]
+
+
+@pytest.mark.parametrize("settings", [HEAD, HEAD | {"critic_backprop": False}, ADAPTER])
+def test_in_the_warm_up_the_critic_alone_learns_and_then_the_policy_takes_a_first_adam_step(tmp_path, settings):
+    recorder, decay, epsilon, rate = Recorder(), 0.1, 1e-5, 1e-3
+    built = trainer(
+        tmp_path,
+        callbacks=[recorder],
+        value_warmup_steps=3,
+        weight_decay=decay,
+        learning_rate=rate,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_mini_batches=1,
+        num_ppo_epochs=2,
+        max_steps=4,
+        **settings,
+    )
+    start, (policy, critic) = weights(built), names_of(built)
+    built.train()
+    for step in range(3):
+        assert all(torch.equal(recorder.weights[step][name], start[name]) for name in policy)
+        assert recorder.gradients[step].keys() == set(critic)
+    assert not any(torch.equal(recorder.weights[2][name], start[name]) for name in critic)
+    state = built.optimizer.state
+    for name, parameter in built.actor_critic.named_parameters():
+        if name in policy:
+            gradient = recorder.gradients[3][name]
+            step = rate * gradient / (gradient.abs() + epsilon)
+            torch.testing.assert_close(recorder.weights[3][name], (1 - rate * decay) * start[name] - step)
+            assert state[parameter]["step"] == 1
+        elif name in critic:
+            assert state[parameter]["step"] == 4
+    assert any(not torch.equal(recorder.weights[3][name], start[name]) for name in policy)
+
+
+def test_critic_learning_rate_is_the_critics_alone_and_an_optimizer_made_already_is_left_as_it_is(tmp_path):
+    for settings in (HEAD, ADAPTER):
+        built = trainer(tmp_path, critic_learning_rate=1e-2, learning_rate=1e-3, weight_decay=0.1, **settings)
+        groups, (policy, critic) = built.create_optimizer().param_groups, names_of(built)
+        names = {id(parameter): name for name, parameter in built.actor_critic.named_parameters()}
+        rates = [(names[id(p)], group["lr"]) for group in groups for p in group["params"]]
+        assert sorted(rates) == sorted([(name, 1e-3) for name in policy] + [(name, 1e-2) for name in critic])
+        undecayed = [names[id(p)] for group in groups for p in group["params"] if not group["weight_decay"]]
+        assert undecayed == ["value_head.bias"]
+    built = trainer(tmp_path, critic_learning_rate=1e-2, **ADAPTER)
+    built.optimizer = made = torch.optim.SGD(built.actor_critic.parameters(), lr=0.5)
+    assert built.create_optimizer() is made
+    assert len(made.param_groups) == 1 and made.param_groups[0]["lr"] == 0.5
+
+
+# ---- saving and going on
+
+
+FILES = {
+    "adapter": {"value_head.safetensors", "critic/adapter_model.safetensors", "critic/adapter_config.json"},
+    "none": set(),
+}
+
+
+@pytest.mark.parametrize("settings", [ADAPTER | {"critic_learning_rate": 1e-2}, NONE])
+def test_resume_continues_bit_for_bit_with_what_the_critic_has_and_at_its_rate(tmp_path, settings):
+    settings = settings | {"num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole, again = Recorder(), Recorder()
+    first = trainer(tmp_path / "whole", callbacks=[whole], **settings)
+    first.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    files = {str(file.relative_to(checkpoint)) for file in checkpoint.glob("**/*")}
+    assert {file for file in files if "critic/" in file or "value_head" in file} == FILES[settings["critic"]]
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= files
+
+    second = trainer(tmp_path / "again", callbacks=[again], **settings)
+    second.train(resume_from_checkpoint=str(checkpoint))
+    assert len(again.weights) == 2
+    for step in (0, 1):
+        assert same(again.weights[step], whole.weights[2 + step])
+        assert again.rates[step] == whole.rates[2 + step]
+    rates, (policy, critic) = whole.rates[1], names_of(first)
+    assert {rates[name] for name in policy} == {0.5 * 1e-3}  # half of the linear schedule is over
+    assert {rates[name] for name in critic} == ({0.5 * 1e-2} if critic else set())
+
+
+def shrink(path, key, rows):
+    """Cut a tensor of a file."""
+    tensors = load_file(path)
+    name = next(name for name in tensors if key in name)
+    save_file(tensors | {name: tensors[name][:, :rows].contiguous()}, path)
+
+
+def edit_config(path, **fields):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+UNFIT = [
+    ("adapter", ADAPTER, lambda x: (x / "critic/adapter_model.safetensors").unlink(), "critic` has no adapter_model"),
+    (
+        "adapter",
+        ADAPTER,
+        lambda x: shrink(x / "critic/adapter_model.safetensors", "lora_A", 8),
+        r"is \(16, 8\), the",
+    ),
+    ("adapter", ADAPTER, lambda x: (x / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
+    ("adapter", ADAPTER, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"value_head.* is \(1, 8\)"),
+    ("adapter", ADAPTER, lambda x: shutil.rmtree(x / "critic"), "kind 'head', and `critic` is 'adapter'; set"),
+    ("adapter", HEAD, lambda x: None, "kind 'adapter', and `critic` is 'head'; set `critic='adapter'`"),
+    ("adapter", NONE, lambda x: None, "kind 'adapter', and `critic` is 'none'"),
+    ("head", NONE, lambda x: None, "kind 'head', and `critic` is 'none'"),
+    ("none", HEAD, lambda x: None, "has no value_head.safetensors"),
+]
+
+
+@pytest.mark.parametrize("kind, settings, damage, message", UNFIT)
+def test_a_checkpoint_whose_critic_is_not_that_of_the_run_is_refused_by_name(
+    base, starts, tmp_path, kind, settings, damage, message
+):
+    shutil.copytree(starts / kind, tmp_path / "saved")
+    damage(tmp_path / "saved")
+    built = actor_critic(tmp_path, settings, base, moved=False)
+    with pytest.raises(CheckpointError, match=message):
+        load_actor_critic_weights(built, str(tmp_path / "saved"))
+
+
+def test_a_critic_saved_over_one_of_another_kind_leaves_nothing_of_it(base, starts, tmp_path):
+    shutil.copytree(starts / "adapter", tmp_path / "saved")
+    for settings in (HEAD, NONE, ADAPTER):
+        built, again = (actor_critic(tmp_path, settings, base, moved=moved) for moved in (True, False))
+        save_actor_critic(built, str(tmp_path / "saved"))
+        load_actor_critic_weights(again, str(tmp_path / "saved"))
+        assert same(dict(built.named_parameters()), dict(again.named_parameters()))
+
+
+# ---- what a critic starts from
+
+
+def test_a_critic_starts_where_that_of_a_checkpoint_stood(base, starts, tmp_path):
+    for settings in (HEAD, ADAPTER):
+        source, kind = actor_critic(tmp_path, settings, base), settings["critic"]
+        built = actor_critic(tmp_path, settings | {"critic_init": str(starts / kind)}, base, moved=False)
+        expected = source.critic_parameters()
+        assert same(built.critic_parameters(), expected)
+        assert all(parameter.requires_grad for parameter in built.critic_parameters().values())
+        assert torch.equal(built(sequences()).logprobs, built.reference_logprobs(sequences()))  # the policy is new
+
+
+@pytest.mark.parametrize("name, label", [("reward", 0), ("reward2", 1)])
+def test_first_values_are_the_scores_that_the_reward_adapter_gives_to_each_prefix(base, starts, tmp_path, name, label):
+    settings = ADAPTER | {"critic_init": str(starts / name), "reward_label": label}
+    built = actor_critic(tmp_path, settings, base, moved=False)
+    classifier = LlamaForSequenceClassification.from_pretrained(base, num_labels=1 + label)
+    classifier = PeftModel.from_pretrained(classifier, str(starts / name)).eval()
+    with torch.no_grad():
+        values = built(sequences()).values
+        for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+            for position in range(len(completion)):
+                prefix = torch.tensor([prompt + completion[:position]])
+                torch.testing.assert_close(values[row, position], classifier(input_ids=prefix).logits[0, label])
+    assert values[values != 0].std() > 0.01
+    ranks = {name: lora.r for name, lora in built.policy.peft_config.items()}
+    assert ranks == {"default": 16, "critic": 4}
+    wanted = {id(p) for p in (built.policy_parameters() | built.critic_parameters()).values()}
+    move(built)
+    assert {id(p) for n, p in built.named_parameters() if n in gradients(built)} == wanted
+
+
+def other_base(path):
+    edit_config(path, base_model_name_or_path="somebody/else")
+
+
+def empty(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+NO_START = [
+    ("adapter", HEAD, None, "holds a critic of the kind 'adapter', and `critic` is 'head'; set `critic='adapter'`"),
+    ("head", ADAPTER, None, "holds a critic of the kind 'head', and `critic` is 'adapter'"),
+    ("reward", HEAD, None, "is a reward adapter: its score head means something on its own adapter alone"),
+    ("reward2", ADAPTER, None, "has 2 labels, and `reward_label` is None; pick one of 0 to 1"),
+    ("reward2", ADAPTER | {"reward_label": 2}, None, "`reward_label` is 2; pick one of 0 to 1"),
+    ("head", HEAD, other_base, "was trained on 'somebody/else', the policy's base is"),
+    ("adapter", ADAPTER, lambda x: other_base(x / "critic"), "was trained on 'somebody/else', the policy's base is"),
+    ("reward", ADAPTER, other_base, "was trained on 'somebody/else', the policy's base is"),
+    ("none", ADAPTER, None, "has neither a value_head.safetensors nor an adapter with a score head"),
+    ("none", HEAD, empty, "has neither a value_head.safetensors nor an adapter with a score head"),
+    ("none", HEAD, shutil.rmtree, "saved` is no directory here, and no repository on the Hub"),
+    ("adapter", ADAPTER, lambda x: (x / "critic/adapter_model.safetensors").unlink(), "critic` has no adapter_model"),
+    ("head", HEAD, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"saved` does not fit.*\(1, 8\)"),
+    ("reward", ADAPTER, lambda x: shrink(x / "adapter_model.safetensors", "lora_A", 8), r"does not fit.*\(4, 8\)"),
+]
+
+
+@pytest.mark.parametrize("kind, settings, damage, message", NO_START)
+def test_what_a_critic_cannot_start_from_is_refused_by_name(base, starts, tmp_path, kind, settings, damage, message):
+    shutil.copytree(starts / kind, tmp_path / "saved")
+    if damage is not None:
+        damage(tmp_path / "saved")
+    with pytest.raises(ValueError, match=message):
+        actor_critic(tmp_path, settings | {"critic_init": str(tmp_path / "saved")}, base)
+
+
+# ---- no critic
+
+
+def by_hand(estimator, scores):
+    """Advantages of one group."""
+    mean = sum(scores) / len(scores)
+    if estimator == "grpo":
+        deviation = (sum((x - mean) ** 2 for x in scores) / (len(scores) - 1)) ** 0.5
+        return [(x - mean) / (deviation + 1e-4) for x in scores]
+    if estimator == "rloo":
+        return [x - (sum(scores) - x) / (len(scores) - 1) for x in scores]
+    return [x - mean for x in scores] if estimator == "dr_grpo" else scores
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce"])
+def test_without_a_critic_completions_of_a_prompt_are_compared_with_each_other(tmp_path, estimator):
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    built = trainer(
+        tmp_path, critic="none", advantage_estimator=estimator, num_generations=4, reward_funcs=reward, max_steps=2
+    )
+    start, rollouts = weights(built), rollouts_of(built)
+    assert built.actor_critic.value_head is None and not built.actor_critic.critic_parameters()
+    built.train()
+    ((rollout, samples),) = rollouts
+    assert rollout.old_values is None and rollout.returns is None
+    prompts = [samples.batch.prompts[group : group + 4] for group in (0, 4)]
+    assert [len(set(group)) for group in prompts] == [1, 1] and prompts[0] != prompts[1]
+    scores = reward(samples.batch.completion_ids)
+    assert len(set(scores[:4])) > 1
+    expected = torch.tensor(by_hand(estimator, scores[:4]) + by_hand(estimator, scores[4:]))
+    # the KL of the first rollout is exactly 0
+    torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
+    assert any(not torch.equal(weight, start[name]) for name, weight in weights(built).items())
+    logged = set().union(*built.state.log_history)
+    assert {"loss/policy", "kl"} <= logged
+    assert not any(name.startswith("value/") or name == "loss/value" for name in logged)
+
+
+REFUSED = [
+    ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
+    (NONE | {"advantage_estimator": "gae"}, "`critic='none'` takes 'grpo', 'dr_grpo', 'rloo' or 'reinforce'"),
+    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "does not go with `critic='head'`; set `critic="),
+    (ADAPTER | {"advantage_estimator": "reinforce"}, "does not go with `critic='adapter'`"),
+    *(
+        (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`advantage_estimator='{name}'` compares.* is 1")
+        for name in ("grpo", "dr_grpo", "rloo")
+    ),
+    *(
+        (NONE | {name: value}, f"`{name}={value!r}` is about a critic or its advantages")
+        for name, value in {
+            "gamma": 0.9,
+            "lam_critic": 0.9,
+            "lam_length_alpha": 0.05,
+            "critic_backprop": False,
+            "critic_learning_rate": 1e-3,
+            "critic_init": "somewhere",
+            "value_warmup_steps": 3,
+        }.items()
+    ),
+    (ADAPTER | {"critic_backprop": False}, "`critic_backprop=False` would leave the critic's own adapter untrained"),
+    ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0, got 0.0"),
+    ({"value_warmup_steps": -1}, "`value_warmup_steps` must be a whole number, at least 0, got -1"),
+    ({"value_warmup_steps": 1.5}, "`value_warmup_steps` must be a whole number, at least 0, got 1.5"),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED)
+def test_settings_that_a_critic_cannot_honour_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_reinforce_needs_neither_a_critic_nor_groups(tmp_path):
+    assert config(tmp_path, critic="none", advantage_estimator="reinforce").num_generations == 1

@@ -1,0 +1,302 @@
+"""Whatever stands in a config file or in a dataset: it is used, or refused by name; nothing else escapes."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import tempfile
+
+import datasets
+import pytest
+import yaml
+from datasets import Dataset, IterableDataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import CHAT_TEMPLATE, WORDS, tokenizer
+
+from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.checkpoints.settings import run_settings
+from trl_ppo_ext.commands.launch import parse
+from trl_ppo_ext.config_checks import check_values
+from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, tokenize_prompts
+
+fuzz = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """A config writes variables for Accelerate; those of one example are not for the next test."""
+    before = dict(os.environ)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# ---- config files ----
+
+# these start what belongs to the whole process: process groups, compilation, deterministic kernels
+OF_THE_PROCESS = set(
+    "fsdp fsdp_config deepspeed ddp_backend torch_compile torch_compile_backend torch_compile_mode full_determinism "
+    "tf32 use_cpu parallelism_config local_rank use_liger_kernel".split()
+)
+FIELDS = sorted(
+    field.name for field in dataclasses.fields(PPOConfig) if field.init and field.name not in OF_THE_PROCESS
+)
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none"}
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 20),
+    st.sampled_from([10**12, -(10**12), 2**64, 10**30]),
+    st.floats(-2, 2),
+    st.sampled_from([math.nan, math.inf, -math.inf, 1e308, 5e-324]),
+    st.sampled_from(
+        ["", " ", "none", "null", "nan", "1e-5", "0.5", "abc", "no", "steps", "{", "[", '{"a": 1}', "{'a': 1}"]
+    ),
+    st.sampled_from(
+        ["\x00", "é☃", "\u202egro", "\ud800", "../..", "/dev/null/x", "k1", "adapter", "raise", "x" * 5000]
+    ),
+    st.text(max_size=8),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def read(text):
+    """What `parse` makes of a config file: the config, or the error."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+        file.flush()
+        return parse("train", ["--config", file.name], "Train.")[1]
+
+
+def refusal(given, capsys):
+    """None if a config results, else the text of the error; any other exception fails the test."""
+    capsys.readouterr()
+    try:
+        args = read(yaml.safe_dump(PLAIN | given))
+    except ValueError as error:
+        return str(error)
+    except SystemExit as error:  # of the argument parser, which has said why
+        assert error.code == 2
+        return capsys.readouterr().err
+    check_accepted(args)
+    return None
+
+
+def check_accepted(args):
+    """A whole config: it holds numbers where numbers belong, and a checkpoint can keep its settings."""
+    check_values(args)
+    for field in dataclasses.fields(PPOConfig):
+        value = getattr(args, field.name, None)
+        assert not isinstance(value, float) or math.isfinite(value), field.name
+    assert json.loads(json.dumps(run_settings(args))) == run_settings(args)
+
+
+def names(text, given):
+    plain = text.lower().replace("_", "").replace("-", "")
+    return any(name.replace("_", "") in plain for name in given)
+
+
+@settings(fuzz, max_examples=250)
+@given(st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=3))
+def test_a_config_file_gives_a_config_or_an_error_that_names_a_field(capsys, given):
+    text = refusal(given, capsys)
+    # argparse cannot even print an error that holds half a surrogate pair
+    assert text is None or names(text, given) or "surrogates not allowed" in text, text
+
+
+@pytest.mark.parametrize("value", [[[1]], {"a": {"b": [None]}}, math.nan, "\x00", 2.5, True], ids=repr)
+def test_every_field_refuses_what_it_cannot_be_by_its_own_name(capsys, value):
+    """One value at a time, so that the name must be that of the field."""
+    own = {field.name for field in dataclasses.fields(PPOConfig)} - {
+        field.name for field in dataclasses.fields(PPOConfig.__mro__[1])
+    }
+    accepted = set()
+    for name in sorted(own):
+        text = refusal({name: value}, capsys)
+        accepted |= {name} if text is None else set()
+        assert text is None or names(text, [name]), (name, text)
+    hints = PPOConfig.__annotations__
+    fitting = {
+        "2.5": lambda hint: "float" in str(hint),
+        "True": lambda hint: "bool" in str(hint),
+        "{'a': {'b': [None]}}": lambda hint: "dict" in str(hint),
+    }.get(repr(value), lambda hint: False)
+    assert all(fitting(hints[name]) or name == "reward_on_error" for name in accepted), accepted
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"eval_strategy": False}, r"`eval_strategy` must be text, got False \(bool\).*put them in quotes"),
+        ({"learning_rate": [1e-4]}, r"`learning_rate` must be a number, got a list"),
+        ({"num_generations": 2.5}, r"`num_generations` must be a whole number, at least 1, got 2.5 \(float\)"),
+        ({"fp16": "maybe"}, "fp16"),
+        ({"save_steps": None}, r"`save_steps` must be a number, got None"),
+        ({"learning_rate": -1.0}, r"`learning_rate` must be finite and not negative, got -1.0"),
+        ({"seed": -1}, r"`seed` must be a whole number from 0 to"),
+        ({"max_steps": 0}, r"`max_steps` must be at least 1, or -1 for `num_train_epochs`"),
+        ({"generation_kwargs": "temperature=1"}, r"`generation_kwargs` must be a mapping, or JSON text of one"),
+        ({"deepspeed": "null"}, r"`deepspeed` must be a mapping, .* or the path of a file"),
+        ({"accelerator_config": 1}, r"`accelerator_config` must be a mapping, or the path"),  # a file descriptor!
+        ({"fsdp_config": "nowhere.json"}, r"`fsdp_config` must be a mapping"),
+        ({"lr_scheduler_type": "sine"}, r"`lr_scheduler_type` must be one of 'linear', .*got 'sine'"),
+        ({"log_level": "loud"}, r"`log_level` must be one of"),
+        ({"output_dir": "runs\0"}, r"`output_dir` holds a NUL"),
+        ({"reward_funcs": {"a": 1}}, r"`reward_funcs` must be a list of text, got a dict"),
+        ({"reward_funcs": [1]}, r"`reward_funcs` must be a list of text"),
+        ({"lora_r": "eight"}, "lora_r"),
+        ({"lora_r": [8]}, r"`lora_r` must be a whole number, got a list"),
+        ({"dtype": "float8"}, r"`dtype` must be one of 'auto'"),
+        ({"datasets": 3}, r"`datasets` must be a list of mappings"),
+        ({"datasets": [{"dataset": "x"}]}, r"The arguments cannot be read: .*dataset"),
+        ({"dataset_name": 7}, r"`dataset_name` must be text, got 7 \(int\)"),
+        ({1: 2}, r"The arguments cannot be read: .*strings"),
+        ({"learning_rat": 1}, r"no argument `learning_rat`.*did you mean `learning_rate`"),
+        ({"env": [1]}, "`env`"),
+    ],
+    ids=repr,
+)
+def test_a_value_of_a_wrong_kind_is_refused_with_what_is_needed(capsys, given, message):
+    text = refusal(given, capsys)
+    assert text is not None
+    assert re.search(message, " ".join(text.split())), text
+
+
+@settings(fuzz, max_examples=60)
+@given(st.one_of(st.text(max_size=30), st.binary(max_size=20).map(lambda b: b.decode("latin-1"))))
+def test_any_text_as_a_config_file_gives_a_config_or_a_value_error(capsys, text):
+    try:
+        check_accepted(read(text + "\nuse_cpu: true\nbf16: false\n"))
+    except (ValueError, SystemExit):
+        capsys.readouterr()
+
+
+def test_one_entry_stands_for_a_list_of_it(capsys):
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(PLAIN | {"reward_funcs": "accuracy_reward", "lora_target_modules": "all-linear"}, file)
+        file.flush()
+        script_args, _, model_args, _ = parse("train", ["--config", file.name], "Train.")
+    assert script_args.reward_funcs == ["accuracy_reward"] and model_args.lora_target_modules == "all-linear"
+
+
+def test_a_refused_config_leaves_nothing_behind(tmp_path, capsys):
+    wanted = {"output_dir": str(tmp_path / "run"), "num_generations": 3, "generation_batch_size": 8}
+    assert "num_generations=3" in refusal(wanted, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [["hf_verysecret"], {"a": "hf_verysecret"}, "hf_verysecret\0"])
+def test_a_token_of_a_wrong_kind_is_not_shown(capsys, value):
+    for name in ("hub_token", "model_init_kwargs"):
+        text = refusal({name: value}, capsys) or ""
+        assert "verysecret" not in text
+
+
+# ---- dataset rows ----
+
+TEXT = tokenizer()
+CHAT = tokenizer(chat_template=CHAT_TEMPLATE)
+STRICT = tokenizer(chat_template="{{ raise_exception('roles must alternate') if messages|length > 1 else 'w1 w2' }}")
+odd = st.sampled_from(
+    ["", " ", "<eos>", "w1 <eos> w2 <pad>", "\x00", "\x1b[31mred", "\ud800", "a\ud83d", "\u202ew1", "{{ 7 * 7 }}"]
+)
+odder = st.sampled_from(["{% raw %}", "\ufdfd", "\r\n\t", "w1\x85w2", "\U0001f469\u200d\U0001f467", "w1 " * 3000])
+texts = st.one_of(odd, odder, st.text(max_size=10), st.sampled_from(WORDS))
+roles = st.one_of(st.sampled_from(["user", "assistant", "system", "wizard", ""]), st.none(), st.integers(), texts)
+contents = st.one_of(texts, st.none(), st.integers(), st.lists(st.dictionaries(texts, texts, max_size=1), max_size=2))
+messages = st.one_of(
+    st.fixed_dictionaries({"role": roles, "content": contents}),
+    st.fixed_dictionaries({"role": st.just("user"), "content": texts}),
+    st.dictionaries(st.sampled_from(["role", "content", "name"]), contents, max_size=3),
+    st.none(),
+    texts,
+)
+odd_prompts = st.one_of(
+    texts,
+    st.lists(messages, max_size=3),
+    st.none(),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.lists(st.integers(), max_size=2),
+    st.lists(st.lists(texts, max_size=2), max_size=2),
+    st.dictionaries(texts, texts, max_size=2),
+)
+
+
+def check_rows(rows, of):
+    """Every row has its ids, or the first unusable one is named."""
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    done = []
+    try:
+        for row in tokenize_prompts(stream, of, "train_dataset", 8, chat_template_kwargs={}):
+            done.append(row)
+    except PromptError as error:
+        bad = [index for index in range(len(rows)) if f"Row {index} of `train_dataset`" in str(error)]
+        assert len(str(error)) < 1500
+        assert len(bad) == 1 or 'needs a column "prompt"' in str(error) or "is empty" in str(error), str(error)
+        return bad[0] if bad else -1
+    assert len(done) == len(rows)
+    for row in done:
+        assert row[PROMPT_IDS] and all(type(token) is int and 0 <= token < len(of) for token in row[PROMPT_IDS])
+    return None
+
+
+@settings(fuzz, max_examples=300)
+@given(st.lists(odd_prompts, min_size=1, max_size=4), st.sampled_from([TEXT, CHAT, STRICT]))
+def test_a_row_is_tokenised_or_refused_by_its_number(prompts, of):
+    bad = check_rows([{"prompt": prompt} for prompt in prompts], of)
+    alone = [check_rows([{"prompt": prompt}], of) for prompt in prompts]
+    assert bad == next((index for index, refused in enumerate(alone) if refused is not None), None)
+
+
+@settings(fuzz, max_examples=40)
+@given(
+    st.lists(
+        st.fixed_dictionaries({}, optional={"prompt": st.sampled_from(["w1 w2", None]), "target": st.integers(0, 3)}),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_stream_whose_rows_lack_their_prompt_is_refused(rows):
+    bad = check_rows(rows, TEXT)
+    whole = all(row.get("prompt") for row in rows)
+    assert (bad is None) == whole
+
+
+@pytest.mark.parametrize(
+    "prompt, of, message",
+    [
+        ([{"role": "user", "content": "w1"}, "w2"], CHAT, r"Message 1 must be a mapping .*got 'w2'"),
+        ([{"role": "user", "content": 3}], CHAT, r"Message 0 must be a mapping .*'content': 3"),
+        ([{"role": None, "content": "w1"}], CHAT, r"Message 0 must be a mapping"),
+        ([{"role": "user", "content": None}], CHAT, r"The chat template fails with UndefinedError"),
+        ([{"role": "user", "content": "w1"}] * 2, STRICT, r"The chat template fails with .*roles must alternate"),
+        ("w1 \ud800", TEXT, r"The tokenizer cannot read 'w1 \\ud800'"),
+        ({"role": "user", "content": "w1"}, CHAT, r"A prompt must be text or a list of chat messages"),
+        ([3] * 5000, CHAT, r"A prompt must be text or a list of chat messages, got \[3, 3"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_prompt_that_cannot_be_used_says_why(prompt, of, message):
+    rows = [{"prompt": "w1" if isinstance(prompt, str) else [{"role": "user", "content": "w1"}]}, {"prompt": prompt}]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    with pytest.raises(PromptError, match=rf"Row 1 of `train_dataset`: {message}"):
+        list(tokenize_prompts(stream, of, "train_dataset", 8))
+
+
+def test_special_tokens_in_a_prompt_are_those_tokens_and_cost_no_row():
+    rows = tokenize_prompts(Dataset.from_dict({"prompt": ["w1 <eos> w2", "<pad>"]}), TEXT, "train_dataset", 8)
+    w1, w2 = TEXT.convert_tokens_to_ids(["w1", "w2"])
+    assert rows[PROMPT_IDS] == [[w1, TEXT.eos_token_id, w2], [TEXT.pad_token_id]]

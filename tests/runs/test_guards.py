@@ -1,0 +1,554 @@
+"""What is not finite, or is not there at all, never reaches the weights, and is told about."""
+
+import json
+import math
+import os
+import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from test_trainer import rollouts_of, trainer, weights
+from tiny import config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
+from trl_ppo_ext.ppo.nonfinite import NonFiniteError, StepGuard, finite_rows, in_words
+from trl_ppo_ext.ppo.random_state import seeded_apart
+
+BAD_TOKEN = 31  # no prompt has it
+NAN, INF = math.nan, math.inf
+TIMED = ("time/", "tokens_per_second", "train_", "epoch")
+
+
+def completions_of(prompts):
+    """Completions that depend on the prompt alone: of different lengths, those of two-word prompts with BAD_TOKEN."""
+    generators = [torch.Generator().manual_seed(sum(ids)) for ids in prompts]
+    drawn = [
+        torch.randint(4, BAD_TOKEN, (2 + sum(ids) % 7,), generator=g).tolist() for ids, g in zip(prompts, generators)
+    ]
+    for prompt, ids in zip(prompts, drawn):
+        if len(prompt) == 2:
+            ids[sum(prompt) // 2 % len(ids)] = BAD_TOKEN  # at any place
+    return [[*ids, 1] for ids in drawn]
+
+
+def is_bad(completion_ids):
+    return torch.tensor([BAD_TOKEN in ids for ids in completion_ids])
+
+
+def reward(completion_ids, **kwargs):
+    return [sum(ids) / 50 for ids in completion_ids]
+
+
+def failing(completion_ids, **kwargs):
+    return [RewardError("no") if BAD_TOKEN in ids else sum(ids) / 50 for ids in completion_ids]
+
+
+def failing_always(completion_ids, **kwargs):
+    return [RewardError("no")] * len(completion_ids)
+
+
+SKIP = {"reward_on_error": "skip", "max_reward_failures": 1.0}
+
+
+def scripted(output_dir, reward_funcs=reward, **kwargs):
+    """A trainer with fixed completions."""
+    built = trainer(output_dir, reward_funcs=reward_funcs, **{"max_completion_length": 10} | kwargs)
+    built.experience.generator.generate = completions_of
+    return built
+
+
+def poisoned(built, quantity, value):
+    """The rollout's forward says `value` at one token of every bad completion; the trained forward is fine."""
+    score_tokens = built.experience.score_tokens
+
+    def poisoning(sequences):
+        scores = score_tokens(sequences)
+        bad = (sequences.completion_ids == BAD_TOKEN).any(1)
+        x = getattr(scores, quantity).clone()
+        x[bad, 1] = value
+        return scores._replace(**{quantity: x})
+
+    built.experience.score_tokens = poisoning
+    return built
+
+
+def poison_embedding(built):
+    """A forward over BAD_TOKEN is NaN from there on, in whatever role."""
+    with torch.no_grad():
+        built.actor_critic.policy.get_base_model().get_input_embeddings().weight[BAD_TOKEN] = NAN
+
+
+def logs(built):
+    return [{k: v for k, v in log.items() if not k.startswith(TIMED)} for log in built.state.log_history]
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, expected in other.items():
+        # by norm: Adam turns the rounding of a gradient near zero into a step of any size
+        assert (one[name] - expected).norm() <= 1e-4 * expected.norm(), name
+
+
+def moments(built):
+    states = built.optimizer.state_dict()["state"]
+    return {f"{i}.{name}": x.clone() for i, state in states.items() for name, x in state.items()}
+
+
+def all_equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+# ---- what the rollout's forwards say
+
+STEERED = {
+    "normalize_rewards": True,
+    "reward_baseline": "reference",
+    "kl_target": 0.5,
+    "kl_horizon": 100,
+    "entropy_target": 3.0,
+    "whiten_rewards": True,
+    "max_steps": 8,
+}
+EXACT = {"kl_estimator": "exact", "kl_placement": "both"}
+
+
+@pytest.mark.parametrize(
+    "quantity, value, settings",
+    [
+        ("logprobs", -INF, STEERED),
+        ("ref_logprobs", NAN, STEERED),
+        ("values", INF, STEERED),
+        ("entropies", NAN, STEERED),
+        ("kls", INF, STEERED | EXACT),
+        ("ref_logprobs", -INF, {"critic": "none", "num_generations": 2, "kl_estimator": "k2"}),
+    ],
+)
+def test_a_completion_that_is_not_finite_is_left_out_like_one_whose_reward_failed(tmp_path, quantity, value, settings):
+    built = poisoned(scripted(tmp_path / "a", **settings), quantity, value)
+    rollouts = rollouts_of(built)
+    built.train()
+    expected = scripted(tmp_path / "b", failing, **settings | SKIP)
+    expected.train()
+    assert_close(weights(built), weights(expected))
+    state, wanted = built.experience.state_dict(), expected.experience.state_dict()
+    for part, numbers in wanted.items():
+        for name, number in numbers.items():
+            assert (state[part][name] or 0) == pytest.approx(number or 0, rel=1e-5), name
+    counts = [is_bad(samples.batch.completion_ids).sum().item() for _, samples in rollouts]
+    assert min(counts) > 0 and max(counts) < 8
+    assert [log["nonfinite_completions"] for log in built.state.log_history if "reward" in log] == counts
+    assert [log["nonfinite_completions"] for log in expected.state.log_history if "reward" in log] == [0] * len(counts)
+    for log, other in zip(logs(built), logs(expected), strict=True):
+        for name in other.keys() - {"num_tokens", "nonfinite_completions"}:
+            if not name.startswith("rewards/"):  # the reward itself did not fail
+                assert log[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"critic": "adapter", "one_pass_scoring": True}, {"entropy_coef": 0.01} | EXACT]
+)
+def test_a_forward_that_is_not_finite_taints_no_gradient(tmp_path, settings):
+    """The same completions are not finite in the trained forward, and a mask of 0 does not stop a NaN."""
+    built = scripted(tmp_path / "a", **settings)
+    poison_embedding(built)
+    rollouts = rollouts_of(built)
+    built.train()
+    expected = scripted(tmp_path / "b", failing, **settings | SKIP)
+    expected.train()
+    assert sum(log.get("skipped_steps", 0) for log in built.state.log_history) == 0
+    assert_close(weights(built), weights(expected))
+    rollout, samples = rollouts[0]
+    bad = is_bad(samples.batch.completion_ids)
+    assert torch.equal(samples.left_out, bad) and torch.equal(~rollout.response_mask.any(1), bad)
+    assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)  # what was sampled is told as it was
+    assert not (rollout.sequences.completion_ids == BAD_TOKEN).any()
+    assert all(x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.returns))
+
+
+def test_a_warning_says_how_many_and_what(tmp_path, caplog):
+    built = poisoned(scripted(tmp_path, max_steps=1, shuffle_dataset=False), "values", NAN)
+    built.train()
+    assert "2 of 8 completions are left out: not finite are the value of 2 of 8" in caplog.text
+
+
+def test_tokens_of_completions_that_are_left_out_were_generated_and_are_counted(tmp_path):
+    built = poisoned(scripted(tmp_path, max_steps=1), "values", NAN)
+    rollouts = rollouts_of(built)
+    built.train()
+    batch = rollouts[0][1].batch
+    assert is_bad(batch.completion_ids).any()
+    expected = sum(map(len, (*batch.prompt_ids, *batch.completion_ids)))
+    assert built.state.log_history[0]["num_tokens"] == expected
+
+
+def test_a_rollout_of_which_nothing_is_finite_ends_the_run_and_is_written_down(tmp_path):
+    two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(16)]})
+    built = scripted(tmp_path, dataset=two_words)
+    poison_embedding(built)
+    before = weights(built)
+    with pytest.raises(
+        NonFiniteError, match=r"the log-probability of 8 of 8, the reference .* the value of 8 of 8"
+    ) as error:
+        built.train()
+    assert all_equal(weights(built), before)
+    folder = tmp_path / "_nonfinite_step_1" / "process_0"
+    assert str(folder) in str(error.value) and "the value of rows 0, 1, 2, 3, 4, 5, 6, 7" in str(error.value)
+    tensors = load_file(folder / "rollout.safetensors")
+    assert tensors["old_logprobs"].isnan().any(1).all() and tensors["entropies"].isnan().any(1).all()
+    affected = json.loads((folder / "affected.json").read_text())
+    assert [entry["row"] for entry in affected] == list(range(8))
+    assert affected[0]["not_finite"][0] == "log-probability" and "w27" in affected[0]["text"]
+
+
+def test_an_evaluation_counts_them_and_goes_on(tmp_path):
+    two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(5)]})
+    built = scripted(tmp_path, eval_dataset={"bad": two_words, "mixed": prompts(5)}, per_device_eval_batch_size=4)
+    poison_embedding(built)
+    metrics = built.evaluate()
+    assert metrics["eval_bad_nonfinite_completions"] == 5 and "eval_bad_reward" not in metrics
+    assert metrics["eval_mixed_nonfinite_completions"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+    lengths = [len(c) for c in completions_of(built.eval_dataset["mixed"]["prompt_ids"]) if BAD_TOKEN not in c]
+    assert metrics["eval_mixed_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+# ---- optimizer steps without a token
+
+
+def fails_from(call):
+    """A reward that works before its `call`-th rollout, and never again."""
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(0)
+        return failing_always(completion_ids) if len(calls) >= call else length_reward(completion_ids)
+
+    return reward
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence_mean", "sequence_sum", "constant"])
+def test_a_step_without_a_token_is_not_taken(tmp_path, aggregation):
+    settings = {"weight_decay": 0.1, "loss_aggregation": aggregation, "entropy_coef": 0.01}
+    built = scripted(tmp_path, fails_from(2), max_steps=8, lr_scheduler_type="constant", **settings | SKIP)
+    seen, taken = [], built.updates.start
+
+    def recording(*args):
+        seen.append((weights(built), moments(built)))
+        taken(*args)
+
+    built.updates.start = recording
+    built.train()
+    (at_start, _), (after_first, adam) = seen
+    assert not all_equal(at_start, after_first) and any(x.any() for x in adam.values())
+    assert all_equal(weights(built), after_first) and all_equal(moments(built), adam)
+    history = built.state.log_history[:-1]
+    assert [log["empty_steps"] for log in history] == [0] * 4 + [1] * 4
+    assert [log["loss"] for log in history[4:]] == [0] * 4
+    assert all(math.isfinite(value) for log in history for value in log.values())
+
+
+def test_masked_completions_alone_make_no_step(tmp_path):
+    built = trainer(
+        tmp_path, max_completion_length=2, mask_truncated_completions=True, max_steps=4, dataset=prompts(8)
+    )
+    built.experience.generator.generate = lambda prompts: [[5, 6]] * 4 + [[5, 1]] * (len(prompts) - 4)
+    built.train()
+    # rows 0 to 3 are the first step of the first epoch; the second epoch mixes them
+    assert [log["empty_steps"] for log in built.state.log_history[:2]] == [1, 0]
+    assert built.state.log_history[0]["loss"] == 0 and built.state.log_history[1]["loss"] != 0
+
+
+@pytest.mark.parametrize("coefficient, empty", [(1.0, 0), (0.0, 1)])
+def test_supervised_rows_are_learned_beside_an_empty_rollout(tmp_path, coefficient, empty):
+    ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]})
+    args = config(tmp_path, ptx_coef=coefficient, **SKIP)
+    built = PPOTrainer(llama(), failing_always, args, prompts(), processing_class=tokenizer(), ptx_dataset=ptx)
+    before = weights(built)
+    built.train()
+    assert all_equal(weights(built), before) == bool(empty)
+    assert all(log["empty_steps"] == empty and math.isfinite(log["loss"]) for log in built.state.log_history[:-1])
+
+
+# ---- rollouts that hardly tell anything
+
+
+def all_equally_good(completion_ids, **kwargs):
+    return [1.0] * len(completion_ids)
+
+
+def only_first(completion_ids, **kwargs):
+    return [1.0, *failing_always(completion_ids[1:])]
+
+
+CRITIC_FREE = {"critic": "none", "num_generations": 2}
+DEGENERATE = {
+    "equal scores": {"whiten_rewards": True, "normalize_rewards": True, "reward_baseline": "reference"},
+    "equal scores, GRPO": CRITIC_FREE | {"normalize_rewards": True},
+    "equal scores, RLOO": CRITIC_FREE | {"advantage_estimator": "rloo"},
+    "equal scores, whitened REINFORCE": {
+        "critic": "none",
+        "advantage_estimator": "reinforce",
+        "whiten_advantages": True,
+    },
+    "suppressed tokens": {"generation_kwargs": {"suppress_tokens": list(range(6, 32))}, **EXACT},
+    "one token": {"max_completion_length": 1, "missing_eos_penalty": 1.0},
+    "one token, length-adaptive": {"max_completion_length": 1, "lam_length_alpha": 0.05},
+    "one row": {
+        "per_device_train_batch_size": 1,
+        "num_mini_batches": 1,
+        "normalize_rewards": True,
+        "whiten_rewards": True,
+    },
+    "one row of one token": {
+        "per_device_train_batch_size": 1,
+        "num_mini_batches": 1,
+        "max_completion_length": 1,
+        "normalize_rewards": True,
+        "whiten_rewards": True,
+        "target_kl": 1e-3,
+    },
+    "one that is left": {"reward_funcs": only_first, "num_mini_batches": 1, "normalize_rewards": True} | SKIP,
+    "one that is left of a group": {"reward_funcs": only_first, "num_mini_batches": 1, **CRITIC_FREE} | SKIP,
+}
+
+
+def run_degenerate(tmp_path, generate=None, **settings):
+    reward_funcs = (
+        only_first if "reward_funcs" in settings else (lambda completion_ids, **_: [1.0] * len(completion_ids))
+    )
+    settings = {"entropy_coef": 0.01, "max_steps": 6, **settings, "reward_funcs": reward_funcs}
+    built = trainer(tmp_path, **settings)
+    if generate is not None:
+        built.experience.generator.generate = generate
+    rollouts = rollouts_of(built)
+    built.train()
+    assert all(math.isfinite(value) for log in built.state.log_history for value in log.values())
+    assert all(x.isfinite().all() for x in weights(built).values())
+    assert built.state.global_step == 6
+    assert sum(log.get("skipped_steps", 0) for log in built.state.log_history) == 0
+    return rollouts
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_rollouts_keep_everything_finite(tmp_path, case):
+    rollouts = run_degenerate(tmp_path, **DEGENERATE[case])
+    for rollout, samples in rollouts:
+        assert rollout.advantages.isfinite().all()
+        if case == "suppressed tokens":
+            assert samples.sequences.completion_ids.max() < 6
+        if "one token" in case:
+            assert samples.sequences.completion_ids.shape[1] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, CRITIC_FREE, {"whiten_rewards": True, "loss_aggregation": "sequence_mean"}])
+def test_completions_that_end_at_once_keep_everything_finite(tmp_path, settings):
+    rollouts = run_degenerate(tmp_path, generate=lambda prompts: [[1]] * len(prompts), **settings)
+    assert all(rollout.response_mask.sum() == len(rollout) for rollout, _ in rollouts)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo"])
+def test_groups_of_equal_scores_teach_nothing(tmp_path, estimator):
+    settings = CRITIC_FREE | {"advantage_estimator": estimator, "kl_coef": 0.0}
+    assert not any(rollout.advantages.any() for rollout, _ in run_degenerate(tmp_path, **settings))
+
+
+# ---- log-ratios of any size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates_of_huge_log_ratios_are_finite_and_so_are_their_gradients(dtype, estimator):
+    logprobs = torch.tensor([[-1e5, -1e-3, -88.8, -3e4]], dtype=dtype, requires_grad=True)
+    reference = torch.tensor([[-1e-3, -1e5, -5e-8, -1e5]], dtype=dtype)
+    kl = ppo_math.kl_estimate(logprobs, reference, estimator)
+    kl.sum().backward()
+    assert kl.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_the_policy_loss_of_huge_log_ratios_is_finite_and_so_is_its_gradient(dtype, dual_clip):
+    logprobs = torch.tensor([[0.0, 0.0, -1e5, -1e5]], dtype=dtype, requires_grad=True)
+    old = torch.tensor([[-1e5, -1e5, 0.0, 0.0]], dtype=dtype)
+    advantages = torch.tensor([[1e3, -1e3, 1e3, -1e3]], dtype=dtype)
+    loss = ppo_math.clipped_policy_loss(logprobs, old, advantages, 0.2, 0.2, dual_clip)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_exact_kl_of_distributions_that_hardly_overlap_is_finite(dtype):
+    logits = torch.zeros(2, 4, dtype=dtype)
+    logits[0, 0], logits[1, 1] = 1e4, 1e4
+    logits.requires_grad_()
+    kl = ppo_math.exact_kl(logits[0].float().log_softmax(-1), logits[1].detach().float().log_softmax(-1))
+    kl.backward()
+    assert kl.item() == pytest.approx(1e4, rel=1e-2) and logits.grad.isfinite().all()
+
+
+# ---- gradients that are not finite
+
+
+def break_after_collecting(built):
+    """The rollout's forward is fine; those of the updates are NaN for completions with BAD_TOKEN."""
+    collect = built.experience.collect
+
+    def breaking(*args):
+        collected = collect(*args)
+        poison_embedding(built)
+        return collected
+
+    built.experience.collect = breaking
+
+
+def test_the_report_names_the_rows_and_what_is_not_finite(tmp_path):
+    built = scripted(tmp_path, max_skipped_steps=2, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
+    break_after_collecting(built)
+    before = weights(built)
+    with pytest.raises(NonFiniteError) as error:
+        built.train()
+    assert all_equal(weights(built), before)
+    # the four prompts of the first rollout have 1, 2, 3 and 4 words
+    message = str(error.value)
+    assert "2 optimizer steps in a row" in message and "Optimizer step 2 is skipped" in message
+    assert "the log-probability of rows 1; the value of rows 1; the loss of rows 1" in message
+    folder = tmp_path / "_nonfinite_step_2" / "process_0"
+    assert str(folder) in message and (folder / "rollout.safetensors").is_file()
+    (affected,) = json.loads((folder / "affected.json").read_text())
+    assert affected["row"] == 1 and affected["not_finite"] == ["log-probability", "value", "loss"]
+
+
+def test_suspects_are_rows_of_the_whole_rollout(tmp_path):
+    """Not of the micro-batch, nor of the minibatch: of the tensors that are written."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 3}
+    built = scripted(tmp_path, max_skipped_steps=100, max_steps=6, **settings)
+    break_after_collecting(built)
+    rollouts, found, see = rollouts_of(built), [], built.guard.see
+    built.guard.see = lambda *args: found.append(built.updates.suspects()) or see(*args)
+    built.train()
+    bad = set(is_bad(rollouts[0][1].batch.completion_ids).nonzero()[:, 0].tolist())
+    assert len(found) == 6 and bad
+    for epoch in (found[:2], found[2:4], found[4:]):  # each epoch sees every row once
+        assert sorted(row for step in epoch for row in step.get("loss", [])) == sorted(bad)
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_said_to_be_that(tmp_path, caplog):
+    StepGuard(2, str(tmp_path), 0, tokenizer()).see(False, 7, None, dict)
+    assert "Optimizer step 7 is skipped: its gradient is not finite" in caplog.text
+    assert "loss of its rows on this process is finite" in caplog.text
+
+
+def test_rows_are_listed_up_to_eight():
+    assert in_words({"loss": list(range(10)), "value": []}) == (
+        "not finite are the loss of rows 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    )
+
+
+def test_finite_rows():
+    x = torch.tensor([[0.0, 1.0], [NAN, 0.0], [0.0, INF], [0.0, -INF]])
+    assert finite_rows([x]).tolist() == [True, False, False, False]
+    assert finite_rows([x, None, torch.tensor([[0.0], [0.0], [0.0], [0.0]])]).tolist() == [True, False, False, False]
+    assert not finite_rows([x, None, torch.tensor([[NAN], [0.0], [0.0], [0.0]])]).any()
+
+
+# ---- random numbers of an evaluation
+
+
+def draws():
+    return [torch.rand(2).tolist(), np.random.rand(2).tolist(), [random.random(), random.random()]]
+
+
+def test_numbers_drawn_apart_leave_the_others_alone():
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = draws() + draws()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    first, cpu = draws(), torch.device("cpu")
+    with seeded_apart(5, 0, cpu):
+        apart = draws()
+    with pytest.raises(ZeroDivisionError), seeded_apart(5, 0, cpu):
+        assert draws() == apart
+        _ = 1 / 0
+    with seeded_apart(5, 1, cpu):
+        assert all(one != other for one, other in zip(draws(), apart))
+    assert first + draws() == expected
+
+
+@pytest.mark.gpu
+def test_numbers_drawn_apart_on_a_gpu():
+    device = torch.device("cuda")
+    torch.manual_seed(1)
+    expected = torch.rand(4, device=device)
+    torch.manual_seed(1)
+    first = torch.rand(2, device=device)
+    with seeded_apart(5, 0, device):
+        apart = torch.rand(2, device=device)
+    with seeded_apart(5, 0, device):
+        assert torch.equal(torch.rand(2, device=device), apart)
+    assert torch.cat([first, torch.rand(2, device=device)]).ne(expected).sum() == 0
+
+
+def test_evaluations_leave_a_run_as_it_is_and_sample_alike(tmp_path):
+    often = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
+    plain = trainer(tmp_path / "plain", max_steps=8)
+    plain.train()
+    evaluated = trainer(tmp_path / "evaluated", max_steps=8, eval_dataset=prompts(6), **often)
+    sampled, evaluate = [], evaluated.experience.evaluate
+
+    def recording(*args):
+        samples = evaluate(*args)
+        sampled.append(samples.batch.completion_ids)
+        return samples
+
+    evaluated.experience.evaluate = recording
+    evaluated.train()
+    assert len(sampled) >= 3 and all_equal(weights(plain), weights(evaluated))
+    evaluated.evaluate()
+    evaluated.evaluate()
+    assert sampled[-1] == sampled[-2]  # the same draws, and so the same completions of the same policy
+    evaluated.args.seed += 1
+    evaluated.evaluate()
+    assert sampled[-1] != sampled[-2]
+
+
+def test_a_run_that_is_finite_writes_nothing_for_inspection(tmp_path):
+    scripted(tmp_path, max_steps=2).train()
+    assert not list(Path(tmp_path).glob("_nonfinite*"))
+
+
+# ---- processes that have nothing to learn from
+
+DRIVER = Path(__file__).parents[1] / "resume" / "uneven_processes.py"
+TWO_PROCESSES = DRIVER.parents[2] / "recipes" / "accelerate" / "cpu_2_processes.yaml"
+
+
+def saved(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{file.name}:{name}": x for file in files for name, x in load_file(file).items()}
+
+
+def test_a_process_without_a_usable_completion_goes_along(tmp_path):
+    """Its rewards failed, or its forwards were not finite: what is learned is what the other process has."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(TWO_PROCESSES), str(DRIVER)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{DRIVER.parents[1]}:{DRIVER.parents[2]}"}
+    (tmp_path / "two").mkdir()
+    command = [*launch, str(tmp_path / "two"), "4"]
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    single = runpy.run_path(str(DRIVER))["main"](str(tmp_path / "one"), 8)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 0, told[-4000:]
+    assert_close(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    processes, *log = json.loads((tmp_path / "two" / "log.json").read_text())
+    assert processes["num_processes"] == 2
+    assert [entry["rewards/reward/failed"] for entry in log if "reward" in entry] == [4, 0]
+    assert [entry["nonfinite_completions"] for entry in log if "reward" in entry] == [0, 4]
+    assert [entry["empty_steps"] for entry in log[:-1]] == [0] * 4
+    for entry, expected in zip(log, single.state.log_history, strict=True):
+        for name in expected.keys() & {"reward", "kl", "entropy", "loss", "loss/value", "grad_norm", "objective"}:
+            assert entry[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

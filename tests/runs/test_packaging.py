@@ -1,0 +1,255 @@
+"""What is published: the public names, the files, the wheel, and which module may import which."""
+
+import ast
+import configparser
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib import import_module
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import yaml
+
+import trl_ppo_ext
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trl_ppo_ext"
+
+
+def setup():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def modules():
+    return sorted(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "trl_ppo_ext."))
+
+
+# ---- the public surface ----
+
+
+def test_public_names_are_there_documented_and_listed():
+    assert trl_ppo_ext.__all__ == sorted(trl_ppo_ext.__all__)
+    for name in trl_ppo_ext.__all__:
+        assert inspect.getdoc(getattr(trl_ppo_ext, name)), name
+        assert name in dir(trl_ppo_ext)
+
+
+def test_nothing_else_is_public():
+    """In a process of its own: modules that were imported are attributes of the package."""
+    program = "import trl_ppo_ext as p; print(*(n for n in vars(p) if not n.startswith('_')))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    imported = {"import_module", "TYPE_CHECKING", "Any"}
+    assert set(done.stdout.split()) <= imported | set(trl_ppo_ext.__all__)
+
+
+def test_a_name_that_is_not_public_is_refused():
+    with pytest.raises(AttributeError, match="made_up"):
+        trl_ppo_ext.made_up  # noqa: B018
+
+
+# ---- the plan of the house ----
+
+
+def layers():
+    """Lines of the plan in CONTRIBUTING.md, as sets of modules."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    plan = re.search(r"## The plan of the house.*?```text\n(.*?)```", text, re.DOTALL)[1]
+    return [set(re.findall(r"\w+", line)) for line in plan.splitlines()]
+
+
+def imports(path):
+    """Top-level modules of the package that a file imports, anywhere but for type checking."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("trl_ppo_ext."):
+            yield node.module.split(".")[1]
+
+
+def misplaced(plan, importing):
+    """Imports that go down: of what stands below, or beside in another line."""
+    level = {module: index for index, line in enumerate(plan) for module in line}
+    lowest = len(plan)  # what has no place yet
+    return [
+        f"{module} imports {other}"
+        for module, others in importing.items()
+        for other in others
+        if level.get(module, lowest) < level.get(other, lowest)
+    ]
+
+
+def of_modules():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if top != "__init__":
+            found.setdefault(top, set()).update(set(imports(path)) - {top})
+    return found
+
+
+def test_a_module_imports_only_what_stands_above_it():
+    assert not misplaced(layers(), of_modules())
+
+
+def test_the_plan_names_modules_that_exist_and_each_once():
+    named = [module for line in layers() for module in line]
+    assert len(named) == len(set(named))
+    assert not set(named) - of_modules().keys()
+
+
+def test_what_is_misplaced_is_seen():
+    assert misplaced([{"a"}, {"b", "c"}], {"a": {"b"}, "b": {"a", "c"}, "c": {"new"}, "new": {"a"}}) == [
+        "a imports b",
+        "c imports new",
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(layers()[0]))
+def test_the_first_layer_knows_no_models(module):
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
+    allowed = {"torch"} | sys.stdlib_module_names
+    assert not {name.split(".")[0] for name in named} - (allowed if module == "ppo_math" else allowed | {"numpy"})
+
+
+# ---- files that come with it ----
+
+
+def test_version_and_licence_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    metadata = setup()["metadata"]
+    assert citation["version"] == metadata["version"]
+    assert citation["license"] == metadata["license"]
+
+
+def test_citation_is_valid():
+    """What the schema of CITATION.cff 1.2.0 demands, and GitHub shows."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["type"] in ("software", "dataset")
+    assert {"message", "title", "authors"} <= citation.keys()
+    for entry in [citation, *citation["references"]]:
+        for author in entry["authors"]:
+            assert set(author) <= {"name", "family-names", "given-names", "orcid", "affiliation"}
+            assert "name" in author or {"family-names", "given-names"} <= author.keys()
+    for reference in citation["references"]:
+        assert {"type", "title", "authors"} <= reference.keys()
+
+
+def test_changelog_has_the_form():
+    """Versions from the newest to the oldest, with dates; sections of the six kinds."""
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    versions = [line for line in lines if line.startswith("## ")]
+    assert versions[0] == "## [Unreleased]"
+    for version in versions[1:]:
+        assert re.fullmatch(r"## \[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version), version
+    numbers = [tuple(map(int, re.findall(r"\d+", version)[:3])) for version in versions[1:]]
+    assert numbers == sorted(numbers, reverse=True)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {line.removeprefix("### ") for line in lines if line.startswith("### ")} <= kinds
+
+
+def test_issue_templates_can_be_read():
+    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(templates) >= 2
+    for path in templates:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.name == "config.yml":
+            continue
+        assert {"name", "description", "body"} <= loaded.keys()
+        ids = [entry["id"] for entry in loaded["body"] if entry["type"] != "markdown"]
+        assert len(ids) == len(set(ids))
+        assert all(entry["attributes"]["label"] for entry in loaded["body"] if entry["type"] != "markdown")
+
+
+def test_it_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+    assert "py.typed" in setup()["options.package_data"]["trl_ppo_ext"]
+
+
+# ---- what is optional ----
+
+
+def test_the_package_does_without_what_is_optional():
+    """In a process in which the packages of the extras are not there."""
+    requirements = "\n".join(dict(setup()["options.extras_require"]).values())
+    names = {re.split(r"[^\w-]", line.strip())[0].replace("-", "_") for line in requirements.splitlines()} - {""}
+    assert {"deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(names)!r}))\n"
+        f"for name in {modules()!r}: importlib.import_module(name)\n"
+        "from trl_ppo_ext import PPOTrainer\n"
+        "from trl_ppo_ext.commands.main import main\n"
+        "main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pretrain-critic" in done.stdout
+
+
+# ---- the wheel ----
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that the checkout stays as it is."""
+    pytest.importorskip("setuptools", reason="the wheel is built with setuptools of this environment")
+    folder = tmp_path_factory.mktemp("wheel")
+    copytree(PACKAGE, folder / "source" / "trl_ppo_ext", ignore=lambda *_: {"__pycache__"})
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        if (ROOT / name).is_file():
+            (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*command, "--wheel-dir", ".", "./source"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert inside == {path.relative_to(ROOT).as_posix() for path in files}
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_works_outside_of_the_checkout(wheel, tmp_path):
+    """In an environment of its own that sees this one's packages, but not this package."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    folder = "Scripts" if os.name == "nt" else "bin"
+    python = tmp_path / "venv" / folder / "python"
+    site = next((tmp_path / "venv").rglob("site-packages"))
+    # a path alone: the `.pth` files over there, an editable install of this package among them, are not read
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, str(wheel)], check=True, cwd=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert str(site) in run(python, "-c", "import trl_ppo_ext; print(trl_ppo_ext.__file__)")
+    script = tmp_path / "venv" / folder / "trl-ppo"
+    printed = run(script, "--help")
+    for command in import_module("trl_ppo_ext.commands.main").COMMANDS:
+        assert command in printed
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    run(python, "-c", program, *modules())

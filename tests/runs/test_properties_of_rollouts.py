@@ -1,0 +1,231 @@
+"""Invariants of advantages, coefficients and batches, on whatever hypothesis finds: order, shares, nothing at all."""
+
+import math
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from hypothesis import given
+from hypothesis import strategies as st
+from test_properties import GARBAGE, batches, close, property_test, seeds
+from torch.utils.data import BatchSampler
+
+from trl_ppo_ext import ppo_math
+from trl_ppo_ext.data.prompts import RolloutSampler
+from trl_ppo_ext.ppo.advantages import critic_advantages, group_advantages, token_rewards
+from trl_ppo_ext.ppo.batch_plan import BatchPlan, accumulation_for
+from trl_ppo_ext.ppo.coefficients import AdaptiveEntropy, AdaptiveKL
+from trl_ppo_ext.ppo.group_baselines import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from trl_ppo_ext.sequences import Rollout, Sequences, micro_batches, rollout_from_tensors, rollout_tensors, schedule
+
+# ---- rewards and advantages ----
+
+ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None, "num_generations": 2}
+
+
+@property_test
+@given(batches(tensors=2), seeds, st.floats(0, 2), st.sampled_from(GARBAGE))
+def test_token_rewards_add_up_to_the_score_less_the_kl(batch, seed, kl_coef, garbage):
+    tokens, kl, _ = batch
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, tokens.shape[1] + 1, (len(tokens),), generator=generator)
+    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    shaped, tokens = torch.randn(len(tokens), generator=generator, dtype=torch.float64), tokens * mask
+    rewards = token_rewards(tokens, shaped, kl.masked_fill(~mask, garbage), mask, kl_coef)
+    close(rewards.sum(1), shaped - kl_coef * (kl * mask).sum(1), rtol=1e-7, atol=1e-7)
+    assert (rewards[~mask] == 0).all()
+    close(token_rewards(tokens, tokens.sum(1), kl, mask, 0.0), tokens)
+
+
+def test_a_completion_of_no_token_is_rewarded_nowhere():
+    nothing = torch.zeros(2, 3)
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    rewards = token_rewards(nothing.clone(), torch.ones(2), nothing, mask, 0.1)
+    assert rewards.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("single", [False, True])
+@property_test
+@given(st.integers(1, 3), st.sampled_from([0.0, 1.0, -1e3, 0.1]), seeds)
+def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed):
+    """All scores equal, one token each, rows of which nothing counts."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = 2 * groups, 1 if single else 5
+    mask = torch.rand(rows, width, generator=generator) < 0.5
+    rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
+    for alpha in (None, 0.05):
+        advantages, returns = critic_advantages(
+            rewards, values, mask, SimpleNamespace(**ARGS | {"lam_length_alpha": alpha})
+        )
+        white = ppo_math.whiten(advantages, mask)
+        assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
+        assert (white[~mask] == 0).all()
+        assert ppo_math.explained_variance(values, returns, mask).isfinite()
+    counted = torch.rand(rows, generator=generator) < 0.5
+    scores = torch.full((rows,), score)
+    for estimator in ("grpo", "dr_grpo", "rloo"):
+        args = SimpleNamespace(**ARGS, advantage_estimator=estimator)
+        assert (group_advantages(scores, counted, args) == 0).all()
+    reinforce = SimpleNamespace(**ARGS, advantage_estimator="reinforce")
+    failed = scores.masked_fill(~counted, math.nan)
+    assert torch.equal(group_advantages(failed, counted, reinforce), scores * counted)
+
+
+@pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
+@property_test
+@given(st.integers(1, 4), st.integers(2, 5), seeds, st.floats(-50, 50), st.sampled_from(GARBAGE))
+def test_groups_and_their_members_may_come_in_any_order(function, groups, size, seed, shift, garbage):
+    """And neither a shift of all scores nor what a failed one holds matters."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(groups * size, generator=generator, dtype=torch.float64)
+    counts = torch.rand(groups * size, generator=generator) < 0.8
+    expected = function(scores, counts, size)
+    order = torch.stack([group * size + torch.randperm(size, generator=generator) for group in range(groups)])
+    order = order[torch.randperm(groups, generator=generator)].flatten()
+    close(function(scores[order], counts[order], size), expected[order])
+    close(function(scores + shift, counts, size), expected, rtol=1e-6, atol=1e-6)
+    close(function(scores.masked_fill(~counts, garbage), counts, size), expected)
+    close(expected.reshape(groups, size).sum(1), expected.new_zeros(groups), atol=1e-6)
+
+
+# ---- coefficients ----
+
+measurements = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=30)
+
+
+@property_test
+@given(st.floats(1e-4, 10), st.floats(1e-3, 100), measurements)
+def test_a_steered_kl_coefficient_stays_positive_and_moves_towards_its_target(value, target, measured):
+    coefficient = AdaptiveKL(value, target, horizon=100)
+    for kl in measured:
+        before = coefficient.value
+        coefficient.update(kl, 64)
+        ratio = coefficient.value / before
+        assert 0 < coefficient.value < math.inf and 1 - 0.2 * 0.64 - 1e-9 <= ratio <= 1 + 0.2 * 0.64 + 1e-9
+        if math.isfinite(kl):
+            assert (ratio >= 1) if kl > target else (ratio <= 1)
+        else:
+            assert ratio == 1
+
+
+@property_test
+@given(st.floats(0, 1), st.floats(0, 5), measurements)
+def test_a_steered_entropy_coefficient_stays_between_zero_and_one(value, target, measured):
+    coefficient = AdaptiveEntropy(value, target)
+    for entropy in measured:
+        coefficient.update(entropy, 1)
+        assert 0 <= coefficient.value <= 1
+        assert not math.isfinite(entropy) or entropy <= target or coefficient.value == 0
+
+
+# ---- batches ----
+
+small = st.integers(1, 4)
+
+
+@st.composite
+def plans(draw):
+    sizes = {
+        "micro_batch_size": draw(small),
+        "gradient_accumulation_steps": draw(st.integers(1, 3)),
+        "num_mini_batches": draw(st.integers(1, 3)),
+        "num_ppo_epochs": draw(st.integers(1, 3)),
+        "num_processes": draw(st.integers(1, 3)),
+    }
+    completions = BatchPlan(**sizes).completions
+    divisors = [d for d in range(1, completions + 1) if completions % d == 0]
+    return BatchPlan(**sizes, num_generations=draw(st.sampled_from(divisors)))
+
+
+@property_test
+@given(plans())
+def test_the_sizes_of_a_plan_multiply_out(plan):
+    assert plan.completions == plan.prompts * plan.num_generations
+    per_epoch = plan.num_mini_batches * plan.gradient_accumulation_steps
+    assert plan.completions == per_epoch * plan.micro_batch_size * plan.num_processes
+    assert plan.micro_steps == per_epoch * plan.num_ppo_epochs
+    again = accumulation_for(plan.completions, plan.num_mini_batches, plan.micro_batch_size, plan.num_processes)
+    assert again == plan.gradient_accumulation_steps
+
+
+def rollout_of(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [torch.randint(1, 5, (2,), generator=generator).tolist() for _ in range(size)]
+    prompts, completions = ([[row + 1] * pair[side] for row, pair in enumerate(lengths)] for side in (0, 1))
+    sequences = Sequences.from_token_ids(prompts, completions, pad_token_id=0, device="cpu")
+    numbers = sequences.completion_ids.float()  # every number says whose row it is; 0 is padding
+    return Rollout(sequences, sequences.completion_mask, numbers, numbers, numbers)
+
+
+@property_test
+@given(plans(), seeds, st.data())
+def test_every_row_comes_once_in_every_epoch_and_from_any_position_the_rest(plan, seed, data):
+    torch.manual_seed(seed)
+    size = plan.completions_per_process
+    rollout, rows = rollout_of(size, seed), schedule(torch.ones(size), plan)
+    whole = list(micro_batches(rollout, rows))
+    assert len(whole) == plan.micro_steps
+    seen = [batch.rollout.sequences.completion_ids[:, 0].sub(1).tolist() for batch in whole]
+    per_epoch = len(whole) // plan.num_ppo_epochs
+    for epoch in range(plan.num_ppo_epochs):
+        of_epoch = [*chain(*seen[epoch * per_epoch : (epoch + 1) * per_epoch])]
+        assert sorted(of_epoch) == list(range(size)) and (epoch or of_epoch == list(range(size)))
+    assert [batch.step for batch in whole] == [
+        step for step in range(plan.optimizer_steps) for _ in range(plan.gradient_accumulation_steps)
+    ]
+    start = data.draw(st.integers(0, len(whole)))
+    rest = list(micro_batches(rollout_from_tensors(rollout_tensors(rollout), "cpu"), rows, start))
+    assert len(rest) == len(whole) - start
+    for one, other in zip(whole[start:], rest):
+        assert one.step == other.step
+        for name, tensor in rollout_tensors(one.rollout).items():
+            assert torch.equal(tensor, rollout_tensors(other.rollout)[name]), name
+
+
+@property_test
+@given(plans(), seeds)
+def test_a_micro_batch_is_its_rows_without_the_padding_that_none_of_them_needs(plan, seed):
+    rollout = rollout_of(plan.completions_per_process, seed)
+    for batch in micro_batches(rollout, schedule(rollout.sequences.lengths, plan)):
+        part = batch.rollout
+        mask = part.sequences.completion_mask
+        assert len(part) == plan.micro_batch_size
+        assert mask.any(0).all() and torch.equal(mask, part.response_mask)
+        assert part.sequences.attention_mask.any(0).all()
+        for numbers, row in zip(part.advantages, part.sequences.prompt_ids[:, -1]):
+            assert set(numbers.tolist()) <= {0.0, float(row)}
+
+
+@property_test
+@given(plans(), st.integers(1, 25), st.booleans(), st.integers(0, 1000), st.integers(0, 3), st.data())
+def test_ranks_share_each_rollout_and_every_prompt_is_sampled_for_in_a_row(plan, rows, shuffle, seed, epoch, data):
+    """Cut into batches and shares as Accelerate does it, also when a run resumes."""
+    sampler = RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, shuffle, seed)
+    sampler.set_epoch(epoch)
+    drawn = list(sampler)
+    assert drawn == list(sampler) and len(drawn) == len(sampler)
+    assert set(drawn) == set(range(rows))  # no prompt is dropped
+    counts = [drawn.count(row) for row in range(rows)]
+    assert max(counts) - min(counts) <= plan.num_generations * plan.micro_steps  # nor drawn twice before the others
+
+    def share(rank):
+        whole = BatchSampler(sampler, plan.completions_per_process, drop_last=True)
+        return BatchSamplerShard(whole, plan.num_processes, rank, split_batches=False)
+
+    shares = [list(share(rank)) for rank in range(plan.num_processes)]
+    assert {len(of_rank) for of_rank in shares} == {sampler.rollouts * plan.micro_steps}
+    for position, parts in enumerate(zip(*shares)):
+        together = [*chain(*parts)]
+        first = position - position % plan.micro_steps
+        assert together == [
+            *chain(*(of_rank[first] for of_rank in shares))
+        ]  # the rollout, for each of its micro-steps
+        groups = [together[i : i + plan.num_generations] for i in range(0, len(together), plan.num_generations)]
+        assert all(len(set(group)) == 1 for group in groups) and len(groups) == plan.prompts
+        rollout = position // plan.micro_steps * plan.completions * plan.micro_steps
+        assert together == drawn[rollout : rollout + plan.completions]
+    done = data.draw(st.integers(0, len(shares[0])))
+    for rank, batches_of_rank in enumerate(shares):
+        assert list(SkipBatchSampler(share(rank), done)) == batches_of_rank[done:]

@@ -1,0 +1,386 @@
+"""Rewards that people really have: asynchronous, per token, failing, normalised, watched."""
+
+import asyncio
+import re
+import time
+
+import pytest
+import torch
+import trl.rewards
+from test_trainer import rollouts_of, trainer, weights
+from tiny import config, length_reward, prompts
+
+from trl_ppo_ext import RewardError
+from trl_ppo_ext.ppo.advantages import warning_of_far_scores
+from trl_ppo_ext.rewards import (
+    FunctionReward,
+    RewardShaping,
+    RunningMoments,
+    ScoringBatch,
+    monitor,
+    read_scores,
+    score_all,
+)
+from trl_ppo_ext.rewards.scoring import ask
+
+NAN = float("nan")
+ALONE = {"all_sum": lambda total: total, "device": torch.device("cpu")}
+
+
+def batch(rows=3, length=4):
+    return ScoringBatch(["p"] * rows, [f"c{row}" for row in range(rows)], [[5] * length] * rows)
+
+
+def gives(*entries):
+    return FunctionReward(lambda **kwargs: list(entries))
+
+
+# ---- functions
+
+
+def test_asynchronous_functions_of_a_batch_run_together():
+    async def slow(completions, **kwargs):
+        await asyncio.sleep(0.2)
+        return [1.0] * len(completions)
+
+    start = time.perf_counter()
+    assert ask([FunctionReward(slow)] * 5, batch()) == [[1.0] * 3] * 5
+    assert time.perf_counter() - start < 0.5
+
+
+def test_asynchronous_functions_run_inside_a_running_loop():
+    async def reward(completions, **kwargs):
+        return [2.0] * len(completions)
+
+    async def notebook():
+        return ask([FunctionReward(reward)], batch())
+
+    assert asyncio.run(notebook()) == [[2.0] * 3]
+
+
+def test_functions_log_columns_and_metrics(tmp_path, capsys):
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("note", [f"note {row}" for row in range(len(completions))])
+        log_metric("my/metric", 7)
+        return [0.0] * len(completions)
+
+    built = trainer(tmp_path, reward_funcs=reward, log_completions=True, max_steps=1)
+    built.train()
+    assert built.state.log_history[0]["my/metric"] == 7
+    assert "note 1" in capsys.readouterr().out
+
+
+# ---- token-level rewards
+
+
+def test_token_rewards_enter_where_they_belong():
+    scores = read_scores("r", [[0.5, 0.0, 2.0], [(0, 1.0), (2, -1.0), (2, 0.5)], 3.0, None], [3, 3, 2, 1])
+    assert scores.tokens.tolist() == [[0.5, 0, 2], [1, 0, -0.5], [0, 3, 0], [0, 0, 0]]
+    assert scores.totals[:3].tolist() == [2.5, 0.5, 3.0] and scores.totals[3].isnan()
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ([1.0], "1 token rewards for completion 0, which has 3 tokens"),
+        ([(3, 1.0)], r"positions from 0 to 2"),
+        ([(0.5, 1.0)], "positions from 0 to 2"),
+        ([(0, NAN)], "finite"),
+        ([1.0, "x", 2.0], "'x' for completion 0"),
+    ],
+)
+def test_token_rewards_that_do_not_fit_are_failures_of_their_completion(entry, message):
+    scores = read_scores("r", [entry, 1.0], [3, 3])
+    assert list(scores.failures) == [0]
+    with pytest.raises(RewardError, match=message):
+        raise scores.failures[0]
+
+
+def outcome(completion_ids, **kwargs):
+    return [0.1 * sum(ids) for ids in completion_ids]
+
+
+def outcome_per_token(completion_ids, **kwargs):
+    return [[0.0] * (len(ids) - 1) + [0.1 * sum(ids)] for ids in completion_ids]
+
+
+def outcome_as_pair(completion_ids, **kwargs):
+    return [[(len(ids) - 1, 0.1 * sum(ids))] for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "shaped", [{}, {"normalize_rewards": True, "reward_clip_range": 1.0, "missing_eos_penalty": 1.0}]
+)
+def test_outcome_on_the_last_token_trains_bit_for_bit_as_a_scalar(tmp_path, shaped):
+    results = []
+    for reward in (outcome, outcome_per_token, outcome_as_pair):
+        built = trainer(tmp_path, reward_funcs=reward, **shaped)
+        built.train()
+        results.append(weights(built))
+    for other in results[1:]:
+        assert all(torch.equal(other[name], weight) for name, weight in results[0].items())
+
+
+def test_step_rewards_reach_the_tokens_before_them_only(tmp_path):
+    def reward(completion_ids, **kwargs):
+        return [[(0, 5.0)] for _ in completion_ids]
+
+    built = trainer(tmp_path, reward_funcs=reward, whiten_advantages=False, kl_coef=0.0, lam=1.0, max_steps=1)
+    rollouts = rollouts_of(built)
+    built.train()
+    returns, mask = rollouts[0][0].returns, rollouts[0][0].response_mask
+    assert (returns[:, 0] == 5).all() and not returns[:, 1:][mask[:, 1:]].any()
+
+
+# ---- failures
+
+
+def fails_for(rows):
+    return gives(*(RewardError(f"row {row}") if row in rows else float(row) for row in range(4)))
+
+
+def test_raise_ends_with_the_first_failure():
+    with pytest.raises(RewardError, match="row 2"):
+        score_all([fails_for([2, 3])], batch(4), None, "raise", 1.0, **ALONE)
+
+
+def test_skip_leaves_the_completion_out_and_a_number_stands_in():
+    rewards = [fails_for([2]), gives(1.0, 1.0, 1.0, 1.0)]
+    skipped = score_all(rewards, batch(4), [2.0, 1.0], "skip", 0.5, **ALONE)
+    assert skipped.usable.tolist() == [True, True, False, True]
+    assert skipped.totals.tolist() == [1.0, 3.0, 0.0, 7.0]
+    assert skipped.failed.tolist() == [[False, False], [False, False], [True, False], [False, False]]
+    filled = score_all(rewards, batch(4), [2.0, 1.0], "-3.0", 0.5, **ALONE)
+    assert filled.usable.all() and filled.totals.tolist() == [1.0, 3.0, -5.0, 7.0]
+
+
+def test_too_many_failures_end_the_run_with_the_first_cause():
+    with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
+        score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
+    score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
+
+
+def test_a_wrong_count_fails_all_completions_and_stops_no_monitor():
+    short = gives(1.0)
+    with pytest.raises(RewardError, match="gave 1 scores for 3 completions"):
+        score_all([short], batch(), None, "raise", 1.0, **ALONE)
+    skipped = score_all([short, gives(1.0, 1.0, 1.0)], batch(), None, "skip", 1.0, **ALONE)
+    assert skipped.failed.tolist() == [[True, False]] * 3 and not skipped.usable.any()
+    assert monitor([short], batch(), ALONE["device"]).isnan().all()
+
+
+def test_an_exception_in_a_function_names_the_reward_and_keeps_its_cause():
+    def broken(**kwargs):
+        return {}["key"]
+
+    with pytest.raises(RewardError, match="`broken` failed with KeyError") as error:
+        score_all([FunctionReward(broken)], batch(), None, "raise", 1.0, **ALONE)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_skipped_completions_get_no_gradient_and_enter_no_statistic(tmp_path):
+    """A run in which half of the completions fail learns what the other half alone teaches."""
+
+    def reward(completion_ids, prompts, **kwargs):
+        return [
+            RewardError("no") if len(p.split()) % 2 else float(len(ids)) for p, ids in zip(prompts, completion_ids)
+        ]
+
+    built = trainer(tmp_path, reward_funcs=reward, reward_on_error="skip", max_reward_failures=0.9, max_steps=1)
+    rollouts = rollouts_of(built)
+    built.train()
+    rollout, samples = rollouts[0]
+    usable = torch.tensor([len(p.split()) % 2 == 0 for p in samples.batch.prompts])
+    assert 0 < usable.sum() < len(usable)
+    assert torch.equal(rollout.response_mask.any(1), usable)
+    assert not rollout.advantages[~usable].any()
+    log = built.state.log_history[0]
+    lengths = torch.tensor([len(ids) for ids in samples.batch.completion_ids]).float()
+    assert log["reward"] == pytest.approx(lengths[usable].mean().item())
+    assert log["completions/mean_length"] == pytest.approx(lengths[usable].mean().item())
+    assert log["rewards/reward/failed"] == (~usable).sum().item()
+
+
+# ---- shaping
+
+
+def test_running_moments_are_those_of_everything_seen():
+    torch.manual_seed(0)
+    x, moments = torch.randn(40) * 3 + 100, RunningMoments()
+    for part in x.split([7, 1, 20, 12]):
+        moments.update(part, torch.ones_like(part), ALONE["all_sum"])
+    assert moments.mean == pytest.approx(x.double().mean().item(), rel=1e-12)
+    assert moments.deviation == pytest.approx(x.double().std().item(), rel=1e-10)
+
+
+class Shape:
+    reward_baseline = None
+    normalize_rewards = False
+    reward_clip_range = None
+    missing_eos_penalty = None
+
+
+def shape(scores, **settings):
+    args = Shape()
+    vars(args).update(settings)
+    shaping = RewardShaping(args)
+    mask = torch.ones(len(scores), dtype=torch.bool)
+    return shaping, shaping(torch.tensor(scores), mask, mask, ALONE["all_sum"])
+
+
+def test_reference_baseline_is_the_first_rollouts_mean():
+    shaping, first = shape([1.0, 3.0], reward_baseline="reference")
+    assert first.tolist() == [-1.0, 1.0]
+    mask = torch.ones(2, dtype=torch.bool)
+    assert shaping(torch.tensor([5.0, 6.0]), mask, mask, ALONE["all_sum"]).tolist() == [3.0, 4.0]
+
+
+def test_normalised_scores_have_the_running_mean_and_deviation_taken_out():
+    _, first = shape([1.0, 2.0, 3.0], normalize_rewards=True)
+    torch.testing.assert_close(first, torch.tensor([-1.0, 0.0, 1.0]))
+    _, equal = shape([2.0, 2.0], normalize_rewards=True)
+    assert not equal.any()
+
+
+def test_running_statistics_come_back_from_a_checkpoint(tmp_path):
+    settings = {"normalize_rewards": True, "reward_baseline": "reference", "save_strategy": "steps", "save_steps": 4}
+    whole = trainer(tmp_path / "whole", max_steps=8, **settings)
+    whole.train()
+    again = trainer(tmp_path / "again", max_steps=8, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert again.experience.shaping.state_dict() == whole.experience.shaping.state_dict()
+    assert all(torch.equal(weights(again)[name], weight) for name, weight in weights(whole).items())
+
+
+# ---- hacking made visible
+
+
+def test_monitored_rewards_are_logged_and_change_nothing(tmp_path):
+    def watched(completions, **kwargs):
+        return [None if row == 0 else 2.0 for row in range(len(completions))]
+
+    def failing(**kwargs):
+        raise RuntimeError
+
+    plain = trainer(tmp_path)
+    plain.train()
+    monitored = trainer(tmp_path, monitor_funcs=[watched, failing])
+    monitored.train()
+    log = monitored.state.log_history[0]
+    assert log["monitor/watched/mean"] == 2 and "monitor/failing/mean" not in log
+    assert all(torch.equal(weights(plain)[name], weight) for name, weight in weights(monitored).items())
+    assert log["reward"] == plain.state.log_history[0]["reward"]
+
+
+def test_length_correlation_disagreement_and_repetition_are_logged(tmp_path):
+    def other(completion_ids, **kwargs):
+        return [-float(len(ids)) for ids in completion_ids]
+
+    built = trainer(tmp_path, reward_funcs=[length_reward, other], reward_weights=[1.0, 0.5], max_steps=1)
+    rollouts = rollouts_of(built)
+    built.train()
+    log, batch = built.state.log_history[0], rollouts[0][1].batch
+    lengths = torch.tensor([len(ids) for ids in batch.completion_ids]).float()
+    assert log["reward/length_correlation"] == pytest.approx(1.0, abs=1e-5)
+    disagreement = torch.stack([lengths, -lengths]).std(0).mean().item()
+    assert log["rewards/disagreement"] == pytest.approx(disagreement, rel=1e-5)
+    texts = batch.completions
+    assert log["completions/repeated_ratio"] == pytest.approx(1 - len(set(texts)) / len(texts))
+
+
+def test_a_prompt_repeats_its_completion_when_sampling_is_greedy(tmp_path):
+    built = trainer(tmp_path, dataset=prompts(1), top_k=1, max_steps=1)
+    built.train()
+    assert built.state.log_history[0]["completions/repeated_ratio"] == pytest.approx(7 / 8)
+
+
+# ---- TRL's own
+
+
+@pytest.mark.parametrize(
+    "name, arguments, expected",
+    [
+        ("accuracy_reward", None, [1.0, 0.0]),
+        ("reasoning_accuracy_reward", None, [1.0, 0.0]),
+        ("get_cosine_scaled_reward", {"max_len": 10}, None),
+        ("think_format_reward", None, [1.0, 0.0]),
+        ("get_repetition_penalty_reward", {"ngram_size": 2}, None),
+        ("get_soft_overlong_punishment", {"max_completion_len": 6, "soft_punish_cache": 2}, [0.0, -1.0]),
+    ],
+)
+def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
+    function = getattr(trl.rewards, name) if arguments is None else getattr(trl.rewards, name)(**arguments)
+    completions = [[{"role": "assistant", "content": text}] for text in (r"<think>a</think>\boxed{4}", r"\boxed{5}")]
+    given = ScoringBatch(
+        [[{"role": "user", "content": "2 + 2"}]] * 2, completions, [[5] * 4, [5] * 9], {"solution": [r"\boxed{4}"] * 2}
+    )
+    scored = score_all([FunctionReward(function)], given, None, "raise", 1.0, **ALONE)
+    if expected is None:
+        expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
+    assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
+
+
+# ---- scores far from 0, where a new critic expects them
+
+
+def first_scores(mean, deviation, count=16):
+    """Scores with exactly this mean and deviation."""
+    x = torch.linspace(-1, 1, count, dtype=torch.float64)
+    return mean + deviation * x / x.std()
+
+
+def warned(tmp_path, scores, counted=None, **settings):
+    counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
+    return warning_of_far_scores(scores, counted, config(tmp_path, **settings), lambda total: total)
+
+
+@pytest.mark.parametrize("mean, what", [(-25, "worse than going on: completions grow"), (25, "better .* shrink")])
+def test_scores_far_from_zero_are_warned_of_with_their_numbers_and_all_remedies(tmp_path, mean, what):
+    said = warned(tmp_path, first_scores(mean, 3))
+    assert f"{mean} ± 3" in said and re.search(what, said)
+    for remedy in ("`normalize_rewards=True`", "`reward_baseline='reference'`", "`critic_init`", "pretrain-critic"):
+        assert remedy in said
+
+
+def test_three_deviations_are_far(tmp_path):
+    assert warned(tmp_path, first_scores(3.01, 1)) and warned(tmp_path, first_scores(-3.01, 1))
+    assert not warned(tmp_path, first_scores(2.99, 1)) and not warned(tmp_path, first_scores(-2.99, 1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"normalize_rewards": True},
+        {"reward_baseline": "reference"},
+        {"critic_init": "somewhere"},
+        {"lam": 1.0},
+        {"critic": "none", "num_generations": 2},
+    ],
+)
+def test_where_that_is_seen_to_there_is_no_warning(tmp_path, settings):
+    assert warned(tmp_path, first_scores(-25, 3)) and not warned(tmp_path, first_scores(-25, 3), **settings)
+
+
+def test_scores_that_say_too_little_are_not_warned_of(tmp_path):
+    assert not warned(tmp_path, torch.full((11,), -25.1))  # the reward tells nothing apart
+    assert warned(tmp_path, first_scores(-25, 3, 8)) and not warned(tmp_path, first_scores(-25, 3, 7))
+    skipped = torch.arange(16) < 7  # those that count are as few
+    assert not warned(tmp_path, first_scores(-25, 3), skipped)
+
+
+def test_a_run_warns_once_when_it_starts_and_not_when_it_goes_on(tmp_path, caplog):
+    def far(completion_ids, **kwargs):
+        return [-100.0 - len(ids) - number for number, ids in enumerate(completion_ids)]
+
+    def warnings():
+        return [record for record in caplog.records if "a new critic expects 0" in record.getMessage()]
+
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train()  # two rollouts
+    assert len(warnings()) == 1
+    trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
+    assert len(warnings()) == 1
+    frozen = trainer(tmp_path / "critic", reward_funcs=far, max_steps=1)
+    frozen.actor_critic.freeze_policy()  # nothing can be taught to it
+    frozen.train()
+    assert len(warnings()) == 1

@@ -1,0 +1,438 @@
+"""The invariants of the training loop."""
+
+import copy
+import itertools
+import json
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
+from transformers import BitsAndBytesConfig, TrainerCallback
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.ppo.advantages import token_rewards
+from trl_ppo_ext.rewards import read_scores
+
+
+def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
+    extra = {
+        k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config", "monitor_funcs") if k in kwargs
+    }
+    return PPOTrainer(
+        model=model or llama(),
+        reward_funcs=reward_funcs,
+        args=config(output_dir, **kwargs),
+        train_dataset=prompts() if dataset is None else dataset,
+        callbacks=callbacks,
+        **{"processing_class": tokenizer()} | extra,
+    )
+
+
+def rollouts_of(built):
+    """Record every rollout that a trainer collects."""
+    seen, collect = [], built.experience.collect
+
+    def recording(*args):
+        collected = collect(*args)
+        seen.append(collected[:2])
+        return collected
+
+    built.experience.collect = recording
+    return seen
+
+
+def micro_batches_of(built):
+    seen, compute_loss = [], built.compute_loss
+
+    def recording(model, inputs, **kwargs):
+        seen.append(inputs)
+        return compute_loss(model, inputs, **kwargs)
+
+    built.compute_loss = recording
+    return seen
+
+
+def weights(built):
+    return {n: p.detach().clone() for n, p in built.actor_critic.named_parameters() if p.requires_grad}
+
+
+class Steps(TrainerCallback):
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+
+
+# ---- how often what is seen
+
+
+@pytest.mark.parametrize("accumulation, minibatches, epochs", list(itertools.product((1, 2), (1, 3), (1, 2))))
+def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, accumulation, minibatches, epochs):
+    """And each is clipped, and every completion is seen exactly `num_ppo_epochs` times."""
+    steps = Steps()
+    built = trainer(
+        tmp_path,
+        callbacks=[steps],
+        dataset=prompts(2 * 2 * accumulation * minibatches),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=minibatches,
+        num_ppo_epochs=epochs,
+        num_train_epochs=1,
+        max_steps=-1,
+        max_grad_norm=1e-3,
+    )
+    rollouts, seen = rollouts_of(built), micro_batches_of(built)
+    built.train()
+    assert len(rollouts) == 2
+    assert built.state.global_step == len(steps.norms) == 2 * epochs * minibatches
+    assert max(steps.norms) <= 1e-3 * (1 + 1e-3)
+    for number, (rollout, _) in enumerate(rollouts):
+        size = len(rollout)
+        assert size == 2 * accumulation * minibatches
+        of_rollout = seen[number * len(seen) // 2 : (number + 1) * len(seen) // 2]
+        rows = [tuple(row.tolist()) for batch in of_rollout for row in batch.rollout.old_logprobs]
+        trimmed = [tuple(x for x in row if x) for row in rows]
+        wanted = [tuple(x for x in row.tolist() if x) for row in rollout.old_logprobs]
+        assert sorted(trimmed) == sorted(wanted * epochs)
+
+
+def test_first_minibatches_have_ratio_one_and_a_fresh_adapter_has_no_kl_bit_for_bit(tmp_path):
+    for dtype, bf16 in ((torch.float32, False), (torch.bfloat16, True)):
+        built = trainer(
+            tmp_path, llama(dtype=dtype), num_mini_batches=1, max_steps=1, gradient_accumulation_steps=2, bf16=bf16
+        )
+        built.train()
+        log = built.state.log_history[0]
+        assert log["kl"] == log["kl_per_completion"] == 0
+        assert log["ratio/mean"] == log["ratio/max"] == 1
+        assert log["approx_kl"] == log["clip_ratio/region_mean"] == 0
+
+
+def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):
+    built = trainer(tmp_path, num_mini_batches=2, max_steps=8)
+    ratios, compute_loss = [], built.compute_loss
+
+    def recording(model, inputs, **kwargs):
+        with torch.no_grad():
+            logprobs = built.actor_critic(inputs.rollout.sequences).logprobs
+            ratios.append((logprobs - inputs.rollout.old_logprobs).abs().max().item())
+        return compute_loss(model, inputs, **kwargs)
+
+    built.compute_loss = recording
+    built.train()
+    assert ratios[0] == ratios[4] == 0
+    assert all(ratio > 0 for ratio in ratios[1:4] + ratios[5:])
+
+
+# ---- what the loss depends on
+
+
+def gradient_of(built, rollout, rows):
+    """Accumulate the gradient of one optimizer step, cut into micro-batches of these rows."""
+    from trl_ppo_ext.sequences import MicroBatch
+
+    built.actor_critic.zero_grad()
+    built.updates.terms = built.updates.terms._replace(denominators=rollout.response_mask.sum()[None])
+    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0)) for r in rows)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def off_policy(tmp_path_factory):
+    """A trainer some steps away from the rollout it collected, so that ratios, clips and values are not trivial."""
+    built = trainer(
+        tmp_path_factory.mktemp("off_policy"),
+        per_device_train_batch_size=8,
+        num_mini_batches=1,
+        num_ppo_epochs=4,
+        max_steps=4,
+        entropy_coef=0.01,
+        learning_rate=2e-2,
+        mask_truncated_completions=True,
+        max_completion_length=12,
+    )
+    rollouts = rollouts_of(built)
+    built.train()
+    rollout = rollouts[0][0]
+    lengths = rollout.sequences.completion_lengths
+    assert lengths.min() < lengths.max() and rollout.response_mask.any() and not rollout.response_mask.any(1).all()
+    return built, rollout
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[r] for r in range(8)],
+        [[7, 6, 5, 4, 3, 2, 1, 0]],
+        [[3, 1, 6], [0, 2, 4, 5, 7]],
+    ],
+    ids=["halves", "single rows", "another order", "uneven"],
+)
+def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut(off_policy, cut):
+    built, rollout = off_policy
+    loss, gradient = gradient_of(built, rollout, [torch.arange(8)])
+    other_loss, other = gradient_of(built, rollout, [torch.tensor(rows) for rows in cut])
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    scale = max(g.abs().max() for g in gradient.values())
+    for name, expected in gradient.items():
+        torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-6 * scale.item())
+
+
+def test_masked_completions_get_no_gradient(off_policy):
+    built, rollout = off_policy
+    masked = (~rollout.response_mask.any(1)).nonzero()[:, 0]
+    _, gradient = gradient_of(built, rollout, [masked])
+    assert all(not g.any() for g in gradient.values())
+
+
+def test_padding_ids_do_not_matter(off_policy):
+    built, rollout = off_policy
+    _, expected = gradient_of(built, rollout, [torch.arange(8)])
+    sequences = copy.copy(rollout.sequences)
+    padded = torch.where(sequences.completion_mask, sequences.completion_ids, 9)
+    object.__setattr__(sequences, "completion_ids", padded)
+    other = copy.copy(rollout)
+    object.__setattr__(other, "sequences", sequences)
+    _, gradient = gradient_of(built, other, [torch.arange(8)])
+    assert all(torch.equal(gradient[name], expected[name]) for name in expected)
+
+
+def test_at_ratio_one_the_policy_gradient_is_reinforce(tmp_path):
+    built = trainer(tmp_path, per_device_train_batch_size=4, num_mini_batches=1, max_steps=1, learning_rate=0.0)
+    rollouts = rollouts_of(built)
+    built.args.vf_coef = 0.0
+    built.train()
+    rollout, _ = rollouts[0]
+    _, gradient = gradient_of(built, rollout, [torch.arange(4)])
+    built.actor_critic.zero_grad()
+    total = 0
+    for row in range(4):  # each sequence by itself, through the model's own logits
+        prompt = rollout.sequences.prompt_lengths[row]
+        ids = rollout.sequences.rows(torch.tensor([row])).input_ids
+        log_p = built.actor_critic.policy(input_ids=ids).logits[0, prompt - 1 : -1].log_softmax(-1)
+        chosen = log_p.gather(1, ids[0, prompt:, None])[:, 0]
+        total = total - (chosen * rollout.advantages[row, : len(chosen)]).sum()
+    (total / rollout.response_mask.sum()).backward()
+    for name, parameter in built.actor_critic.named_parameters():
+        if "lora" in name:
+            torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+# ---- where rewards enter
+
+
+def test_score_enters_at_the_last_sampled_token():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    kl = torch.tensor([[0.1, 0.2, 9.0], [0.3, 0.4, 0.5]])
+    scores = torch.tensor([2.0, -1.0])
+    tokens = read_scores("r", scores, lengths=[2, 3]).tokens
+    rewards = token_rewards(tokens, scores, kl, mask, kl_coef=0.5)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.15, -0.2, -1.25]]))
+
+
+def test_scores_are_clipped_and_a_missing_eos_is_penalised(tmp_path):
+    built = trainer(
+        tmp_path,
+        reward_funcs=lambda completions, **kwargs: [3.0] * len(completions),
+        reward_clip_range=2.0,
+        missing_eos_penalty=0.5,
+        max_completion_length=12,
+        per_device_train_batch_size=16,
+        max_steps=1,
+    )
+    rollouts, shaped = rollouts_of(built), []
+    shaping = built.experience.shaping
+    built.experience.shaping = lambda *args: shaped.append(shaping(*args)) or shaped[-1]
+    built.train()
+    samples = rollouts[0][1]
+    ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
+    assert 0 < ended.sum() < len(ended)
+    assert torch.equal(samples.stopped, ended)
+    assert torch.equal(shaped[0], torch.where(ended, 2.0, 1.5))
+
+
+def test_rewards_get_columns_and_are_weighted(tmp_path):
+    seen = []
+
+    def first(prompts, completions, target, trainer_state, **kwargs):
+        seen.append((prompts, target, trainer_state.global_step))
+        return [1.0] * len(prompts)
+
+    def second(completion_ids, **kwargs):
+        return [None if len(ids) > 4 else 10.0 for ids in completion_ids]
+
+    built = trainer(tmp_path, reward_funcs=[first, second], reward_weights=[2.0, 0.1], shuffle_dataset=False)
+    rollouts = rollouts_of(built)
+    built.train()
+    table = prompts()
+    assert seen[0] == (list(table["prompt"][:8]), list(table["target"][:8]), 0)
+    for samples in (samples for _, samples in rollouts):
+        short = torch.tensor([len(ids) <= 4 for ids in samples.batch.completion_ids])
+        assert torch.equal(samples.scored.totals, torch.where(short, 3.0, 2.0))
+    assert built.state.log_history[0]["rewards/first/mean"] == 1
+
+
+def test_rollout_is_recomputed_by_hand(tmp_path):
+    """KL in the reward, GAE, whitening: every number of a rollout again, token by token, in plain Python."""
+    built = trainer(tmp_path, kl_coef=0.3, lam=0.9, gamma=0.98, max_steps=8, per_device_train_batch_size=3)
+    rollouts, scored = rollouts_of(built), []
+    score_tokens = built.experience.score_tokens
+    built.experience.score_tokens = lambda s: scored.append(score_tokens(s)) or scored[-1]
+    built.train()
+    (rollout, samples), tokens = rollouts[-1], scored[-1]
+    advantages = {}
+    for row, ids in enumerate(samples.batch.completion_ids):
+        following, value_after = 0.0, 0.0
+        for t in reversed(range(len(ids))):
+            reward = -0.3 * (tokens.logprobs[row, t] - tokens.ref_logprobs[row, t]).item()
+            reward += samples.scored.totals[row].item() if t == len(ids) - 1 else 0
+            value = tokens.values[row, t].item()
+            following = reward + 0.98 * value_after - value + 0.98 * 0.9 * following
+            value_after = value
+            advantages[row, t] = following
+            assert rollout.returns[row, t].item() == pytest.approx(following + value, abs=1e-4)
+    flat = torch.tensor(list(advantages.values()))
+    whitened = (flat - flat.mean()) / flat.std()
+    got = torch.stack([rollout.advantages[row, t] for row, t in advantages])
+    torch.testing.assert_close(got, whitened, rtol=1e-3, atol=1e-4)
+    assert tokens.logprobs.ne(tokens.ref_logprobs).any() and tokens.values.any()
+
+
+# ---- data
+
+
+def test_streaming_dataset_trains_with_max_steps(tmp_path):
+    built = trainer(tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12)
+    rollouts = rollouts_of(built)
+    built.train()
+    assert built.state.global_step == 12 and len(rollouts) == 3
+    texts = list(prompts(10)["prompt"])
+    assert [p for _, s in rollouts for p in s.batch.prompts] == (texts + texts[:6] + texts)[:24]
+
+
+def test_chat_prompts_reach_rewards_as_messages(tmp_path):
+    dataset = prompts(8).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(zip(prompts, completions))
+        return [0.0] * len(prompts)
+
+    built = trainer(
+        tmp_path, dataset=dataset, reward_funcs=reward, processing_class=tokenizer(chat_template=CHAT_TEMPLATE)
+    )
+    built.train()
+    prompt, completion = seen[0]
+    assert prompt[0]["role"] == "user" and completion[0]["role"] == "assistant"
+    assert isinstance(completion[0]["content"], str)
+
+
+def test_several_generations_share_their_prompt(tmp_path):
+    built = trainer(tmp_path, num_generations=4)
+    rollouts = rollouts_of(built)
+    built.train()
+    texts = rollouts[0][1].batch.prompts
+    assert len(texts) == 8 and all(texts[4 * k : 4 * k + 4] == [texts[4 * k]] * 4 for k in range(2))
+
+
+# ---- evaluation and logging
+
+
+def test_evaluation_reports_the_same_metrics_and_trains_nothing(tmp_path):
+    sets = {"a": prompts(5), "b": prompts(3)}
+    built = trainer(tmp_path, eval_dataset=sets, per_device_eval_batch_size=4)
+    before = weights(built)
+    metrics = built.evaluate()
+    assert all(torch.equal(before[name], weight) for name, weight in weights(built).items())
+    for name in ("reward", "kl", "entropy", "rewards/length_reward/mean", "completions/mean_length"):
+        assert f"eval_a_{name}" in metrics and f"eval_b_{name}" in metrics
+    assert metrics["eval_a_reward"] == pytest.approx(metrics["eval_a_completions/mean_length"])
+    built.train()
+    assert not any("eval" in name for entry in built.state.log_history[1:] for name in entry)
+
+
+def test_evaluate_takes_a_dataset_that_the_trainer_has_not_seen(tmp_path):
+    metrics = trainer(tmp_path).evaluate(prompts(3))
+    assert metrics["eval_reward"] == metrics["eval_completions/mean_length"]
+
+
+def test_metrics_of_the_design_are_logged(tmp_path):
+    built = trainer(tmp_path)
+    built.train()
+    wanted = (
+        "reward reward_std rewards/length_reward/mean kl entropy clip_ratio/low_mean clip_ratio/high_mean "
+        "clip_ratio/region_mean completions/mean_length completions/min_length completions/max_length "
+        "completions/clipped_ratio num_tokens loss/policy loss/value value/explained_variance value/clip_ratio "
+        "ratio/mean ratio/max approx_kl kl_coef time/generate time/score time/forward time/update tokens_per_second"
+    ).split()
+    assert set(wanted) <= built.state.log_history[0].keys()
+    assert all(isinstance(value, int | float) for value in built.state.log_history[0].values())
+    json.dumps(built.state.log_history)
+
+
+def test_completions_are_printed_as_plain_text(tmp_path, capsys):
+    built = trainer(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=1)
+    batch_decode = built.processing_class.batch_decode
+    built.processing_class.batch_decode = lambda *a, **k: ["[red]x[/red]", *batch_decode(*a, **k)[1:]]
+    built.train()
+    assert "[red]x[/red]" in capsys.readouterr().out
+
+
+# ---- what must not move
+
+
+def numbers(name, module):
+    """Weights as numbers: bitsandbytes may lay the bytes of 4-bit weights out anew for its kernel."""
+    if isinstance(module, bnb.nn.Linear4bit):
+        layout = getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+        assert not layout, f"{name} is packed: its bytes cannot be read"
+        yield f"{name}.weight", bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    else:
+        yield from ((f"{name}.{key}", p) for key, p in module.named_parameters(recurse=False) if not p.requires_grad)
+
+
+def frozen_numbers(*models):
+    modules = [(f"{i}.{name}", m) for i, model in enumerate(models) for name, m in model.named_modules()]
+    return {key: weight.detach().clone() for name, m in modules for key, weight in numbers(name, m)}
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_base_and_reward_model_never_change(tmp_path, nf4):
+    base, classifier = llama(hidden_size=64), llama(classifier=True, hidden_size=64, seed=3)
+    for name, model in (("base", base), ("reward", classifier)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
+    args = config(tmp_path / "run", max_steps=4)
+    built = PPOTrainer(
+        str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts(), quantization_config=quantization
+    )
+    reward_model = built.experience.rewards[0].model
+    for module in reward_model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # so that its bytes stay readable
+    before, started = frozen_numbers(built.actor_critic, reward_model), weights(built)
+    built.train()
+    after = frozen_numbers(built.actor_critic, reward_model)
+    assert before.keys() == after.keys() and sum("proj" in key for key in before) == 28
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
+    for name, weight in weights(built).items():
+        assert not torch.equal(started[name], weight), name
+
+
+def test_four_bit_reward_model_gives_the_same_scores_after_training(tmp_path):
+    llama(classifier=True, hidden_size=64, seed=3).save_pretrained(tmp_path / "reward")
+    tokenizer().save_pretrained(tmp_path / "reward")
+    built = trainer(tmp_path / "run", reward_funcs=str(tmp_path / "reward"), max_steps=4)
+    reward = built.experience.rewards[0]
+    rollouts = rollouts_of(built)
+    built.train()
+    first, again = rollouts[0][1], reward.score(rollouts[0][1].batch)
+    assert first.scored.rewards[:, 0].tolist() == again

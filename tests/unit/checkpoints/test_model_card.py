@@ -1,0 +1,142 @@
+"""The card of an adapter: metrics in the Hub's form, what is known of base and data, code that loads it."""
+
+import math
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from tiny import config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints.model_card import BASE_COPY, Measured, hub_datasets, is_hub_id, model_card
+
+IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("private") / "of-somebody"
+    llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def trained(base, folder, **settings):
+    built = PPOTrainer(
+        base, length_reward, config(folder, **{"learning_rate": 1e-2} | settings), prompts(), eval_dataset=prompts(4)
+    )
+    built.train()
+    return built
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def code_of(card, base):
+    return "".join(re.findall(r"```python\n(.*?)```", card, re.DOTALL)).replace(BASE_COPY, base)
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter", "none"])
+def test_the_code_of_a_card_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic):
+    """With nothing put in but where the reader's copy of the base is."""
+    settings = {"critic": critic} | ({"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {})
+    built = trained(base, tmp_path / "run", **settings)
+    built.save_model()
+    card, found = (tmp_path / "run" / "README.md").read_text(), {}
+    monkeypatch.chdir(tmp_path)  # the adapter is named by its folder
+    exec(code_of(card, base), found)
+    inner = built.actor_critic.eval()
+    assert torch.equal(logits(found["model"]), logits(inner.policy))
+    if critic == "none":
+        assert "value_head" not in card and "values" not in found
+        return
+    inner.policy.set_adapter("critic" if critic == "adapter" else inner.policy_adapter)
+    hidden = inner.trunk(input_ids=found["ids"]).last_hidden_state
+    values = inner.value_head(hidden.float())[..., 0]
+    assert values.abs().max() > 1e-3 and torch.equal(found["values"], values)
+
+
+def test_a_card_holds_no_path_of_the_machine(base, tmp_path):
+    """A base that is not on the Hub is told by what it is."""
+    built = trained(base, tmp_path / "run", save_strategy="steps", save_steps=2)
+    built.save_model()
+    for file in (tmp_path / "run" / "README.md", tmp_path / "run" / "checkpoint-2" / "README.md"):
+        card = file.read_text()
+        assert str(tmp_path) not in card and base not in card and "of-somebody" not in card and "private" not in card
+        assert (
+            "a base model that is not on the Hub (LlamaForCausalLM, 2 layers, hidden size 32, vocabulary 32)" in card
+        )
+        assert f'base = "{BASE_COPY}"' in card and f'adapter = "{file.parent.name}"' in card
+        assert "base_model" not in ModelCard.load(file).data.to_dict()
+
+
+def test_metrics_are_in_the_form_of_the_hub(base, tmp_path):
+    """Those of training and of evaluation apart; both as they were logged last."""
+    built = trained(base, tmp_path / "run")
+    built.evaluate()
+    built.create_model_card(dataset="me/prompts", license="apache-2.0", model_name="mine")
+    data = ModelCard.load(tmp_path / "run" / "README.md").data
+    assert (data.datasets, data.license, data.library_name) == (["me/prompts"], "apache-2.0", "peft")
+    assert data.model_name == "mine" and {"trl_ppo_ext", "ppo", "lora"} <= set(data.tags)
+    logged = {}
+    for entry in built.state.log_history:
+        logged |= entry
+    given = {(result.dataset_split, result.metric_type): result.metric_value for result in data.eval_results}
+    for name in ("reward", "kl", "entropy", "rewards/length_reward/mean", "completions/mean_length"):
+        assert given["train", name] == logged[name] and given["eval", name] == logged[f"eval_{name}"]
+    assert {result.dataset_type for result in data.eval_results} == {"me/prompts"}
+    assert {result.dataset_name for result in data.eval_results} == {"me/prompts (train)", "me/prompts (eval)"}
+    assert {result.task_type for result in data.eval_results} == {"text-generation"}
+
+
+def card(tmp_path, base_model="org/base", adapter="me/run", history=(), **metadata):
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    return model_card(config(tmp_path), base_model, adapter, ["r"], list(history), 3, lora, **metadata)
+
+
+def test_what_is_not_finite_is_in_the_table_and_not_in_the_index(tmp_path):
+    written = card(tmp_path, history=[{"reward": math.nan, "kl": math.inf, "entropy": 2.5, "rewards/r/mean": -1.0}])
+    values = {result.metric_type: result.metric_value for result in written.data.eval_results}
+    assert values == {"entropy": 2.5, "rewards/r/mean": -1.0} and "| `reward` | nan |" in written.text
+    assert "model-index" not in card(tmp_path).data.to_dict()
+
+
+def test_names_of_the_trainer_and_of_trl_say_base_and_data(tmp_path):
+    given = {
+        "finetuned_from": "org/other",
+        "dataset_name": "trl-lib/tldr",
+        "dataset_tags": ["a/b", "/home/me/rows.json"],
+    }
+    data = card(tmp_path, base_model="/home/me/base", **given).data.to_dict()
+    assert data["base_model"] == "org/other" and data["datasets"] == ["trl-lib/tldr", "a/b"]
+    assert not {"finetuned_from", "dataset_name", "dataset_tags", "dataset"} & data.keys()
+
+
+@pytest.mark.parametrize(
+    "name, hub", [("org/name", True), ("gpt2", True), ("/home/me/base", False), ("../base", False)]
+)
+def test_a_path_is_no_id(tmp_path, monkeypatch, name, hub):
+    assert is_hub_id(name) == hub
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not is_hub_id("org/name") and not is_hub_id("") and not is_hub_id(None) and not is_hub_id("a/b/c")
+
+
+def test_a_dataset_knows_from_which_repository_it_was_loaded(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["w1"]})
+    assert hub_datasets(rows) == []
+    rows.info.download_checksums = {
+        "hf://datasets/trl-lib/tldr@0a1b/data/train-0.parquet": {},
+        "hf://datasets/trl-lib/tldr@0a1b/data/test-0.parquet": {},
+        "/home/me/rows.json": {},
+    }
+    mapped = rows.map(lambda row: {"prompt": row["prompt"] + " w2"})
+    assert hub_datasets(mapped) == ["trl-lib/tldr"]
+    history = [{"reward": 1.0}]
+    data = card(tmp_path, history=history, measured=[Measured("", "train", hub_datasets(mapped))]).data
+    assert data.datasets == ["trl-lib/tldr"] and data.eval_results[0].dataset_type == "trl-lib/tldr"

@@ -1,0 +1,196 @@
+"""What is saved loads without this package, and what was interrupted goes on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_trainer import micro_batches_of, rollouts_of, trainer, weights
+from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers import AutoModelForCausalLM
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints.atomic import seal
+from trl_ppo_ext.checkpoints.files import CheckpointError
+
+IDS = [[4, 5, 6, 7, 8]]
+LOAD_WITHOUT_THE_PACKAGE = """
+import sys, torch
+sys.modules["trl_ppo_ext"] = None  # importing it would fail
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
+AutoTokenizer.from_pretrained(sys.argv[2])
+torch.save(model(input_ids=torch.tensor({ids})).logits, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def trained(base, output_dir, **kwargs):
+    built = PPOTrainer(base, length_reward, config(output_dir, **kwargs), prompts())
+    built.train()
+    return built
+
+
+def logits(policy):
+    with torch.no_grad():
+        return policy.eval()(input_ids=torch.tensor(IDS)).logits
+
+
+def test_saved_adapter_loads_with_plain_peft_in_a_process_without_this_package(base, tmp_path):
+    built = trained(base, tmp_path / "run", learning_rate=1e-2)
+    built.save_model()
+    script = LOAD_WITHOUT_THE_PACKAGE.format(ids=IDS)
+    out = tmp_path / "logits.pt"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script, base, str(tmp_path / "run"), str(out)], check=True, env=environment)
+    expected = logits(built.actor_critic.policy)
+    torch.testing.assert_close(torch.load(out), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), expected, atol=1e-3)
+
+
+def test_only_plain_files_are_written_and_nothing_is_pickled(base, tmp_path):
+    trained(base, tmp_path, max_steps=1).save_model()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+    head = load_file(tmp_path / "value_head.safetensors")
+    assert {key: tuple(tensor.shape) for key, tensor in head.items()} == {"weight": (1, 32), "bias": (1,)}
+
+
+def test_adapter_under_another_name_is_saved_plainly_too(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), adapter_name="mine")
+    built = trainer(tmp_path, model, learning_rate=1e-2)
+    built.train()
+    built.save_model()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(built.actor_critic.policy))
+    assert not any("reference" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_resume_between_rollouts_continues_bit_for_bit(base, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
+    whole = trained(base, tmp_path / "whole", **settings)
+    again = PPOTrainer(base, length_reward, config(tmp_path / "again", **settings), prompts())
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert again.state.global_step == 8
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(again)[name], weight), name
+    timed = ("time/", "tokens_per_second", "train_", "epoch")
+    for one, other in zip(whole.state.log_history, again.state.log_history):
+        assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
+
+
+def test_resume_within_a_rollout_goes_on_with_that_rollout_bit_for_bit(base, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
+    settings["logging_steps"] = 2  # what was measured before the checkpoint is logged after it
+    whole = trained(base, tmp_path / "whole", **settings)
+    again = PPOTrainer(base, length_reward, config(tmp_path / "again", **settings), prompts())
+    rollouts, seen = rollouts_of(again), micro_batches_of(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert again.state.global_step == 8 and len(rollouts) == 1
+    assert [batch.step for batch in seen] == [3, 0, 1, 2, 3]
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(again)[name], weight), name
+    timed = ("time/", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
+    assert len(whole.state.log_history) == len(again.state.log_history)
+    for one, other in zip(whole.state.log_history, again.state.log_history):
+        assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
+
+
+def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):
+    built = PPOTrainer(
+        base,
+        length_reward,
+        config(
+            tmp_path,
+            save_strategy="steps",
+            eval_strategy="steps",
+            save_steps=2,
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_reward",
+            greater_is_better=True,
+            learning_rate=1e-2,
+        ),
+        prompts(),
+        eval_dataset=prompts(8),
+    )
+    built.train()
+    best = load_file(os.path.join(built.state.best_model_checkpoint, "value_head.safetensors"))
+    assert torch.equal(best["weight"], built.actor_critic.value_head.weight)
+    rewards = [entry["eval_reward"] for entry in built.state.log_history if "eval_reward" in entry]
+    assert built.state.best_metric == max(rewards)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda path: (path / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
+        (
+            lambda path: save_file(
+                {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, path / "value_head.safetensors"
+            ),
+            r"`weight` is \(1, 8\), the model has \(1, 32\)",
+        ),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused_by_name(base, tmp_path, damage, message):
+    """It is whole, as its manifest says, but another model's."""
+    built = trained(base, tmp_path, save_strategy="steps", save_steps=2)
+    damage(tmp_path / "checkpoint-2")
+    seal(tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=message):
+        built.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeypatch):
+    """Every file that the Hub gets, by a client that only records it.
+
+    A push while training saves nothing a second time: sharded weights are gathered where all processes are.
+    """
+    uploads = []
+
+    class Recorder:
+        def create_repo(self, name, **kwargs):
+            return type("Url", (), {"repo_id": f"me/{name}"})
+
+        def upload_folder(self, folder_path, **kwargs):
+            uploads.append(set(os.listdir(folder_path)))
+            return type(
+                "Job", (), {"done": lambda self: True, "is_done": lambda self: True, "result": lambda self: 0}
+            )()
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Recorder)
+    monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.HfApi", Recorder)
+    settings = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
+    built = PPOTrainer(base, length_reward, config(tmp_path / "run", **settings), prompts())
+    (tmp_path / "run" / "critic").mkdir(parents=True)
+    (tmp_path / "run" / "critic" / "adapter_config.json").touch()  # of a run with a critic of another kind
+    saved_to, save_model = [], built.save_model
+    built.save_model = lambda *args, **kwargs: saved_to.append(args) or save_model(*args, **kwargs)
+    built.train()
+    assert [str(tmp_path / "run" / ".saving" / f"checkpoint-{step}") for step in (2, 4)] == [to for (to,) in saved_to]
+    for name in ("adapter_model.safetensors", "value_head.safetensors", "ppo_state.json", "tokenizer.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "run" / "checkpoint-4" / name).read_bytes()
+    assert not (tmp_path / "run" / "critic" / "adapter_config.json").exists()
+    built.push_to_hub()
+    wanted = {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"}
+    assert len(uploads) == 3 and all(wanted <= files for files in uploads)
+    assert not any("training_args.bin" in files for files in uploads)  # pickled, and it holds the Hub's token
+    assert "me/run" in (tmp_path / "run" / "README.md").read_text()
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4

@@ -1,0 +1,502 @@
+"""`trl-ppo check-reward`: each number recomputed by other means, and what it does with other people's data."""
+
+import argparse
+import json
+import re
+import statistics
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+
+from trl_ppo_ext.commands import check_reward as module
+from trl_ppo_ext.commands.check_reward import accuracy, average_ranks, check_reward, correlation, verdict
+from trl_ppo_ext.rewards import ClassifierReward
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "docstrings"
+CONFIGS = {
+    "none": None,
+    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+def save(directory, own_tokenizer=None, **kwargs):
+    own_tokenizer = own_tokenizer or tokenizer(chat_template=CHAT_TEMPLATE)
+    llama(classifier=True, hidden_size=64, **kwargs).save_pretrained(directory)
+    own_tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("classifier"))
+
+
+def words(start, count):
+    return " ".join(WORDS[(start + 5 * k) % len(WORDS)] for k in range(count))
+
+
+# prompts end and completions begin with a space, so that both sides of the seam are words of their own
+ROWS = [
+    {
+        "prompt": words(n, 1 + n % 4) + " ",
+        "chosen": words(n + 3, 1 + n % 7) + " ",
+        "rejected": words(n + 4, 1 + (3 * n) % 11) + " ",
+    }
+    for n in range(24)
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    return write(tmp_path / "pairs.jsonl", ROWS)
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args([*arguments, "--device", "cpu"])
+
+
+def without_speed(report):
+    return {
+        key: {name: number for name, number in value.items() if name != "completions_per_second"}
+        if isinstance(value, dict)
+        else value
+        for key, value in report.items()
+        if key != "dataset"
+    }
+
+
+# ---- the numbers, recomputed ----
+
+
+def load_by_hand(model, quantization):
+    return AutoModelForSequenceClassification.from_pretrained(
+        model, quantization_config=CONFIGS[quantization], device_map={"": "cpu"}, dtype=torch.float32
+    ).eval()
+
+
+def scores_by_hand(classifier, own_tokenizer, texts):
+    """One text at a time, no padding, the model's own choice of the last token."""
+    scores = []
+    for text in texts:
+        ids = own_tokenizer(text)["input_ids"] + [own_tokenizer.eos_token_id]
+        with torch.no_grad():
+            scores.append(classifier(input_ids=torch.tensor([ids])).logits.item())
+    return scores
+
+
+def ranks_by_hand(values):
+    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+
+def spearman_by_hand(x, y):
+    return statistics.correlation(ranks_by_hand(x), ranks_by_hand(y))
+
+
+def bytes_by_hand(classifier):
+    return sum(t.numel() * t.element_size() for t in [*classifier.parameters(), *classifier.buffers()])
+
+
+def order(chosen, rejected):
+    return (chosen > rejected) - (chosen < rejected)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
+def test_every_number_is_what_scoring_by_hand_gives(model, pairs, quantization, monkeypatch):
+    clock = iter([10.0, 12.0, 20.0, 28.0])  # 2 s in full precision, 8 s quantised
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
+    report = check_reward(model, pairs, quantization=quantization, batch_size=5, device="cpu")
+
+    own_tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in ROWS]
+    tokens = [len(row[side].split()) + 1 for side in ("chosen", "rejected") for row in ROWS]  # and the EOS
+    scores = {}
+    for load, kind, seconds in (("full", "none", 2), ("quantized", quantization, 8)):
+        classifier = load_by_hand(model, kind)
+        scores[load] = by_hand = scores_by_hand(classifier, own_tokenizer, texts)
+        wins = [(order(c, r) + 1) / 2 for c, r in zip(by_hand[:24], by_hand[24:])]
+        assert report[load] == pytest.approx(
+            {
+                "accuracy": statistics.mean(wins),
+                "mean": statistics.mean(by_hand),
+                "deviation": statistics.stdev(by_hand),
+                "length_correlation": statistics.correlation(by_hand, tokens),
+                "completions_per_second": 48 / seconds,
+                "memory_mib": bytes_by_hand(classifier) / 1024**2,
+            },
+            abs=1e-4,
+        )
+    full, quantized = scores["full"], scores["quantized"]
+    orders = [[order(c, r) for c, r in zip(by_hand[:24], by_hand[24:])] for by_hand in (full, quantized)]
+    assert report["rank_agreement"] == pytest.approx(spearman_by_hand(full, quantized), abs=1e-4)
+    assert report["rank_agreement"] < 1  # there is a difference to be measured
+    assert report["disagreement"] == pytest.approx(sum(a != b for a, b in zip(*orders)) / 24)
+    assert report["largest_difference"] == pytest.approx(max(abs(a - b) for a, b in zip(full, quantized)), abs=1e-4)
+    assert report["quantized"]["memory_mib"] < report["full"]["memory_mib"]
+    assert (report["pairs"], report["pairs_too_long"], report["dtype"]) == (24, 0, "float32")
+
+
+def test_speed_is_timed_on_shapes_that_were_seen_before(model, monkeypatch):
+    events, score = [], ClassifierReward.score
+
+    def recorded(self, batch):
+        events.append(tuple(batch.prompts))
+        return score(self, batch)
+
+    def clock():
+        events.append("clock")
+        return float(events.count("clock") ** 2)  # 1, 4, 9, 16: 3 s, then 7 s
+
+    monkeypatch.setattr(ClassifierReward, "score", recorded)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    report = check_reward(model, ROWS, batch_size=1, device="cpu")
+    texts = tuple(row["prompt"] + row[side] for side in ("chosen", "rejected") for row in ROWS)
+    timed = texts[::3]  # 16 batches of the 48 there are
+    assert events == [texts, timed, "clock", timed, "clock"] * 2
+    assert report["full"]["completions_per_second"] == pytest.approx(16 / 3)
+    assert report["quantized"]["completions_per_second"] == pytest.approx(16 / 7)
+
+
+def test_ties_count_half():
+    assert accuracy(torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 2.0, 0.0])) == 0.5
+    assert accuracy(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])) == 0.75
+    assert accuracy(torch.tensor([1.0]), torch.tensor([2.0])) == 0
+
+
+def test_equal_values_share_the_average_of_their_ranks():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x, y = torch.randint(0, 6, (2, 15), generator=generator).double()
+        assert average_ranks(x).tolist() == ranks_by_hand(x.tolist())
+        by_hand = spearman_by_hand(x.tolist(), y.tolist())
+        assert correlation(average_ranks(x), average_ranks(y)) == pytest.approx(by_hand)
+
+
+def test_rank_agreement_sees_order_alone():
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    assert correlation(average_ranks(x), average_ranks(x.exp())) == pytest.approx(1)
+    assert correlation(average_ranks(x), average_ranks(-(x**3))) == pytest.approx(-1)
+    assert correlation(x, x.exp()) < 0.99
+
+
+def test_a_pair_that_becomes_a_tie_is_ordered_differently():
+    full, quantized = torch.tensor([2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 3.0]), torch.tensor([1.0] * 8)
+    compared = module._compare(full, quantized)  # pairs (2, 1), (1, 1), (0, 1), (3, 3), then ties throughout
+    assert compared == {"rank_agreement": None, "disagreement": 0.5, "largest_difference": 2.0}
+
+
+def outcome(agreement=0.99, flipped=0.01, full=0.8, quantized=0.8):
+    accuracies = {"full": {"accuracy": full}, "quantized": {"accuracy": quantized}}
+    return {"rank_agreement": agreement, "disagreement": flipped, **accuracies}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "found", "line"),
+    [
+        (
+            "nf4",
+            outcome(0.9981, 0.034, 0.8, 0.79),
+            "4-bit keeps the ranking (0.998, 3.4% of the pairs ordered differently)",
+        ),
+        ("fp4", outcome(0.95, 0.1), "4-bit keeps the ranking (0.950, 10.0% of the pairs ordered differently)"),
+        (
+            "int8",
+            outcome(1.0, 0.0, 0.5, 0.7),
+            "8-bit keeps the ranking (1.000, 0.0% of the pairs ordered differently)",
+        ),
+        (
+            "nf4",
+            outcome(0.9),
+            "4-bit: rank agreement 0.900 is below 0.95: load this model with reward_quantization='int8' or 'none'",
+        ),
+        (
+            "int8",
+            outcome(-0.1),
+            "8-bit: rank agreement -0.100 is below 0.95: load this model with reward_quantization='none'",
+        ),
+        (
+            "nf4",
+            outcome(0.96, 0.17, 0.42, 0.28),
+            "4-bit: 17.0% of the pairs are ordered differently, more than 10%, and the accuracy falls from 0.420 to "
+            "0.280: load this model with reward_quantization='int8' or 'none'",
+        ),
+        (
+            "nf4",
+            outcome(quantized=0.74),
+            "4-bit: the accuracy falls from 0.800 to 0.740: load this model with reward_quantization='int8' or 'none'",
+        ),
+        ("nf4", outcome(None), "4-bit: all scores are equal, there is no ranking to keep"),
+    ],
+)
+def test_the_verdict_says_how_to_load_the_model(quantization, found, line):
+    assert verdict(quantization, found) == line
+
+
+def test_scores_that_keep_their_ranks_may_not_keep_the_order_of_pairs():
+    """As where prompts differ far more than the two answers to one: each pair is a step apart, and is swapped."""
+    full = torch.tensor([10.0 * n + 1 for n in range(20)] + [10.0 * n for n in range(20)])
+    found = module._compare(full, full.roll(20))
+    assert found["rank_agreement"] > 0.99 and found["disagreement"] == 1
+    assert "100.0% of the pairs are ordered differently" in verdict("nf4", outcome() | found)
+
+
+# ---- the command ----
+
+
+def test_the_table_shows_the_numbers_that_the_file_holds(model, pairs, tmp_path, capsys):
+    module.main(parsed(model, pairs, "--json", str(tmp_path / "report.json")))
+    report = json.loads((tmp_path / "report.json").read_text())
+    shown = capsys.readouterr().out
+    rows = {
+        cells[0]: cells[1:] for line in shown.splitlines() if len(cells := re.split(r"\s*[│┃]\s*", line)[1:-1]) == 3
+    }
+    assert rows["24 pairs"] == ["full (float32)", "nf4"]
+    for label, key, form in (
+        ("accuracy", "accuracy", "{:.3f}"),
+        ("mean score", "mean", "{:.3f}"),
+        ("standard deviation", "deviation", "{:.3f}"),
+        ("correlation with length", "length_correlation", "{:.3f}"),
+        ("completions/s", "completions_per_second", "{:.1f}"),
+        ("model memory (MiB)", "memory_mib", "{:.1f}"),
+    ):
+        assert rows[label] == [form.format(report[load][key]) for load in ("full", "quantized")]
+    assert rows["rank agreement (Spearman)"] == ["", f"{report['rank_agreement']:.3f}"]
+    assert rows["pairs ordered differently"] == ["", f"{100 * report['disagreement']:.1f}%"]
+    assert rows["largest difference"] == ["", f"{report['largest_difference']:.3f}"]
+    assert shown.splitlines()[-1] == report["verdict"] == verdict("nf4", report)
+    assert without_speed(report) == without_speed(check_reward(model, pairs, device="cpu"))
+
+
+def test_int8_does_not_repeat_itself_for_every_layer(model, pairs, capsys, caplog):
+    module.main(parsed(model, pairs, "--quantization", "int8"))
+    assert "8-bit" in capsys.readouterr().out
+    assert not [record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]
+
+
+def test_a_model_whose_scores_are_all_equal_has_no_ranking(tmp_path, capsys):
+    classifier = llama(classifier=True, hidden_size=64)
+    torch.nn.init.zeros_(classifier.score.weight)
+    classifier.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    module.main(parsed(str(tmp_path), write(tmp_path / "p.jsonl", ROWS[:4]), "--json", str(tmp_path / "r.json")))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["rank_agreement"] is report["full"]["length_correlation"] is None
+    assert report["full"]["accuracy"] == 0.5  # ties
+    assert "no ranking to keep" in capsys.readouterr().out
+
+
+# ---- data ----
+
+
+def test_the_form_of_the_dataset_makes_no_difference(model, pairs, tmp_path):
+    (tmp_path / "pairs.json").write_text(json.dumps(ROWS))
+    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "pairs.parquet"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.jsonl", ROWS[::-1])
+    write(folder / "test.jsonl", ROWS)  # chosen before train
+    forms = [str(tmp_path / "pairs.json"), str(tmp_path / "pairs.parquet"), str(folder), ROWS, Dataset.from_list(ROWS)]
+    expected = without_speed(check_reward(model, pairs, device="cpu"))
+    for form in forms:
+        assert without_speed(check_reward(model, form, device="cpu")) == expected
+
+
+def test_a_prompt_may_be_part_of_the_completions(model):
+    """Their words begin to differ at once, so the common beginning is the prompt."""
+    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in ROWS]
+    expected = without_speed(check_reward(model, ROWS, device="cpu"))
+    assert without_speed(check_reward(model, whole, device="cpu")) == expected
+    none = [row | {"prompt": None} for row in whole]  # as `datasets` fills a column
+    assert without_speed(check_reward(model, none, device="cpu")) == expected
+
+
+def test_a_text_that_ends_with_eos_gets_no_second_one(model):
+    ended = [row | {side: row[side] + "<eos>" for side in ("chosen", "rejected")} for row in ROWS]
+    expected = without_speed(check_reward(model, ROWS, device="cpu"))
+    assert without_speed(check_reward(model, ended, device="cpu")) == expected
+
+
+def test_conversations_are_scored_in_the_chat_template(model):
+    def message(role, text):
+        return {"role": role, "content": text.strip()}
+
+    explicit = [
+        {"prompt": [message("user", row["prompt"])]}
+        | {side: [message("assistant", row[side])] for side in ("chosen", "rejected")}
+        for row in ROWS
+    ]
+    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in explicit]
+    report = check_reward(model, explicit, device="cpu")
+    own_tokenizer, classifier = AutoTokenizer.from_pretrained(model), load_by_hand(model, "none")
+    conversations = [row[side] for side in ("chosen", "rejected") for row in whole]
+    by_hand = []
+    for messages in conversations:
+        ids = own_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        with torch.no_grad():
+            by_hand.append(classifier(input_ids=torch.tensor([ids])).logits.item())
+    tokens = [len(messages[-1]["content"].split()) for messages in conversations]
+    assert report["full"]["mean"] == pytest.approx(statistics.mean(by_hand), abs=1e-5)
+    assert report["full"]["length_correlation"] == pytest.approx(statistics.correlation(by_hand, tokens), abs=1e-4)
+    implicit = check_reward(model, whole, device="cpu")
+    # without a prompt, the assistant's header counts as what both share: a constant
+    assert without_speed(implicit)["full"] == pytest.approx(without_speed(report)["full"])
+    assert implicit["rank_agreement"] == report["rank_agreement"]
+
+
+def test_pairs_beyond_the_context_are_left_out_and_counted(model, tmp_path, capsys):
+    long = {"prompt": "w1 ", "chosen": words(0, 63), "rejected": "w2"}  # 65 tokens with the EOS, for a context of 64
+    fits = {"prompt": "w1 ", "chosen": words(0, 62), "rejected": "w2"}
+    rows = [long, *ROWS[:5], long, fits]
+    report = check_reward(model, rows, device="cpu")
+    assert (report["pairs"], report["pairs_too_long"]) == (6, 2)
+    assert without_speed(report)["full"] == without_speed(check_reward(model, [*ROWS[:5], fits], device="cpu"))["full"]
+    module.main(parsed(model, write(tmp_path / "p.jsonl", rows)))
+    assert "2 more pairs are longer than the model's context and were left out" in capsys.readouterr().out
+
+
+def test_fewer_pairs_are_spread_over_the_dataset(model):
+    report = check_reward(model, ROWS, max_pairs=6, device="cpu")
+    assert report["pairs"] == 6
+    assert without_speed(report) == without_speed(check_reward(model, ROWS[::4], max_pairs=None, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no rows; give at least one pair"),
+        ([{"question": "q", "chosen": "a"}], r"needs the columns 'chosen' and 'rejected'; .*'chosen', 'question'\]"),
+        ([ROWS[0], {"chosen": "w1", "rejected": None}], r"Pair 1 has .*must all be text, or all be lists of messages"),
+        ([{"prompt": "w1", "chosen": "w1", "rejected": None}], r"Pair 0 has .*must all be text"),
+        ([{"chosen": 1.0, "rejected": 2.0}], r"Pair 0 has \{'chosen': '1\.0', 'rejected': '2\.0'\}; .*must all"),
+        (
+            [{side: [{"role": "user", "content": "w1"}] for side in ("chosen", "rejected")} | {"prompt": "w1"}],
+            r"Pair 0 has .*Drop the prompt where the others hold whole conversations",
+        ),
+        ([{"chosen": words(0, 70), "rejected": "w1"}], "None of the 1 pairs fits in the model's context of 64 tokens"),
+    ],
+    ids=["no rows", "columns", "one missing", "rejected missing", "numbers", "mixed", "too long"],
+)
+def test_rows_that_cannot_be_compared_are_refused(model, rows, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward(model, rows, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "none"}, "quantization must be 'nf4', 'fp4' or 'int8', got 'none'"),
+        ({"max_pairs": 0}, "max_pairs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"split": "nowhere"}, "nowhere"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(model, pairs, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward(model, pairs, **({"device": "cpu"} | settings))
+
+
+def test_files_that_cannot_be_used_are_refused(model, pairs, tmp_path):
+    with pytest.raises(ValueError, match=r"--json .* lies in a folder that does not exist"):
+        module.main(parsed("no such model", pairs, "--json", str(tmp_path / "nowhere" / "report.json")))
+    with pytest.raises(OSError, match=r"nothing\.jsonl"):
+        check_reward(model, str(tmp_path / "nothing.jsonl"), device="cpu")
+    (tmp_path / "broken.jsonl").write_text('{"chosen": "w1", "rej')
+    with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read"):
+        check_reward(model, str(tmp_path / "broken.jsonl"), device="cpu")
+
+
+def test_models_that_cannot_be_compared_are_refused(model, tmp_path):
+    three = save(tmp_path / "three", tokenizer(), num_labels=3)
+    with pytest.raises(ValueError, match="3 labels"):
+        check_reward(three, ROWS, device="cpu")
+    reports = [check_reward(three, ROWS[:4], reward_label=label, device="cpu") for label in (0, 2)]
+    assert reports[0]["full"]["mean"] != reports[1]["full"]["mean"]
+    conversation = [{side: [{"role": "user", "content": side}] for side in ("chosen", "rejected")}]
+    with pytest.raises(ValueError, match="no chat template"):
+        check_reward(three, conversation, reward_label=0, device="cpu")
+    strict = save(tmp_path / "strict", tokenizer(chat_template="{{ raise_exception('ask first') }}"))
+    with pytest.raises(ValueError, match="chat template does not take pair 0: ask first; drop or reshape it"):
+        check_reward(strict, conversation, device="cpu")
+    load_by_hand(model, "nf4").save_pretrained(tmp_path / "quantised")
+    with pytest.raises(ValueError, match="saved quantised, so there is no full precision to compare with"):
+        check_reward(str(tmp_path / "quantised"), ROWS, device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model):
+    with pytest.raises(ValueError, match="device='cuda:0' needs a GPU, and there is none; leave it 'auto'"):
+        check_reward(model, ROWS, device="cuda:0")
+
+
+def test_scores_that_are_not_finite_are_refused(tmp_path):
+    classifier = llama(classifier=True, hidden_size=64)
+    torch.nn.init.constant_(classifier.score.weight, float("inf"))
+    classifier.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"8 of 8 scores of .* are not finite in torch.float32"):
+        check_reward(str(tmp_path), ROWS[:4], device="cpu")
+
+
+# ---- a reward model that has learnt something ----
+
+
+def docstring_pairs():
+    """Pairs by PEP 257 out of the top-level modules of the standard library, and a tokenizer for them."""
+    from harvest import read_file, split, unique
+    from pep257 import bare_verbs
+    from reward_model import pairs
+    from sft import train_tokenizer
+
+    stdlib = sysconfig.get_paths()["stdlib"]
+    files = sorted(path.name for path in Path(stdlib).glob("*.py"))
+    corpus = unique(row for name in files for row in read_file((stdlib, name)))
+    verbs = bare_verbs(corpus)
+    train, held_out = split(corpus)
+    return pairs(train, verbs, 1000), pairs(held_out, verbs, 200), train_tokenizer(corpus)
+
+
+def train_classifier(rows, own_tokenizer, steps=120, batch_size=8):
+    own_tokenizer.padding_side = "right"
+    classifier = llama(vocab_size=len(own_tokenizer), hidden_size=64, classifier=True).train()
+    classifier.config.pad_token_id = own_tokenizer.pad_token_id
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3)
+    for step in range(steps):
+        some = rows[step * batch_size % len(rows) :][:batch_size]
+        texts = [row[side] + own_tokenizer.eos_token for side in ("chosen", "rejected") for row in some]
+        inputs = own_tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        chosen, rejected = classifier(**inputs).logits[:, 0].chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return classifier.eval()
+
+
+def test_a_trained_reward_model_keeps_its_ranking_in_4_bit(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    train, held_out, own_tokenizer = docstring_pairs()
+    train_classifier(train, own_tokenizer).save_pretrained(tmp_path / "model")
+    own_tokenizer.save_pretrained(tmp_path / "model")
+    file = write(tmp_path / "held_out.jsonl", held_out)
+    module.main(parsed(str(tmp_path / "model"), file, "--json", str(tmp_path / "report.json")))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["pairs"] + report["pairs_too_long"] == 200
+    assert report["pairs_too_long"] < 20
+    assert report["full"]["accuracy"] > 0.8  # it has learnt something to be kept
+    assert report["rank_agreement"] >= 0.95
+    assert report["quantized"]["accuracy"] == pytest.approx(report["full"]["accuracy"], abs=0.05)
+    assert "4-bit keeps the ranking" in capsys.readouterr().out

@@ -1,0 +1,561 @@
+"""A critic that is trained before PPO: what is measured, what is saved, and that PPO starts from it."""
+
+import contextlib
+import io
+import json
+import random
+import re
+import sys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from peft import LoraConfig
+from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
+from trl import DatasetMixtureConfig, ModelConfig
+
+from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter
+from trl_ppo_ext.commands import launch
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands import pretrain_critic as module
+from trl_ppo_ext.commands.launch import PPOModelConfig, PPOScriptArguments, build_trainer, find_reward, load_datasets
+from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
+from trl_ppo_ext.modeling.loading import default_peft_config
+
+# the score is known from the prompt, so a critic can know it too
+REWARDS = """
+def of_last_word(prompts, **kwargs):
+    return [float(prompt.split()[-1].removeprefix("w")) % 4 for prompt in prompts]
+
+not_a_reward = 3
+"""
+RUN = """
+model_name_or_path: policy
+dataset_name: prompts.jsonl
+reward_funcs: [easy_rewards.of_last_word]
+use_cpu: true
+bf16: false
+report_to: none
+disable_tqdm: true
+save_strategy: "no"
+logging_steps: 1
+per_device_train_batch_size: 32
+num_mini_batches: 2
+num_ppo_epochs: 2
+max_completion_length: 1
+max_steps: 40
+learning_rate: 0.03
+lr_scheduler_type: constant
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A directory with a model, prompts, rewards and a config file."""
+    path = tmp_path_factory.mktemp("workplace")
+    llama().save_pretrained(path / "policy")
+    tokenizer().save_pretrained(path / "policy")
+    (path / "easy_rewards.py").write_text(REWARDS)
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{n + 9} w{n}"}) + "\n" for n in range(12)))
+    (path / "run.yaml").write_text(RUN)
+    return path
+
+
+@contextlib.contextmanager
+def inside(path):
+    """Work in this directory; what was imported from there is forgotten afterwards."""
+    search_path = list(sys.path)
+    with contextlib.chdir(path):
+        yield
+    sys.path[:] = search_path
+    sys.modules.pop("easy_rewards", None)
+
+
+@pytest.fixture
+def there(workplace):
+    with inside(workplace):
+        yield workplace
+
+
+def copies(parameters):
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+class Pretrained:
+    """A run of `trl-ppo pretrain-critic`, with what it was before and after."""
+
+    def __init__(self, workplace, kind, learning_rate):
+        printed, self.kind, self.directory = io.StringIO(), kind, workplace / kind
+        arguments = ["--critic", kind, "--output_dir", kind, "--learning_rate", str(learning_rate)]
+        with inside(workplace), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(module, "build_trainer", self.build)
+            self.status = cli.main(["pretrain-critic", "--config", "run.yaml", *arguments])
+        self.printed = printed.getvalue()
+        self.numbers = json.loads((self.directory / "critic.json").read_text())
+
+    def build(self, *args, **kwargs):
+        self.trainer = build_trainer(*args, **kwargs)
+        self.before = copies(dict(self.trainer.actor_critic.named_parameters()))
+        return self.trainer
+
+
+@pytest.fixture(scope="module")
+def head(workplace):
+    return Pretrained(workplace, "head", 0.1)
+
+
+@pytest.fixture(scope="module")
+def adapter(workplace):
+    return Pretrained(workplace, "adapter", 0.01)
+
+
+@pytest.fixture(params=["head", "adapter"])
+def pretrained(request):
+    return request.getfixturevalue(request.param)
+
+
+# ---- the command ----
+
+
+def test_a_value_that_the_prompt_tells_is_learned(pretrained):
+    assert pretrained.status == 0
+    assert pretrained.numbers["explained_variance_before"] == 0  # a fresh critic says 0 everywhere
+    assert pretrained.numbers["explained_variance_after"] > 0.9  # measured: 0.99 and more
+
+
+def test_only_the_critic_is_trained(pretrained):
+    actor_critic, critic = pretrained.trainer.actor_critic, pretrained.trainer.actor_critic.critic_parameters()
+    for name, parameter in actor_critic.named_parameters():
+        of_critic = any(parameter is other for other in critic.values())
+        assert torch.equal(parameter, pretrained.before[name]) != of_critic, name
+    assert len(critic) == (2 if pretrained.kind == "head" else 2 + 2 * 14)  # two layers of seven projections
+
+
+def test_the_numbers_are_printed_with_the_line_that_starts_from_the_critic(pretrained):
+    kind, numbers = pretrained.kind, pretrained.numbers
+    assert f"Explained variance before: {numbers['explained_variance_before']:.3f}\n" in pretrained.printed
+    assert f"Explained variance after:  {numbers['explained_variance_after']:.3f}\n" in pretrained.printed
+    assert f"PPOConfig(critic='{kind}', critic_init='{kind}')\n" in pretrained.printed
+
+
+def test_the_folder_holds_the_critic_its_numbers_and_a_card_and_no_path_of_this_machine(pretrained, workplace):
+    kind, directory = pretrained.kind, pretrained.directory
+    names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    of_adapter = {"critic/adapter_config.json", "critic/adapter_model.safetensors"}
+    critic = {"value_head.safetensors"} | (of_adapter if kind == "adapter" else set())
+    assert names == critic | {"critic.json", "README.md"}
+    for name in names:
+        assert str(workplace).encode() not in (directory / name).read_bytes(), name
+    settings = {"gamma": 1.0, "lam": 1.0, "steps": 40}
+    expected = {"kind": kind, "base_model": "policy", "rewards": ["of_last_word"]} | settings
+    assert expected.items() <= pretrained.numbers.items()
+    card = (directory / "README.md").read_text()
+    assert f'PPOConfig(critic="{kind}", critic_init=' in card
+    assert "`of_last_word`" in card and "base_model" not in card  # a path means nothing to the Hub
+
+
+def test_a_ppo_run_starts_with_the_very_values_of_the_pretrained_critic(pretrained, there, monkeypatch, tmp_path):
+    def first_rollout(**start):
+        args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
+        args.per_device_train_batch_size = 32
+        trainer = PPOTrainer("policy", find_reward("easy_rewards.of_last_word"), args, load_prompts())
+        rollouts, collect = [], trainer.experience.collect
+        monkeypatch.setattr(
+            trainer.experience, "collect", lambda *given: rollouts.append(collect(*given)) or rollouts[-1]
+        )
+        trainer.train()
+        return rollouts[0].rollout, trainer.state.log_history[0]["value/explained_variance"]
+
+    rollout, explained = first_rollout(critic_init=pretrained.kind)
+    values = pretrained.trainer.experience.score_tokens(rollout.sequences).values
+    assert torch.equal(rollout.old_values, values) and rollout.old_values.std() > 0.5
+    assert explained > 0.9 > 0.1 > first_rollout()[1]
+
+
+def load_prompts():
+    return load_datasets(PPOScriptArguments(dataset_name="prompts.jsonl"))["train"]
+
+
+def test_help_lists_the_fields_in_groups_and_the_defaults_of_this_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["pretrain-critic", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "--config FILE.yaml" in text
+    groups = [text.index(group) for group in ("dataset and rewards:", "training (", "model:", "dataset mixture")]
+    options = ("--reward_funcs", "--lam_critic", "--model_name_or_path", "--datasets")
+    assert groups == sorted(groups)
+    for option, start, end in zip(options, groups, [*groups[1:], None]):
+        assert option in text[start:end]
+    for name in (entry.name for entry in fields(PPOConfig)):
+        assert f"--{name} " in text, name
+    assert "1 is Monte Carlo. (default: 1.0)" in text
+
+
+def test_the_command_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "pretrain-critic" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--critic", "none"], "`critic='none'` leaves nothing to pretrain"),
+        (["--push_to_hub"], "hf upload"),
+        (["--num_ppo_epoch", "3"], "no argument `num_ppo_epoch`, which stands on the command line; did you mean"),
+        (["run.yaml"], "no argument `run.yaml`"),
+        (["--dataset_name", "none.jsonl"], "none.jsonl"),
+        (["--dataset_train_split", "training"], "no split 'training'; set `dataset_train_split` to one of ['train']"),
+        (["--eval_strategy", "steps", "--eval_steps", "9"], "no split 'test'; set `dataset_test_split`"),
+        (["--reward_funcs", "easy_rewards.of_lost_word"], "'easy_rewards.of_lost_word' is nothing in "),
+        (["--reward_funcs", "easy_rewards.not_a_reward"], "'easy_rewards.not_a_reward' is a int in "),
+        (["--reward_funcs", "eazy_rewards.of_last_word"], "there is no module 'eazy_rewards'"),
+        (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
+        (["--lora_task_type", "SEQ_CLS"], "`lora_task_type` must be 'CAUSAL_LM'"),
+        (["--use_bnb_nested_quant"], "`use_bnb_nested_quant` says how to quantise to 4 bits; set `load_in_4bit`"),
+        (["--ignore_bias_buffers"], "`ignore_bias_buffers`"),
+        (["--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "leave one of the two out"),
+        (["--test_split_size", "0.1"], "`streaming` and `test_split_size` are about `datasets`"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(there, capsys, arguments, says):
+    assert cli.main(["pretrain-critic", "--config", "run.yaml", *arguments, "--output_dir", "refused"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trl-ppo pretrain-critic: error: ") and says in error
+    assert not (there / "refused").exists()
+
+
+def test_an_unknown_key_of_the_config_file_is_refused_by_name(there, capsys):
+    (there / "wrong.yaml").write_text(RUN + "lam_crtic: 1.0\n")
+    assert cli.main(["pretrain-critic", "--config", "wrong.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "no argument `lam_crtic`, which stands in the config file; did you mean `lam_critic`?" in error
+
+
+@pytest.mark.parametrize("text, says", [("a: [", "is no YAML"), ("- a", "must contain a YAML mapping")])
+def test_a_config_file_that_is_none_is_refused(there, capsys, text, says):
+    (there / "broken.yaml").write_text(text)
+    assert cli.main(["pretrain-critic", "--config", "broken.yaml"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_config_file_must_follow_its_option(capsys):
+    assert cli.main(["pretrain-critic", "--config"]) == 2
+    assert "--config needs the path of a YAML file" in capsys.readouterr().err
+
+
+# ---- what is measured ----
+
+
+def trainer(output_dir, reward=length_reward, train=None, evaluation=None, **kwargs):
+    args = config(output_dir, lam_critic=1.0, **kwargs)
+    train = prompts() if train is None else train
+    return PPOTrainer(llama(), reward, args, train, evaluation, processing_class=tokenizer())
+
+
+def shaken(run):
+    """With a critic that says something."""
+    torch.nn.init.normal_(run.actor_critic.value_head.weight, std=0.3)
+    return run
+
+
+def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HELD_OUT", 24)
+    steered = {"normalize_rewards": True, "reward_baseline": "reference", "kl_target": 1.0, "entropy_target": 1.0}
+
+    def weights(run):
+        return copies(run.actor_critic.critic_parameters())
+
+    measured = trainer(tmp_path, critic="adapter", **steered)
+    noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    state = json.dumps(measured.experience.state_dict())
+    held_out_rollouts(measured, completions=24)
+    assert json.dumps(measured.experience.state_dict()) == state
+    assert torch.equal(torch.get_rng_state(), noise[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == noise[1:]
+    pretrain_critic(measured)
+
+    plain = trainer(tmp_path, critic="adapter", **steered)
+    plain.actor_critic.freeze_policy()
+    plain.train()
+    assert plain.experience.state_dict() == measured.experience.state_dict()
+    for name, weight in weights(plain).items():
+        assert torch.equal(weight, weights(measured)[name]), name
+
+
+@pytest.mark.parametrize("lams", [{"lam": 0.5, "lam_critic": None}, {"lam_length_alpha": 0.2, "lam_critic": 0.3}])
+def test_returns_are_monte_carlo_whatever_the_lambda_of_the_run(tmp_path, lams):
+    run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
+    for name, value in lams.items():
+        setattr(run.args, name, value)
+    (rollout, *_) = held_out_rollouts(run, completions=8)
+    lengths = rollout.sequences.completion_lengths[:, None]
+    left = (lengths - 1 - torch.arange(rollout.returns.shape[1])).clamp(min=0)
+    expected = lengths * 0.9**left * rollout.response_mask
+    torch.testing.assert_close(rollout.returns, expected, rtol=1e-5, atol=1e-5)
+    assert {name: getattr(run.args, name) for name in lams} == lams
+
+
+def test_explained_variance_is_that_of_all_tokens_of_all_rollouts(tmp_path):
+    run = shaken(trainer(tmp_path))
+    rollouts = held_out_rollouts(run, completions=24)
+    assert len(rollouts) == 3
+    values = np.concatenate([each.old_values[each.response_mask].numpy() for each in rollouts])
+    returns = np.concatenate([each.returns[each.response_mask].numpy() for each in rollouts])
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    assert explained_variance(run, rollouts) == pytest.approx(expected, abs=1e-5)
+    assert abs(expected) > 0.01
+
+
+def asked_for(run, completions):
+    """Prompts that rewards are asked about while something is measured."""
+    asked = []
+    run.experience.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
+    held_out_rollouts(run, completions)
+    return asked
+
+
+def named(count, prefix=""):
+    return Dataset.from_list([{"prompt": f"{prefix}w{n}"} for n in range(count)])
+
+
+def test_evaluation_prompts_are_measured_on_if_there_are_any(tmp_path):
+    run = trainer(tmp_path, evaluation=named(16, "w0 "))
+    assert asked_for(run, 8) == [f"w0 w{2 * n}" for n in range(8)]  # spread evenly
+    assert asked_for(run, 9) == [f"w0 w{n}" for n in range(16)]  # two rollouts
+    run = trainer(tmp_path, evaluation={"a": named(2, "w0 "), "b": named(3, "w1 ").to_iterable_dataset()})
+    assert asked_for(run, 8) == ["w0 w0", "w0 w1", "w1 w0", "w1 w1", "w1 w2", "w0 w0", "w0 w1", "w1 w0"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_otherwise_prompts_are_those_that_training_does_not_come_to(tmp_path, shuffle):
+    seen = []
+    run = trainer(
+        tmp_path,
+        reward=lambda prompts, **kwargs: seen.extend(prompts) or [1.0] * len(prompts),
+        train=named(24),
+        max_steps=8,  # two rollouts of 8
+        shuffle_dataset=shuffle,
+    )
+    run.train()
+    held_out = asked_for(run, 8)
+    assert len(set(seen)) == 16 and len(set(held_out)) == 8
+    assert not set(seen) & set(held_out)
+
+
+def test_a_stream_is_measured_on_its_first_rows(tmp_path):
+    run = trainer(tmp_path, train=named(24).to_iterable_dataset())
+    assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
+
+
+def test_monitored_rewards_are_not_asked_when_nobody_sees_what_they_give(tmp_path):
+    asked = []
+
+    def watched(prompts, **kwargs):
+        asked.extend(prompts)
+        return [0.0] * len(prompts)
+
+    run = PPOTrainer(
+        llama(), length_reward, config(tmp_path), prompts(), processing_class=tokenizer(), monitor_funcs=watched
+    )
+    assert held_out_rollouts(run, 8) and not asked
+
+
+# ---- pretrain_critic ----
+
+
+def test_it_refuses_what_leaves_nothing_to_train(tmp_path):
+    args = config(tmp_path, critic="none", num_generations=2)
+    run = PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
+    with pytest.raises(ValueError, match="critic='none'"):
+        pretrain_critic(run)
+    run = PPOTrainer(llama(), length_reward, config(tmp_path), processing_class=tokenizer())
+    with pytest.raises(ValueError, match="needs a `train_dataset`"):
+        pretrain_critic(run)
+
+
+def test_processes_but_the_main_one_write_nothing(tmp_path, monkeypatch):
+    run = trainer(tmp_path / "run", max_steps=1)
+    monkeypatch.setattr(module, "HELD_OUT", 8)
+    monkeypatch.setattr(PPOConfig, "should_save", False)
+    assert pretrain_critic(run, tmp_path / "critic").keys() >= {"explained_variance_before"}
+    assert not (tmp_path / "critic").exists()
+
+
+def test_it_is_saved_where_one_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HELD_OUT", 8)
+    run = trainer(tmp_path / "run", max_steps=1, gamma=0.5)
+    numbers = pretrain_critic(run, tmp_path / "elsewhere")
+    saved = json.loads((tmp_path / "elsewhere" / "critic.json").read_text())
+    assert numbers.items() <= saved.items() and saved["gamma"] == 0.5
+    assert not (tmp_path / "run" / "critic.json").exists()
+
+
+# ---- from arguments to a trainer ----
+
+
+def test_rewards_come_in_every_form(there, monkeypatch):
+    from trl.rewards import think_format_reward
+
+    assert find_reward("Skywork/Skywork-Reward-V2-Qwen3-0.6B") == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+    assert find_reward("gpt2") == "gpt2" and find_reward("./policy") == "./policy"
+    assert find_reward("Qwen2.5-0.5B") == "Qwen2.5-0.5B"
+    (there / "runs.reward").mkdir(exist_ok=True)
+    assert find_reward("runs.reward") == "runs.reward"
+    assert find_reward("adapter:my/reward") == RewardAdapter("my/reward")
+    assert find_reward("think_format_reward") is think_format_reward
+    punished = find_reward("get_soft_overlong_punishment")(completion_ids=[[0] * n for n in (1024, 1152, 1280, 1281)])
+    assert punished == [0, -0.5, -1, -1]
+    assert find_reward("easy_rewards.of_last_word")(prompts=["w3 w7"]) == [3.0]
+    (there / "library").mkdir(exist_ok=True)
+    (there / "library" / "scores_of_mine.py").write_text("import math\n\nclass Judge:\n    score = math.sqrt\n")
+    monkeypatch.syspath_prepend(str(there / "library"))
+    assert find_reward("scores_of_mine.Judge").score(4) == 2
+
+
+def test_a_reward_module_that_misses_a_module_is_no_wrong_name(there):
+    (there / "broken_rewards.py").write_text("import no_such_library\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        find_reward("broken_rewards.reward")
+
+
+def rows(named_so, **kwargs):
+    return list(load_datasets(PPOScriptArguments(dataset_name=str(named_so), **kwargs))["train"])
+
+
+def test_datasets_are_read_from_files_and_directories(tmp_path):
+    given = [{"prompt": "w1", "target": 2}, {"prompt": "w2", "target": 3}]
+    made = Dataset.from_list(given)
+    made.to_json(tmp_path / "a.jsonl")
+    (tmp_path / "b.json").write_text(json.dumps(given))
+    made.to_parquet(tmp_path / "c.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    DatasetDict(train=made, test=made).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    made.to_json(tmp_path / "folder" / "train.jsonl")
+    for name in ("a.jsonl", "b.json", "c.parquet", "saved", "splits", "folder"):
+        assert rows(tmp_path / name) == given, name
+    assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {"train", "test"}
+    assert rows(tmp_path / "a.jsonl", dataset_streaming=True) == given
+    mixture = DatasetMixtureConfig([{"path": "json", "data_files": str(tmp_path / "a.jsonl")}])
+    assert list(load_datasets(PPOScriptArguments(), mixture)["train"]) == given
+
+
+@pytest.mark.parametrize(
+    "name, content, arguments, says",
+    [
+        ("a.csv", "prompt\nw1\n", {}, "none of the files that can be read: .json"),
+        ("a.json", "{", {}, "cannot be read"),
+        ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` picks a part"),
+        ("state.json", "{}", {"dataset_streaming": True}, "not streamed"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_is_refused(tmp_path, name, content, arguments, says):
+    (tmp_path / name).write_text(content)
+    path = tmp_path if name == "state.json" else tmp_path / name
+    with pytest.raises(ValueError, match=re.escape(says)):
+        rows(path, **arguments)
+
+
+def test_one_dataset_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="There is no dataset; give `dataset_name`"):
+        load_datasets(PPOScriptArguments())
+    mixture = DatasetMixtureConfig([{"path": "json"}])
+    with pytest.raises(ValueError, match="Both `datasets` and `dataset_name`"):
+        load_datasets(PPOScriptArguments(dataset_name="a"), mixture)
+    with pytest.raises(ValueError, match="Both `datasets` and `dataset_streaming`"):
+        load_datasets(PPOScriptArguments(dataset_streaming=True), mixture)
+
+
+@pytest.fixture
+def built(monkeypatch, there):
+    """What PPOTrainer would be built with."""
+
+    def build(model_args=None, script_args=None, args=None, **kwargs):
+        monkeypatch.setattr(launch, "PPOTrainer", lambda model, **given: {"model": model} | given)
+        script_args = PPOScriptArguments("prompts.jsonl", reward_funcs=["gpt2"], **(script_args or {}))
+        model_args = model_args or PPOModelConfig("policy")
+        return build_trainer(script_args, config(there, **(args or {})), model_args, **kwargs)
+
+    return build
+
+
+def test_by_default_the_adapter_dtype_and_quantisation_are_the_trainers(built):
+    for model_args in (PPOModelConfig("policy"), ModelConfig("policy")):
+        given = built(model_args)
+        assert given["model"] == "policy" and given["args"].model_init_kwargs is None
+        assert given["peft_config"] is None and given["quantization_config"] is None
+        assert "eval_dataset" not in given and "ptx_dataset" not in given
+        assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
+    assert built(PPOModelConfig("policy", use_peft=True))["peft_config"] == default_peft_config()
+
+
+def test_a_lora_argument_alone_changes_that_and_nothing_else_about_the_adapter(built):
+    expected = default_peft_config()
+    expected.r = 4
+    assert built(PPOModelConfig("policy", lora_r=4))["peft_config"] == expected
+    assert built(PPOModelConfig("policy", use_dora=True))["peft_config"].use_dora
+    named_modules = PPOModelConfig("policy", lora_target_modules=["q_proj", "v_proj"])
+    assert built(named_modules)["peft_config"].target_modules == {"q_proj", "v_proj"}
+    assert isinstance(built(ModelConfig("policy", lora_r=4))["peft_config"], LoraConfig)
+
+
+def test_how_the_model_is_loaded_comes_from_the_model_arguments(built):
+    model_args = PPOModelConfig("policy", "v2", dtype="bfloat16", attn_implementation="eager")
+    expected = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "eager"}
+    assert built(model_args)["args"].model_init_kwargs == expected
+    both = built(model_args, args={"model_init_kwargs": {"dtype": "bfloat16", "use_cache": False}})
+    assert both["args"].model_init_kwargs == expected | {"use_cache": False}
+    quantized = built(PPOModelConfig("policy", load_in_4bit=True, bnb_4bit_quant_type="fp4", dtype="bfloat16"))
+    assert quantized["quantization_config"].bnb_4bit_quant_type == "fp4"
+    assert quantized["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
+    assert built(PPOModelConfig("policy", load_in_4bit=True, dtype="auto"))["quantization_config"].load_in_4bit
+    assert built(PPOModelConfig("policy", load_in_8bit=True))["quantization_config"].load_in_8bit
+
+
+def test_datasets_are_handed_over_by_split(built, there):
+    made = {name: named(3, f"{name} ") for name in ("train", "test", "other")}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2}
+    given = built(args=evaluating, dataset=made)
+    assert given["train_dataset"] is made["train"] and given["eval_dataset"] is made["test"]
+    given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
+    assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
+    assert built(args=evaluating, eval_dataset=made["other"])["eval_dataset"] is made["other"]  # the file has no test
+    supervised = built(script_args={"ptx_dataset_name": "prompts.jsonl", "monitor_funcs": ["gpt2", "./policy"]})
+    assert len(supervised["ptx_dataset"]) == 12 and supervised["monitor_funcs"] == ["gpt2", "./policy"]
+
+
+def test_a_model_is_needed(built):
+    with pytest.raises(ValueError, match="give `model_name_or_path`"):
+        built(PPOModelConfig())
+
+
+def test_what_is_built_is_a_trainer_with_these_settings(there, tmp_path):
+    trainer = build_trainer(
+        PPOScriptArguments("prompts.jsonl", reward_funcs=["easy_rewards.of_last_word"]),
+        config(tmp_path),
+        PPOModelConfig("policy", dtype="bfloat16", attn_implementation="eager", lora_r=2),
+    )
+    assert trainer.actor_critic.dtype == torch.bfloat16
+    assert trainer.actor_critic.config._attn_implementation == "eager"
+    assert {x.shape[0] for name, x in trainer.actor_critic.policy_parameters().items() if "lora_A" in name} == {2}
+    assert [reward.name for reward in trainer.experience.rewards] == ["of_last_word"]
+
+
+def test_the_test_split_is_what_the_command_measures_on(there, monkeypatch):
+    (there / "splits").mkdir()
+    for split, first in (("train", "w1"), ("test", "w2")):
+        (there / "splits" / f"{split}.jsonl").write_text(json.dumps({"prompt": first}) + "\n")
+    assert load_dataset("splits").keys() == {"train", "test"}
+    found = {}
+    monkeypatch.setattr(module, "build_trainer", lambda *args, **kwargs: found.update(kwargs) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["pretrain-critic", "--config", "run.yaml", "--dataset_name", "splits", "--output_dir", "unused"])
+    assert list(found["eval_dataset"]) == [{"prompt": "w2"}]
+
+
+assert WORDS[3] == "w3"  # the rewards above read numbers off words

@@ -1,0 +1,378 @@
+"""`trl-ppo train` and `trl-ppo env`: what they take, what they refuse and how, and what they leave behind."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import runpy
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
+
+from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.checkpoints.hub import PushError
+from trl_ppo_ext.commands import launch, train
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands.arguments import _GROUPS, _TRAINER
+from trl_ppo_ext.tracking.environment import environment
+
+REWARDS = """
+def of_last_word(prompts, **kwargs):
+    return [float(prompt.split()[-1].removeprefix("w")) % 4 for prompt in prompts]
+
+def length(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+def to_prompt(row):
+    return {"prompt": f"w1 {row['question']}"}
+
+def fails_late(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step:
+        raise OSError("the disk is gone")
+    return [float(len(ids)) for ids in completion_ids]
+
+def of_texts(texts):
+    return [float(len(text)) for text in texts]
+
+not_a_reward = 3
+"""
+RUN = {
+    "model_name_or_path": "policy",
+    "dataset_name": "prompts.jsonl",
+    "reward_funcs": "cli_rewards.of_last_word",
+    "output_dir": "run",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "per_device_train_batch_size": 4,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 1,
+    "max_completion_length": 6,
+    "max_steps": 4,
+    "learning_rate": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """Models, datasets and rewards; the config file lies in a folder of its own, with the rewards beside it."""
+    path = tmp_path_factory.mktemp("workplace")
+    llama().save_pretrained(path / "policy")
+    tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(path / "policy")
+    llama().save_pretrained(path / "plain")
+    tokenizer().save_pretrained(path / "plain")
+    (path / "configs").mkdir()
+    (path / "configs" / "cli_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"w{n + 9} w{n}"} for n in range(12)]
+    save(path / "prompts.jsonl", rows)
+    save(path / "questions.jsonl", [{"question": row["prompt"]} for row in rows])
+    save(path / "chat.jsonl", [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
+    (path / "splits").mkdir()
+    save(path / "splits" / "train.jsonl", rows)
+    save(path / "splits" / "test.jsonl", rows)
+    return path
+
+
+def save(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def there(workplace):
+    search_path = list(sys.path)
+    with contextlib.chdir(workplace):
+        yield workplace
+    sys.path[:] = search_path
+    sys.modules.pop("cli_rewards", None)
+
+
+def run(*options, **changes):
+    """A run from a config file: its exit status. `None` takes a key out of it."""
+    given = {name: value for name, value in (RUN | changes).items() if value is not None}
+    Path("configs/run.yaml").write_text(yaml.safe_dump(given))
+    return cli.main(["train", "--config", "configs/run.yaml", *options])
+
+
+def weights(directory):
+    return load_file(Path(directory) / "adapter_model.safetensors")
+
+
+# ---- training ----
+
+
+def test_a_run_ends_with_an_adapter_that_can_be_loaded(there, capsys):
+    assert run(output_dir="whole") == 0
+    assert "Saved in whole." in capsys.readouterr().out
+    loaded = PeftModel.from_pretrained(llama(), "whole")
+    assert any(x.abs().sum() > 0 for name, x in loaded.named_parameters() if "lora_B" in name)
+    assert (there / "whole" / "checkpoint-4").is_dir()
+
+
+def test_the_command_line_wins_over_the_file(there, capsys):
+    assert run("--max_steps", "2", "--dry_run") == 0
+    assert "2 optimizer steps" in capsys.readouterr().out
+    assert cli.main(["train", "--config=configs/run.yaml", "--dry-run", "--max-steps=6"]) == 0
+    assert "6 optimizer steps" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(there):
+    assert run(output_dir="straight") == 0
+    for folder, how in (("resumed", True), ("named", "named/checkpoint-2")):
+        shutil.copytree("straight/checkpoint-2", f"{folder}/checkpoint-2")
+        assert run(output_dir=folder, resume_from_checkpoint=how) == 0
+        first = [Path(run_dir, "checkpoint-2", "adapter_model.safetensors") for run_dir in (folder, "straight")]
+        assert first[0].stat().st_mtime_ns == first[1].stat().st_mtime_ns  # a run from the beginning writes it again
+        again, before = weights(folder), weights("straight")
+        assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+def test_a_run_is_evaluated_on_as_many_rows_as_are_asked_for(there, monkeypatch):
+    found = {}
+    built = train.build_trainer
+    monkeypatch.setattr(train, "build_trainer", lambda *given: found.setdefault("trainer", built(*given)))
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": 3, "dataset_name": "splits"}
+    assert run(output_dir="evaluated", max_steps=2, **evaluated) == 0
+    trainer = found["trainer"]
+    assert [row["prompt"] for row in trainer.eval_dataset] == ["w9 w0", "w13 w4", "w17 w8"]  # spread over all
+    assert "eval_reward" in trainer.state.log_history[-2] or "eval_reward" in trainer.state.log_history[-1]
+
+
+def test_a_dataset_without_prompts_gets_them_from_a_function(there, capsys):
+    mapped = {"dataset_name": "questions.jsonl", "map_function": "cli_rewards.to_prompt"}
+    assert run("--dry_run", **mapped) == 0
+    assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
+
+
+def test_what_the_hub_does_not_take_is_told_in_one_line(there, monkeypatch, capsys):
+    refused = Pushed(True)
+    refused.push_to_hub = lambda **metadata: (_ for _ in ()).throw(PushError("me/run was not pushed"))
+    monkeypatch.setattr(train, "build_trainer", lambda *given: refused)
+    assert run() == 2
+    assert capsys.readouterr().err == "trl-ppo train: error: me/run was not pushed\n"
+    assert refused.calls[0][0] == "train"
+
+
+class Pushed:
+    """Stands for a trainer that would push."""
+
+    def __init__(self, push):
+        self.args = PPOConfig("out", use_cpu=True, bf16=False)
+        self.args.push_to_hub, self.hub_model_id, self.calls = push, "me/run", []
+        self.accelerator = self
+
+    def print(self, *text):
+        self.calls.append(("print", *text))
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+def test_a_run_is_pushed_with_its_datasets_if_that_is_asked_for(there, monkeypatch):
+    pushed, saved = Pushed(True), Pushed(False)
+    for trainer in (pushed, saved):
+        monkeypatch.setattr(train, "build_trainer", lambda *given, trainer=trainer: trainer)
+        monkeypatch.setattr(train, "load_datasets", lambda *given: {})
+        assert run(dataset_name="trl-lib/tldr") == 0
+    names = [[call[0] for call in trainer.calls if call[0] != "print"] for trainer in (pushed, saved)]
+    assert names == [["train", "push_to_hub", "end"], ["train", "save_model", "end"]]
+    assert ("push_to_hub", (), {"datasets": ["trl-lib/tldr"]}) in pushed.calls
+
+
+def test_a_run_that_fails_says_where_and_what_led_to_it(there):
+    says = (
+        r"failed after 2 optimizer steps: RewardError: The reward `fails_late` failed with OSError: the disk is "
+        r"gone\. Once .*--resume_from_checkpoint true"
+    )
+    with pytest.raises(train.RunError, match=says) as error:
+        run(reward_funcs="cli_rewards.fails_late", output_dir="failed")
+    assert "the disk is gone" in str(error.value.__cause__)
+
+
+def test_resuming_what_is_not_there_is_refused_in_one_line(there, capsys):
+    assert run(output_dir="nowhere", resume_from_checkpoint=True) == 2
+    assert "There is no checkpoint in `nowhere` to resume from" in capsys.readouterr().err
+
+
+def test_the_recipes_script_is_the_command(there, monkeypatch, capsys):
+    script = Path(__file__).parents[3] / "recipes" / "ppo.py"
+    run("--dry_run")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [str(script), "--config", "configs/run.yaml", "--dry_run"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script), run_name="__main__")
+    assert stop.value.code == 0 and "The first prompt" in capsys.readouterr().out
+
+
+# ---- what a run would be ----
+
+
+def test_a_dry_run_says_what_the_run_would_be(there, capsys):
+    assert run("--dry_run", dataset_name="chat.jsonl", num_generations=2, gradient_accumulation_steps=3) == 0
+    said = capsys.readouterr().out
+    assert (
+        "24 completions of 12 prompts (2 each) = 4 a micro-batch × 3 micro-batches × 2 minibatches × 1 process" in said
+    )
+    assert "2 optimizer steps a rollout = 1 epochs × 2 minibatches of 12 completions" in said
+    assert "4 optimizer steps = 2 rollouts = 48 completions" in said
+    assert "rewards: of_last_word" in said and "first 10 rows" in said and "in a context of 64" in said
+    assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
+    assert said.rstrip().endswith("\n<bos> <unk> w9 w0 <bos> <unk>")
+    assert not (there / "run").exists()
+
+
+def test_a_dry_run_goes_on_where_memory_cannot_be_estimated(there, capsys):
+    assert run("--dry_run", optim="adafactor") == 0
+    said = capsys.readouterr().out
+    assert "not estimated: `optim='adafactor'`" in said and "The first prompt" in said
+
+
+# changes of the config above, and what the error must say: the field, the value, the remedy
+WRONG = [
+    ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
+    ({"total_episodes": 1000}, "`total_episodes`", "1000", "TRL's old PPOConfig had it. Set .* `max_steps` to"),
+    ({"stop_token_id": 1}, "`stop_token_id`", "'1'", "PPOConfig had it. Leave it out: it is `eos_token_id`"),
+    ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
+    ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
+    ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
+    ({"temperature": 0}, "`temperature`", "got 0", "must be above 0"),
+    ({"num_generations": 3}, "num_generations", "=3", r"use one of \[1, 2, 4, 8\]"),
+    ({"generation_batch_size": 10}, "generation_batch_size", "10", "use a per_device_train_batch_size of 1 or 5"),
+    ({"eval_strategy": False}, "`eval_strategy`", "False", "put them in quotes"),
+    ({"eval_strategy": "epoch"}, "`dataset_test_split`", "'test'", r"to one of \['train'\]"),
+    ({"eval_rows": 0}, "`eval_rows`", "0", "at least 1"),
+    ({"dataset_name": "none.jsonl"}, "`dataset_name", "none.jsonl", "Name a dataset on the Hub"),
+    ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
+    ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
+    ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
+    ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
+    ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
+    ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
+    ({"dataset_name": "chat.jsonl", "model_name_or_path": "plain"}, "chat_template", "messages", "set|give"),
+    ({"max_completion_length": 64}, "max_completion_length", "=64", "lower it"),
+    ({"model_name_or_path": None}, "`model_name_or_path`", "no model", "give `model_name_or_path`"),
+    ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "Give the id"),
+    ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a function, a sequence classifier"),
+    ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
+    ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
+    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
+    ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"are: none\).*add the column"),
+    ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "give one for each"),
+    ({"critic": "none"}, "`num_generations`", "is 1", "set it to 2 or more"),
+    ({"critic_init": "splits"}, "`critic_init", "'splits'", "pretrain-critic"),
+    ({"critic_init": "nobody/critic"}, "`critic_init", "'nobody/critic'", "check the connection"),
+    ({"lora_dropout": 0.1}, "`lora_dropout", "0.1", "Leave it out"),
+    ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant`", "4 bits", "set `load_in_4bit`"),
+    ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
+    ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
+    ({"max_steps": 2.5}, "max_steps", "2.5", "must be at least 1, or -1"),
+]
+
+
+@pytest.mark.parametrize("changes, field, value, remedy", WRONG, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_a_wrong_config_is_refused_with_the_field_the_value_and_the_remedy(
+    there, capsys, changes, field, value, remedy
+):
+    assert run("--dry_run", **changes) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    for part in (re.escape(field), value, remedy):
+        assert re.search(part, error), (part, error)
+    assert "Traceback" not in error and not (there / "run").exists()
+
+
+def test_a_reward_that_cannot_be_called_is_refused_before_weights_are_loaded(there, monkeypatch, capsys):
+    monkeypatch.setattr(train, "build_trainer", lambda *given: launch.trainer_arguments(*given))  # and no further
+    assert run(reward_funcs="accuracy_reward") == 2
+    assert "`accuracy_reward` cannot be called: it needs `solution`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "none.json", "none.csv", "none.parquet", "none.txt", "./no/ne", "/no/ne"]
+)
+def test_for_a_file_that_is_not_there_the_hub_is_not_asked(monkeypatch, name):
+    monkeypatch.setattr(launch, "load_dataset", lambda *args, **kwargs: pytest.fail("it was asked"))
+    with pytest.raises(
+        ValueError, match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a"
+    ):
+        launch._load(name)
+
+
+def test_the_cause_ends_its_sentence(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(launch, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"cannot be loaded: no connection\. Name a dataset"):
+        launch._load("nobody/nothing")
+
+
+def test_a_key_that_may_be_a_secret_is_refused_without_its_value(there, capsys):
+    assert run("--dry_run", hub_tokn="hf_verysecret") == 2
+    error = capsys.readouterr().err
+    assert "did you mean `hub_token`?" in error and "verysecret" not in error
+
+
+@pytest.mark.parametrize(
+    "file, says", [("none.yaml", "none.yaml does not exist"), ("policy", "policy is a directory")]
+)
+def test_a_config_file_that_is_not_there_is_refused_by_name(there, capsys, file, says):
+    assert cli.main(["train", "--config", file]) == 2
+    assert f"--config {says}; name a YAML file. The working directory is {there}." in capsys.readouterr().err
+
+
+def test_help_is_complete_and_in_groups(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and "--config FILE.yaml" in text
+    titles = ["dataset and rewards:", *(f"{title}:" for title in _GROUPS.values()), f"{_TRAINER}:", "model:"]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    of = dict(zip(titles, [text[start:end] for start, end in zip(places, [*places[1:], None])]))
+    assert set(_GROUPS) <= {entry.name for entry in fields(PPOConfig)}
+    for option, title in {
+        "--dry_run": "dataset and rewards:",
+        "--map_function": "dataset and rewards:",
+        "--temperature": "prompts and sampling:",
+        "--reward_weights": "rewards: weights, failures, shaping:",
+        "--kl_coef": "PPO:",
+        "--ema_decay": "beside PPO: supervised loss, one-pass scoring, averaged weights:",
+        "--learning_rate": f"{_TRAINER}:",
+        "--load_in_4bit": "model:",
+    }.items():
+        assert f"{option}" in of[title], option
+    for name in (entry.name for entry in fields(PPOConfig)):
+        assert f"--{name} " in text, name
+
+
+# ---- the environment ----
+
+
+def test_the_environment_holds_versions_and_hardware_and_no_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setenv("WANDB_API_KEY", "verysecret")
+    found = environment()
+    assert json.loads(json.dumps(found)) == found
+    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["packages"]["trl_ppo_ext"] and found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["cpu"]["cores"] >= 1 and len(found["gpus"]) == torch.cuda.device_count()
+    assert cli.main(["env"]) == 0
+    said = capsys.readouterr().out
+    for name in ("trl_ppo_ext", "torch", "transformers", "Python", "CPU", "GPUs"):
+        assert f"- {name}: " in said
+    for private in ("verysecret", str(Path.home()), platform.node(), os.getcwd()):
+        assert private not in said + json.dumps(found) or private == "/", private
+
+
+assert WORDS[3] == "w3"  # the rewards above read numbers off words

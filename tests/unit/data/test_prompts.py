@@ -1,0 +1,244 @@
+"""Prompts become token ids, and every rollout gets its prompts, from datasets and from streams."""
+
+import itertools
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.data.prompts import PromptError, RolloutSampler, RolloutStream, tokenize_prompts
+
+CHATS = [
+    [{"role": "user", "content": "w1 w2"}],
+    [
+        {"role": "system", "content": "w3"},
+        {"role": "user", "content": "w4"},
+        {"role": "assistant", "content": "w5 w6"},
+        {"role": "user", "content": "w7"},
+    ],
+]
+
+
+def chat_tokenizer(template=CHAT_TEMPLATE):
+    return tokenizer([*WORDS, "system", "user", "assistant"], template)
+
+
+def dataset(*entries, **columns):
+    return Dataset.from_dict({"prompt": list(entries), **columns})
+
+
+def streamed(rows):
+    return rows.to_iterable_dataset()
+
+
+both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=["dataset", "stream"])
+
+
+# ---- tokenising ----
+
+
+@both_kinds
+def test_text_prompts_become_the_ids_of_their_words_and_other_columns_survive(kind):
+    rows = kind(dataset("w0 w1", "w5", "w2 w2 w3", target=[7, 8, 9], note=["a", "b", "c"]))
+    tokenized = list(tokenize_prompts(rows, tokenizer(), "train_dataset", 4))
+    assert [row["prompt_ids"] for row in tokenized] == [[4, 5], [9], [6, 6, 7]]  # words follow four special tokens
+    assert [row["prompt"] for row in tokenized] == ["w0 w1", "w5", "w2 w2 w3"]
+    assert [row["target"] for row in tokenized] == [7, 8, 9]
+    assert [row["note"] for row in tokenized] == ["a", "b", "c"]
+
+
+@both_kinds
+def test_chat_prompts_get_the_template_and_the_opening_of_the_answer(kind):
+    rows = kind(dataset(*CHATS, target=[7, 8]))
+    policy_tokenizer = chat_tokenizer()
+    tokenized = list(tokenize_prompts(rows, policy_tokenizer, "train_dataset", 4))
+    assert [policy_tokenizer.decode(row["prompt_ids"]) for row in tokenized] == [
+        "<bos> user w1 w2 <bos> assistant",
+        "<bos> system w3 <bos> user w4 <bos> assistant w5 w6 <bos> user w7 <bos> assistant",
+    ]
+    assert [row["target"] for row in tokenized] == [7, 8]
+    assert tokenized[1]["prompt"] == CHATS[1]
+
+
+def test_chat_template_kwargs_reach_the_template():
+    policy_tokenizer = chat_tokenizer(CHAT_TEMPLATE + "{% if thinking %}{{ 'w9' }}{% endif %}")
+    plain, thinking = (
+        tokenize_prompts(dataset(CHATS[0]), policy_tokenizer, "train_dataset", 4, None, kwargs)[0]["prompt_ids"]
+        for kwargs in (None, {"thinking": True})
+    )
+    assert thinking == [*plain, 13]
+
+
+@both_kinds
+def test_a_prompt_may_fill_the_context_up_to_the_completion_and_no_further(kind):
+    fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
+    list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context_length=8))
+    with pytest.raises(PromptError) as caught:
+        list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context_length=8))
+    for part in (
+        "Row 1 of `train_dataset`",
+        "prompt of 4 tokens",
+        "context of 8",
+        "max_completion_length=5",
+        "leaves 3",
+    ):
+        assert part in str(caught.value)
+
+
+def test_the_row_of_an_error_is_counted_over_the_whole_dataset():
+    rows = dataset(*["w1"] * 2500, "")  # tokenised in batches of a thousand
+    for kind in (rows, streamed(rows)):
+        with pytest.raises(PromptError, match="Row 2500 of `eval_dataset`"):
+            list(tokenize_prompts(kind, tokenizer(), "eval_dataset", 4))
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        pytest.param(dataset("w1", ""), r"Row 1 .*empty prompt.*drop it", id="empty text"),
+        pytest.param(dataset("w1", "  "), r"Row 1 .*empty prompt.*drop it", id="blank text"),
+        pytest.param(dataset(CHATS[0], []), r"Row 1 .*empty prompt.*drop it", id="empty chat"),
+        pytest.param(dataset("w1", None), r"Row 1 .*text or a list of chat messages, got None", id="missing"),
+        pytest.param(dataset(3), r"Row 0 .*text or a list of chat messages, got 3", id="a number"),
+        pytest.param(dataset([3, 4]), r"Row 0 .*text or a list of chat messages, got \[3, 4\]", id="token ids"),
+    ],
+)
+def test_unusable_prompts_are_refused_with_their_row(kind, rows, message):
+    with pytest.raises(PromptError, match=message):
+        list(tokenize_prompts(kind(rows), chat_tokenizer(), "train_dataset", 4))
+
+
+def test_chat_prompts_need_a_chat_template():
+    with pytest.raises(PromptError, match=r"Row 0 .*no chat template; set `tokenizer.chat_template`"):
+        tokenize_prompts(dataset(*CHATS), tokenizer(), "train_dataset", 4)
+
+
+@both_kinds
+def test_a_dataset_without_prompts_is_refused_with_its_columns(kind):
+    rows = kind(Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}))
+    with pytest.raises(PromptError, match=r"`train_dataset`.*\"prompt\".*\['answer', 'question'\].*rename_column"):
+        tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
+
+
+def test_what_is_no_dataset_or_has_no_room_is_refused():
+    with pytest.raises(TypeError, match=r"`eval_dataset` must be .*got list; .*from_list"):
+        tokenize_prompts([{"prompt": "w1"}], tokenizer(), "eval_dataset", 4)
+    with pytest.raises(PromptError, match=r"`train_dataset` is empty.*at least one prompt"):
+        tokenize_prompts(dataset(), tokenizer(), "train_dataset", 4)
+    with pytest.raises(PromptError, match=r"max_completion_length=64 .*context of 64 tokens; lower it"):
+        tokenize_prompts(dataset("w1"), tokenizer(), "train_dataset", 64, context_length=64)
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state"])
+def test_a_column_that_a_reward_function_could_not_be_given_is_refused(column):
+    """Reward functions get an argument of this name already."""
+    with pytest.raises(PromptError, match=rf"`train_dataset`.*{column}"):
+        tokenize_prompts(dataset("w1", **{column: ["x"]}), tokenizer(), "train_dataset", 4)
+
+
+# ---- rollouts of prompts ----
+
+# rows of the dataset, prompts of a rollout, completions for each, repeats; also datasets smaller than a rollout
+SIZES = list(itertools.product([1, 2, 5, 12, 13], [1, 4, 6], [1, 3], [1, 4]))
+
+
+def sampler(rows, prompts_, generations, repeats, shuffle=True, seed=0, epoch=0):
+    built = RolloutSampler(rows, prompts_, generations, repeats, shuffle, seed)
+    built.set_epoch(epoch)
+    return built
+
+
+def test_every_rollout_comes_once_for_each_of_its_micro_batches_with_each_prompt_once_for_each_completion():
+    for rows, prompts_, generations, repeats in SIZES:
+        built = sampler(rows, prompts_, generations, repeats)
+        drawn = torch.tensor(list(built)).reshape(-1, repeats, prompts_, generations)
+        assert len(built) == drawn.numel()
+        assert (drawn == drawn[:, :1, :, :1]).all(), (rows, prompts_, generations, repeats)
+
+
+def test_no_prompt_is_dropped_and_the_last_rollout_is_filled_evenly():
+    for rows, prompts_, generations, repeats in SIZES:
+        drawn = torch.tensor(list(sampler(rows, prompts_, generations, repeats)))
+        order = drawn.reshape(-1, repeats, prompts_, generations)[:, 0, :, 0].flatten()
+        assert len(order) == -(-rows // prompts_) * prompts_  # no rollout more than needed
+        assert sorted(order[:rows].tolist()) == list(range(rows))  # every prompt before any comes again
+        times = order.bincount(minlength=rows)
+        assert times.max() - times.min() <= 1, (rows, prompts_)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    def order(**kwargs):
+        return list(sampler(30, 6, 1, 1, **kwargs))
+
+    assert order(seed=3, epoch=2) == order(seed=3, epoch=2)
+    assert order(epoch=0) != order(epoch=1)
+    assert order(seed=0) != order(seed=1)
+    assert order(shuffle=False) == list(range(30)) == order(shuffle=False, epoch=5)
+    torch.manual_seed(1)
+    first = order()
+    torch.manual_seed(2)
+    assert order() == first  # drawn neither from the global generator ...
+    state = torch.get_rng_state()
+    order()
+    assert torch.equal(torch.get_rng_state(), state)  # ... nor moving it
+
+
+def test_a_stream_gives_what_the_sampler_gives_without_shuffling():
+    for rows, prompts_, generations, repeats in SIZES:
+        stream = RolloutStream(streamed(Dataset.from_dict({"row": list(range(rows))})), prompts_, generations, repeats)
+        expected = list(sampler(rows, prompts_, generations, repeats, shuffle=False))
+        assert [row["row"] for row in stream] == expected, (rows, prompts_, generations, repeats)
+        assert [row["row"] for row in stream] == expected  # and again, in the next epoch
+
+
+def test_a_stream_that_ends_within_a_rollout_begins_anew_to_fill_it():
+    stream = RolloutStream(streamed(Dataset.from_dict({"row": [0, 1, 2, 3, 4]})), 3, 1, 2)
+    assert [row["row"] for row in stream] == [0, 1, 2, 0, 1, 2, 3, 4, 0, 3, 4, 0]
+
+
+def test_a_shuffled_stream_has_another_order_in_another_epoch():
+    rows = streamed(Dataset.from_dict({"row": list(range(30))})).shuffle(seed=0, buffer_size=30)
+    orders = []
+    for epoch in (0, 1, 0):
+        stream = RolloutStream(rows, 6, 1, 1)
+        stream.set_epoch(epoch)
+        orders.append([row["row"] for row in stream])
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[1]) == list(range(30))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(streamed(prompts()).filter(lambda row: False), id="columns known"),
+        pytest.param(IterableDataset.from_generator(lambda: iter(())), id="columns unknown"),
+    ],
+)
+def test_an_empty_stream_is_refused(rows):
+    with pytest.raises(PromptError, match="at least one prompt"):
+        next(iter(RolloutStream(tokenize_prompts(rows, tokenizer(), "train_dataset", 4), 3, 1, 2)))
+
+
+@both_kinds
+def test_a_batch_of_the_trainer_is_the_prompts_of_a_rollout(tmp_path, kind):
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        num_generations=2,
+        shuffle_dataset=False,
+    )
+    rows = prompts(16)
+    trainer = PPOTrainer(llama(), length_reward, args, kind(rows), processing_class=tokenizer())
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 3 * 8  # 16 prompts, 6 in a rollout; 2 epochs × 2 minibatches × 2 micro-batches
+    for position, batch in enumerate(batches):
+        rollout = position // 8
+        expected = [(6 * rollout + k) % 16 for k in range(6) for _ in range(2)]
+        assert [row["prompt"] for row in batch] == [rows[row]["prompt"] for row in expected]
+        assert [row["target"] for row in batch] == [rows[row]["target"] for row in expected]

@@ -1,0 +1,230 @@
+"""One base in three roles: what each says, and that switching roles leaves no trace."""
+
+import copy
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import config, llama, qwen2, tokenizer
+from transformers import BitsAndBytesConfig, GenerationConfig
+
+from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.sequences import Sequences
+
+PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11]]
+COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
+
+
+def sequences(prompts=PROMPTS, completions=COMPLETIONS):
+    return Sequences.from_token_ids(prompts, completions, pad_token_id=0, device="cpu")
+
+
+def actor_critic(tmp_path, model=None, moved=True, **kwargs):
+    built = load_actor_critic(model or llama(), config(tmp_path), **kwargs)
+    if moved:
+        move_adapter(built)
+    return built
+
+
+def move_adapter(built):
+    """Take the adapter away from zero, as training does."""
+    torch.manual_seed(1)
+    for name, parameter in built.policy.named_parameters():
+        if "lora_B" in name and parameter.requires_grad:
+            parameter.data.normal_(std=0.2)
+    built.value_head.weight.data.normal_()
+
+
+def plain_logprobs(model, prompt, completion, temperature=1.0):
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_logprobs_are_those_of_the_plain_model_without_padding(tmp_path, make):
+    built = actor_critic(tmp_path, make())
+    outputs = built(sequences(), temperature=0.7)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+        expected = plain_logprobs(built.policy, prompt, completion, 0.7)
+        torch.testing.assert_close(outputs.logprobs[row, : len(completion)], expected)
+        assert not outputs.logprobs[row, len(completion) :].any()
+
+
+def test_values_are_of_the_state_in_which_each_token_was_sampled(tmp_path):
+    built = actor_critic(tmp_path)
+    values = built(sequences()).values
+    hidden = built.policy(input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]]), output_hidden_states=True)
+    states = hidden.hidden_states[-1][0, len(PROMPTS[0]) - 1 : -1]
+    torch.testing.assert_close(values[0, :3], built.value_head(states)[:, 0])
+
+
+def test_first_values_are_zero_and_float32(tmp_path):
+    values = actor_critic(tmp_path, llama(dtype=torch.bfloat16), moved=False)(sequences()).values
+    assert values.dtype == torch.float32 and not values.any()
+
+
+def test_fresh_adapter_is_the_reference_bit_for_bit(tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        built = actor_critic(tmp_path, llama(dtype=dtype), moved=False)
+        policy = built(sequences()).logprobs
+        with built.reference(), torch.no_grad():
+            assert torch.equal(built(sequences()).logprobs, policy)
+
+
+def test_reference_is_the_base_model(tmp_path):
+    base = llama()
+    expected = plain_logprobs(base, PROMPTS[0], COMPLETIONS[0])
+    built = actor_critic(tmp_path, copy.deepcopy(base))
+    with built.reference():
+        torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
+    assert not torch.allclose(built(sequences()).logprobs[0, :3], expected)
+
+
+def test_trained_adapter_starts_the_policy_and_its_frozen_copy_is_the_reference(tmp_path):
+    peft_model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.2)
+    peft_model.eval()
+    expected = plain_logprobs(peft_model, PROMPTS[0], COMPLETIONS[0]).detach()
+    built = actor_critic(tmp_path, peft_model, moved=False).train()
+    torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
+    move_adapter(built)
+    with built.reference():
+        torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
+    assert not torch.allclose(built(sequences()).logprobs[0, :3], expected)
+
+
+def trainable(built):
+    return [name for name, parameter in built.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("peft_model", [False, True])
+def test_a_reference_pass_leaves_the_same_parameters_trainable(tmp_path, peft_model):
+    model = get_peft_model(llama(), LoraConfig(target_modules="all-linear")) if peft_model else llama()
+    built = actor_critic(tmp_path, model)
+    before = trainable(built)
+    with built.reference():
+        built(sequences())
+    assert trainable(built) == before
+    assert all("lora_" in name or "value_head" in name for name in before)
+    assert not any("reference" in name for name in before)
+    built(sequences()).logprobs.sum().backward()
+    assert all(p.grad is not None for n, p in built.named_parameters() if "lora_" in n and p.requires_grad)
+
+
+def test_reference_restores_the_policy_after_an_error(tmp_path):
+    built = actor_critic(tmp_path)
+    before, expected = trainable(built), built(sequences()).logprobs
+    with pytest.raises(RuntimeError), built.reference():
+        raise RuntimeError
+    assert trainable(built) == before
+    assert torch.equal(built(sequences()).logprobs, expected)
+
+
+def gradients(built, batch):
+    built.zero_grad()
+    outputs = built(batch, with_entropy=True)
+    (outputs.logprobs.sum() + outputs.values.sum() + outputs.entropies.sum()).backward()
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
+    built = actor_critic(tmp_path)
+    row = torch.tensor([0])
+    alone, among = sequences().rows(row), sequences()
+    assert alone.input_ids.shape[1] < among.input_ids.shape[1]
+    torch.testing.assert_close(built(alone).logprobs[0], built(among).logprobs[0, :3])
+    torch.testing.assert_close(built(alone).values[0], built(among).values[0, :3])
+    summed = [gradients(built, sequences().rows(torch.tensor([r]))) for r in range(3)]
+    for name, gradient in gradients(built, among).items():
+        torch.testing.assert_close(gradient, sum(part[name] for part in summed), rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_no_gradient(tmp_path):
+    built = actor_critic(tmp_path).train()
+    expected = gradients(built, sequences())
+    built.activation_checkpointing_enable(activation_checkpointing_kwargs=None)
+    assert built.policy.get_base_model().is_activation_checkpointing
+    for name, gradient in gradients(built, sequences()).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_the_vocabulary_is_projected_for_response_tokens_only(tmp_path, monkeypatch):
+    from trl_ppo_ext.modeling import actor_critic as module
+
+    seen = []
+    original = module.token_logprobs
+    monkeypatch.setattr(module, "token_logprobs", lambda h, *a, **k: seen.append(len(h)) or original(h, *a, **k))
+    actor_critic(tmp_path)(sequences())
+    assert seen == [sum(map(len, COMPLETIONS))]
+
+
+def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
+    built = load_actor_critic(llama(attention_dropout=0.5), config(tmp_path))
+    assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
+
+
+def test_an_adapter_may_be_called_reference_or_like_a_module(tmp_path):
+    for name in ("reference", "model"):
+        built = actor_critic(tmp_path, get_peft_model(llama(), LoraConfig(r=4), adapter_name=name), moved=False)
+        policy = built(sequences()).logprobs
+        with built.reference():
+            assert torch.equal(built(sequences()).logprobs, policy)
+        assert len(trainable(built)) == 2 * 2 * 2 + 2  # A and B of q and v in each layer, and the value head
+
+
+def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
+    model = llama()
+    model.generation_config.min_p, model.generation_config.suppress_tokens = 1.0, list(range(4, 32))
+    built = actor_critic(tmp_path, model)
+    settings = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=4, eos_token_id=1, pad_token_id=0)
+    prompts = torch.full((64, 2), 5)
+    ids = built.generate(prompts, torch.ones_like(prompts), settings)[:, 2:]
+    assert len(ids.unique()) > 10 and (ids >= 4).any()
+    assert model.generation_config.min_p == 1.0
+
+
+# ---- a 4-bit base
+
+
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    llama(hidden_size=64).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+
+    def make(**kwargs):
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        built = load_actor_critic(str(path), config(path, **kwargs), quantization_config=quantization)
+        move_adapter(built)
+        return built
+
+    return make
+
+
+def test_base_is_quantised_and_adapters_are_float32(nf4):
+    built = nf4(bf16=True)
+    assert sum(isinstance(module, bnb.nn.Linear4bit) for module in built.modules()) == 14  # 7 in each layer
+    layers = [module for module in built.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}  # not bitsandbytes' float32
+    assert {p.dtype for p in built.parameters() if p.requires_grad} == {torch.float32}
+    assert built.policy.get_base_model().get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_rollout_on_a_4bit_base_leaves_the_gradients_as_they_were(nf4, bf16, monkeypatch):
+    """bitsandbytes repacks 4-bit layers at a forward without gradients, and would lose the gradient through them."""
+    with monkeypatch.context() as never_repacked:  # not even by what the constructor runs
+        never_repacked.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+        torch.manual_seed(1)
+        expected = gradients(nf4(bf16=bf16).train(), sequences())
+    torch.manual_seed(1)
+    built = nf4(bf16=bf16).eval()
+    with torch.no_grad():
+        built(sequences())
+        with built.reference():
+            built(sequences())
+    for name, gradient in gradients(built.train(), sequences()).items():
+        assert torch.equal(gradient, expected[name]), name

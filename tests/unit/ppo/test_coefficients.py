@@ -1,0 +1,201 @@
+"""Coefficients: what moves them, which way, how far, and that a resumed one goes on as if it had not stopped."""
+
+import json
+import math
+
+import pytest
+
+from trl_ppo_ext.ppo.coefficients import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
+
+
+def makers():
+    return {
+        "fixed": lambda: FixedCoefficient(0.05),
+        "kl": lambda: AdaptiveKL(0.05, target=6.0, horizon=10_000),
+        "entropy": lambda: AdaptiveEntropy(0.02, target=0.3, step=0.01),
+    }
+
+
+@pytest.mark.parametrize("make", makers().values(), ids=makers())
+def test_before_an_update_the_value_is_the_one_given(make):
+    assert make().value == {FixedCoefficient: 0.05, AdaptiveKL: 0.05, AdaptiveEntropy: 0.02}[type(make())]
+
+
+@pytest.mark.parametrize("measured", [0.0, 1e6, -3.0, math.nan])
+def test_a_fixed_coefficient_stays(measured):
+    coefficient = FixedCoefficient(0.05)
+    coefficient.update(measured, 512)
+    assert coefficient.value == 0.05
+
+
+# ---- KL ----
+
+
+@pytest.mark.parametrize(
+    ("measured", "error"),
+    [
+        pytest.param(6.0, 0.0, id="at the target"),
+        pytest.param(6.6, 0.1, id="a tenth above"),
+        pytest.param(5.4, -0.1, id="a tenth below"),
+        pytest.param(7.2, 0.2, id="at the upper clip"),
+        pytest.param(60.0, 0.2, id="far above"),
+        pytest.param(0.0, -0.2, id="no KL"),
+        pytest.param(-1.0, -0.2, id="an estimate below 0"),
+    ],
+)
+@pytest.mark.parametrize("completions", [64, 512])
+def test_kl_coefficient_moves_with_the_clipped_proportional_error(measured, error, completions):
+    coefficient = AdaptiveKL(0.05, target=6.0, horizon=10_000)
+    coefficient.update(measured, completions)
+    assert coefficient.value == pytest.approx(0.05 * (1 + error * completions / 10_000), rel=1e-12)
+
+
+def test_kl_coefficient_settles_where_the_kl_is_the_target():
+    """A policy whose KL is inversely proportional to the coefficient meets the target at one coefficient only."""
+    for start in (0.001, 10.0):
+        coefficient = AdaptiveKL(start, target=6.0, horizon=2_000)
+        for _ in range(1_000):
+            coefficient.update(0.3 / coefficient.value, 512)
+        assert coefficient.value == pytest.approx(0.05, rel=1e-6)
+
+
+def test_kl_coefficient_over_a_horizon_does_not_depend_on_how_it_is_cut_up_for_small_steps():
+    often, seldom = (AdaptiveKL(0.05, target=6.0, horizon=100_000) for _ in range(2))
+    for _ in range(200):
+        often.update(60.0, 50)
+    for _ in range(100):
+        seldom.update(60.0, 100)
+    assert often.value == pytest.approx(seldom.value, rel=1e-5)
+    assert often.value == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
+
+
+@pytest.mark.parametrize("measured", [6.0, 60.0, math.nan])
+def test_a_horizon_so_short_that_the_coefficient_could_turn_negative_is_refused_at_the_first_update(measured):
+    coefficient = AdaptiveKL(0.05, target=6.0, horizon=100)
+    with pytest.raises(ValueError, match=r"horizon of 100 .* updates of 500 completions.*above 100"):
+        coefficient.update(measured, 500)
+    coefficient.update(0.0, 499)
+    assert coefficient.value > 0
+
+
+@pytest.mark.parametrize("name", ["value", "target", "horizon"])
+@pytest.mark.parametrize("given", [0.0, -1.0, math.nan, math.inf])
+def test_a_kl_coefficient_that_could_never_work_is_refused(name, given):
+    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number above 0, got {given}"):
+        AdaptiveKL(**{"value": 0.05, "target": 6.0, "horizon": 10_000, name: given})
+
+
+# ---- entropy ----
+
+
+def test_entropy_coefficient_by_hand():
+    coefficient = AdaptiveEntropy(0.0, target=0.3)
+    history = []
+    for measured in (0.2, 0.1, 0.3, 0.4, 0.2, 0.5, 0.5, 0.5, 0.1):
+        coefficient.update(measured, 64)
+        history.append((coefficient.value, coefficient.coefficient))
+    expected = [
+        (0.005, 0.005),  # below: raised
+        (0.010, 0.010),
+        (0.010, 0.010),  # at the target: applied, not moved
+        (0.0, 0.005),  # above: lowered and not applied
+        (0.010, 0.010),  # below again: goes on from where it was
+        (0.0, 0.005),
+        (0.0, 0.0),
+        (0.0, 0.0),  # never below 0
+        (0.005, 0.005),
+    ]
+    assert history == [pytest.approx(pair, abs=1e-15) for pair in expected]
+
+
+def test_entropy_coefficient_steps_by_the_update_and_not_by_the_completion():
+    one, many = AdaptiveEntropy(0.1, target=0.3), AdaptiveEntropy(0.1, target=0.3)
+    one.update(0.2, 1)
+    many.update(0.2, 1_000)
+    assert one.value == many.value
+
+
+def test_entropy_is_held_up_at_the_target():
+    """An entropy that sinks by itself and rises with the bonus ends within a step's effect of the target."""
+    coefficient, entropy = AdaptiveEntropy(0.0, target=0.3, step=0.001), 1.0
+    seen = []
+    for _ in range(2_000):
+        coefficient.update(entropy, 64)
+        entropy = max(entropy - 0.01 + coefficient.value, 0.0)
+        seen.append(entropy)
+    assert min(seen[-500:]) > 0.2
+    assert max(seen[-500:]) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "needed"),
+    [
+        ("value", -0.1, "of at least 0"),
+        ("value", math.nan, "of at least 0"),
+        ("target", -0.1, "of at least 0"),
+        ("target", math.inf, "of at least 0"),
+        ("step", 0.0, "above 0"),
+        ("step", math.nan, "above 0"),
+    ],
+)
+def test_an_entropy_coefficient_that_could_never_work_is_refused(name, given, needed):
+    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number {needed}, got {given}"):
+        AdaptiveEntropy(**{"value": 0.0, "target": 0.3, "step": 0.005, name: given})
+
+
+# ---- both ----
+
+
+@pytest.mark.parametrize("make", makers().values(), ids=makers())
+@pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("before", [[], [0.1], [10.0]], ids=["at the start", "below the target", "above the target"])
+def test_a_measurement_that_is_not_finite_changes_nothing(make, measured, before):
+    coefficient = make()
+    for finite in before:
+        coefficient.update(finite, 64)
+    value, state = coefficient.value, coefficient.state_dict()
+    coefficient.update(measured, 64)
+    assert coefficient.value == value
+    assert coefficient.state_dict() == state
+
+
+@pytest.mark.parametrize("make", makers().values(), ids=makers())
+@pytest.mark.parametrize("stop", range(5))
+def test_a_coefficient_resumed_from_json_goes_on_bit_for_bit(make, stop):
+    measurements = [0.1, 0.35, 5.9, 0.2, 7.3, 0.3]
+    through, stopped, resumed = make(), make(), make()
+    for measured in measurements[:stop]:
+        stopped.update(measured, 64)
+        through.update(measured, 64)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(), allow_nan=False)))
+    assert resumed.value == through.value
+    for measured in measurements[stop:]:
+        resumed.update(measured, 64)
+        through.update(measured, 64)
+        assert resumed.value == through.value
+
+
+def test_a_fixed_coefficient_that_resumes_keeps_the_value_it_is_made_with():
+    changed = FixedCoefficient(0.1)
+    changed.load_state_dict(FixedCoefficient(0.05).state_dict())
+    assert changed.value == 0.1
+
+
+@pytest.mark.parametrize("saved", makers())
+@pytest.mark.parametrize("resumed", makers())
+def test_the_state_of_another_kind_of_coefficient_is_refused(saved, resumed):
+    state, coefficient = makers()[saved]().state_dict(), makers()[resumed]()
+    if saved == resumed:
+        coefficient.load_state_dict(state)
+        return
+    before = coefficient.value
+    with pytest.raises(ValueError, match=rf"{type(coefficient).__name__}.*settings of the run that was saved"):
+        coefficient.load_state_dict(state)
+    assert coefficient.value == before
+
+
+def test_an_entropy_target_out_of_reach_does_not_let_the_bonus_grow_without_end():
+    coefficient = AdaptiveEntropy(0.0, target=100.0, step=0.3)
+    for _ in range(10):
+        coefficient.update(1.0, 8)
+    assert coefficient.value == 1.0

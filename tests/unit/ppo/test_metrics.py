@@ -1,0 +1,123 @@
+"""Metrics: exact over uneven batches, masks and processes."""
+
+import pytest
+import torch
+
+from trl_ppo_ext.ppo.metrics import Metrics
+
+
+def alone(values):
+    """What a reduction over one process is."""
+    return values
+
+
+def uneven_batches():
+    """Values and masks of micro-batches with 5, 1 and 12 tokens that count, NaN where none does."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, counts in (((2, 5), 5), ((1, 4), 1), ((3, 4), 12)):
+        values, mask = torch.randn(shape, generator=generator), torch.zeros(shape).flatten()
+        mask[torch.randperm(mask.numel(), generator=generator)[:counts]] = 1
+        mask = mask.reshape(shape)
+        yield values.masked_fill(mask == 0, torch.nan), mask
+
+
+def test_a_mean_over_uneven_batches_is_the_mean_over_all_their_tokens():
+    metrics = Metrics()
+    for values, mask in uneven_batches():
+        metrics.mean("x", values, mask)
+    everything = torch.cat([values[mask.bool()] for values, mask in uneven_batches()])
+    assert len(everything) == 18
+    assert metrics.compute(alone, alone) == {"x": pytest.approx(everything.mean().item(), rel=1e-6)}
+
+
+def test_minimum_and_maximum_are_those_over_all_tokens():
+    metrics = Metrics()
+    for values, mask in uneven_batches():
+        metrics.maximum("largest", values, mask)
+        metrics.minimum("smallest", values, mask)
+    everything = torch.cat([values[mask.bool()] for values, mask in uneven_batches()])
+    assert metrics.compute(alone, alone) == {"largest": everything.max().item(), "smallest": everything.min().item()}
+
+
+def test_without_a_mask_all_values_count():
+    metrics = Metrics()
+    metrics.mean("mean", torch.tensor([1.0, 2.0]))
+    metrics.mean("mean", torch.tensor(6.0))  # one number is one value
+    metrics.maximum("max", torch.tensor([-3.0, -5.0]))
+    metrics.minimum("min", torch.tensor([3, 5]))
+    metrics.mean("share", torch.tensor([True, False, True, True]))
+    assert metrics.compute(alone, alone) == {"mean": 3.0, "max": -3.0, "min": 3.0, "share": 0.75}
+
+
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf])
+def test_what_stands_at_masked_places_never_leaks(hidden):
+    values, mask = torch.tensor([[1.0, hidden], [3.0, hidden]]), torch.tensor([[1, 0], [1, 0]])
+    for kind in (mask, mask.bool()):
+        metrics = Metrics()
+        metrics.mean("mean", values, kind)
+        metrics.maximum("max", values, kind)
+        metrics.minimum("min", values, kind)
+        assert metrics.compute(alone, alone) == {"mean": 2.0, "max": 3.0, "min": 1.0}
+
+
+def test_metrics_over_nothing_are_left_out():
+    metrics, values, nothing = Metrics(), torch.tensor([1.0, 2.0]), torch.zeros(2)
+    metrics.mean("mean", values, nothing)
+    metrics.maximum("max", values, nothing)
+    metrics.minimum("min", values, nothing)
+    metrics.mean("no rows", torch.zeros(0))
+    metrics.maximum("no rows at all", torch.zeros(0))
+    metrics.mean("one", values)
+    assert metrics.compute(alone, alone) == {"one": 1.5}
+
+
+def test_an_empty_batch_changes_nothing():
+    metrics = Metrics()
+    for values in (torch.tensor([1.0, 3.0]), torch.zeros(0)):
+        metrics.mean("mean", values)
+        metrics.maximum("max", values)
+        metrics.minimum("min", values)
+    assert metrics.compute(alone, alone) == {"mean": 2.0, "max": 3.0, "min": 1.0}
+
+
+def test_computing_starts_anew():
+    metrics = Metrics()
+    assert not metrics
+    metrics.mean("x", torch.tensor(5.0))
+    assert metrics
+    assert metrics.compute(alone, alone) == {"x": 5.0}
+    assert not metrics
+    assert metrics.compute(alone, alone) == {}
+    metrics.maximum("y", torch.tensor(1.0))
+    metrics.mean("x", torch.tensor(1.0))
+    assert metrics.compute(alone, alone) == {"x": 1.0, "y": 1.0}
+
+
+def test_metrics_keep_no_graph():
+    metrics, x = Metrics(), torch.ones(2, requires_grad=True)
+    metrics.mean("mean", x * 2)
+    metrics.maximum("max", x * 2)
+    for kept in (*metrics._sums.values(), *metrics._maxima.values()):
+        assert not kept.requires_grad
+
+
+def test_processes_weigh_by_what_they_counted():
+    """A process with 3 tokens and one with 1: the mean over 4 tokens, the extremes over both."""
+    here, there = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])
+
+    def filled(values):
+        metrics = Metrics()
+        metrics.mean("mean", values)
+        metrics.mean("only here", values, torch.full_like(values, float(len(values) > 1)))
+        metrics.maximum("max", values)
+        metrics.minimum("min", values)
+        return metrics
+
+    given = {}
+
+    def record(kind):
+        return lambda values: given.setdefault(kind, values)
+
+    filled(there).compute(record("sum"), record("max"))  # what the other process would send
+    computed = filled(here).compute(lambda x: x + given["sum"], lambda x: torch.maximum(x, given["max"]))
+    assert computed == {"mean": 4.0, "only here": 2.0, "max": 10.0, "min": 1.0}

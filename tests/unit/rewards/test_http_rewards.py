@@ -1,0 +1,405 @@
+"""Judges and remote rewards against a real server that misbehaves, and the server that ships with the package."""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import WORDS, llama, tokenizer
+
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, load_classifier
+from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT, _retry_after, checked_url
+from trl_ppo_ext.rewards.judge import Judge, JudgeError, fill, readable
+from trl_ppo_ext.rewards.remote import RemoteReward, RemoteRewardError
+
+KEY = "sk-test-0123456789abcdef"
+TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"
+SCORE = r"Score: (\S+?)(?:/1000)?$"
+fresh = count()
+
+
+def batch(completions):
+    return ScoringBatch(["p"] * len(completions), list(completions), [[1]] * len(completions), {})
+
+
+@contextmanager
+def serving(port=0):
+    script = Path(__file__).parent / "misbehaving_server.py"
+    process = subprocess.Popen([sys.executable, "-S", str(script), str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving() as (_, port):
+        yield port
+
+
+def judge(port, mode, part=None, **kwargs):
+    settings = {"name": "rubric", "pattern": SCORE, "timeout": 1.0, "max_retries": 1} | kwargs
+    return Judge(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", "m", TEMPLATE, **settings)
+
+
+def remote(port, mode, part=None, **kwargs):
+    settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
+    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/score", **settings)
+
+
+@contextmanager
+def ends_within(seconds):
+    start = time.perf_counter()
+    yield
+    assert time.perf_counter() - start < seconds
+
+
+# ---- what goes right ----
+
+
+def test_a_judge_and_a_remote_reward_score_each_completion(port):
+    completions = ["a" * n for n in range(50)]
+    assert judge(port, "ok").score(batch(completions)) == list(range(50))
+    assert remote(port, "ok", batch_size=7).score(batch(completions)) == list(range(50))
+    assert judge(port, "ok").score(batch([])) == remote(port, "ok").score(batch([])) == []
+
+
+def test_a_hundred_slow_calls_run_together(port):
+    asked = judge(port, "slow", concurrency=32)
+    seconds = []
+    for _ in range(3):  # the best of three: other work on this machine is not what is measured
+        start = time.perf_counter()
+        assert asked.score(batch(["abc"] * 100)) == [3.0] * 100
+        seconds.append(time.perf_counter() - start)
+    print(f"\n100 calls of 0.2 s at concurrency 32: {', '.join(f'{s:.2f} s' for s in seconds)}")
+    assert 0.8 <= min(seconds) < 1  # four waves; faster would be more than 32 at a time
+
+
+@pytest.mark.parametrize("make", [judge, remote])
+def test_a_running_event_loop_does_not_hinder(port, make):
+    async def notebook():
+        return make(port, "ok").score(batch(["ab", "c"]))
+
+    assert asyncio.run(notebook()) == [2, 1]
+
+
+@pytest.mark.parametrize("make", [judge, remote])
+def test_a_server_that_fails_twice_is_asked_a_third_time(port, make):
+    assert make(port, "broken_twice", max_retries=2).score(batch(["abc"])) == [3]
+
+
+@pytest.mark.parametrize("mode", ["limited", "limited_until"])
+def test_retry_after_is_waited_out(port, mode):
+    start = time.perf_counter()
+    assert judge(port, mode, timeout=5).score(batch(["abc"])) == [3]
+    assert 0.9 < time.perf_counter() - start < 3
+    assert _retry_after("7") == 7
+    assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert [_retry_after(value) for value in (None, "", "-1", "nan", "soon")] == [None] * 5
+
+
+def test_a_restart_in_mid_run_loses_nothing():
+    completions = ["a" * n for n in range(32)]
+    with serving() as (process, port):
+        asked = judge(port, "slow", concurrency=4, max_retries=6)
+        scores = []
+        run = threading.Thread(target=lambda: scores.extend(asked.score(batch(completions))))
+        run.start()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not scores
+        with serving(port):
+            run.join(20)
+    assert scores == list(range(32))
+
+
+# ---- what goes wrong: in time, for these completions only, with the cause ----
+
+CAUSES = {
+    "broken": "failed after 2 attempts: it answered 500 Internal Server Error: CUDA out of memory",
+    "limited_for_an_hour": "failed after 2 attempts: it answered 429",
+    "silent": "failed after 2 attempts: no complete answer within timeout=1 s",
+    "trickle": "failed after 2 attempts: no complete answer within timeout=1 s",
+    "half_json": "failed after 2 attempts: it answered with .* bytes that are not JSON",
+    "hangs_up": "failed after 2 attempts: the connection failed .*RemoteProtocolError",
+    "another_shape": "failed after 1 attempt: it answered .*hello",
+    "huge": "failed after 1 attempt: it answered with more than 4194304 bytes",
+    "zipped": "failed after 1 attempt: it answered with compressed content",
+    "redirect": "failed after 1 attempt: .* a redirect to http://example.com:81/elsewhere. Redirects are not followed",
+}
+JUDGED = {
+    "numberless": "failed after 1 attempt: its answer has no match of `pattern` .*: 'I would rather not say.'",
+    "nan": "failed after 1 attempt: its answer's score cannot be used: nan is not finite",
+    "cut_off": "failed after 1 attempt: its answer was cut off .*; raise `max_tokens`",
+    "wrong_count": "failed after 1 attempt: its answer's score 99999 lies outside `score_range`",
+}
+
+
+@pytest.mark.parametrize("mode", CAUSES | JUDGED)
+def test_a_judge_that_misbehaves_fails_in_time_and_says_why(port, mode):
+    with ends_within(3.5):  # two attempts and a wait, of at most a second each
+        errors = judge(port, mode, score_range=(0, 100)).score(batch(["abc", "de"]))
+    for error in errors:
+        assert isinstance(error, JudgeError)
+        with pytest.raises(RewardError, match=f"The judge `rubric` at 127.0.0.1:{port} {(CAUSES | JUDGED)[mode]}"):
+            raise error
+
+
+@pytest.mark.parametrize("mode", CAUSES | {"wrong_count": "failed after 1 attempt: it gave 2 scores for 3"})
+def test_a_remote_reward_that_misbehaves_fails_in_time_and_says_why(port, mode):
+    cause = CAUSES.get(mode, "failed after 1 attempt: it gave 2 scores for 3 completions")
+    with ends_within(3.5):
+        errors = remote(port, mode).score(batch(["abc", "de", "f"]))
+    for error in errors:
+        assert isinstance(error, RemoteRewardError)
+        with pytest.raises(RewardError, match=f"The remote reward `house` at 127.0.0.1:{port} {cause}"):
+            raise error
+
+
+def test_nobody_listening_is_a_failure_too():
+    with serving() as (_, port):
+        pass
+    with ends_within(CONNECT_TIMEOUT):
+        (error,) = judge(port, "ok").score(batch(["abc"]))
+    assert "failed after 2 attempts: the connection failed" in str(error)
+
+
+def test_a_failed_request_fails_exactly_its_completions(port):
+    given = batch(["a", "b", "x", "d", "e"])
+    scores = remote(port, "broken_for_x", batch_size=2, max_retries=0).score(given)
+    assert [isinstance(score, RemoteRewardError) for score in scores] == [False, False, True, True, False]
+    scores = judge(port, "broken_for_x", max_retries=0).score(given)
+    assert [isinstance(score, JudgeError) for score in scores] == [False, False, True, False, False]
+
+
+def test_unusable_scores_fail_alone_and_null_does_not_apply(port):
+    scores = remote(port, "odd").score(batch(["a"] * 5))
+    assert scores[0] is None and scores[4] == 1
+    assert [str(error).split("request: ")[1][:20] for error in scores[1:3]] == [
+        "'4' is text; the ser",
+        "True is not a number",
+    ]
+    assert "is not a number" in str(scores[3])
+    nan = remote(port, "nan").score(batch(["a", "bb"]))
+    assert "not finite" in str(nan[0]) and nan[1] == 2
+
+
+def test_a_dead_server_is_given_up_for_the_rest_of_a_batch(port):
+    asked = judge(port, "broken", "given-up", concurrency=8, max_retries=1)
+    with ends_within(3):
+        errors = asked.score(batch(["abc"] * 500))
+    assert all(isinstance(error, JudgeError) for error in errors)
+    assert "was not asked any more, since every request before failed: it answered 500" in str(errors[-1])
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as attempts:
+        assert json.load(attempts)["/broken/given-up/chat/completions"] <= 2 * 16
+
+
+# ---- keys and addresses ----
+
+
+@pytest.mark.parametrize("make", [judge, remote])
+def test_the_key_is_sent_and_shown_nowhere(port, make, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("TEST_KEY", f"{KEY}\n")
+    right = make(port, "needs_key", KEY[::-1], api_key_env="TEST_KEY")
+    assert right.score(batch(["abc"])) == [3]
+    wrong = make(port, "wrong_key", api_key_env="TEST_KEY")  # the server repeats it
+    (error,) = wrong.score(batch(["abc"]))
+    assert "401 Unauthorized: no such key: Bearer ***" in str(error)
+    (slow,) = make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5).score(batch(["abc"]))
+    for shown in (repr(wrong), vars(wrong), vars(wrong.client), pickle.dumps(wrong), pickle.dumps(error), caplog.text):
+        assert KEY not in str(shown)
+    assert caplog.text and error.__context__ is None and slow.__context__ is None
+    monkeypatch.delenv("TEST_KEY")
+    with pytest.raises(RewardError, match="`TEST_KEY` is not set"):
+        right.score(batch(["abc"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("UNSET_KEY", "`UNSET_KEY` is not set"), (KEY, "name"), ("hf_Ab", "name")]
+)
+def test_a_missing_variable_or_a_key_in_its_place_is_refused(given, said):
+    for make in (judge, remote):
+        with pytest.raises(ValueError, match=said) as caught:
+            make(1, "ok", api_key_env=given)
+        assert given == "UNSET_KEY" or given not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 http://user:hunter2 ftp://host host".split()
+)
+def test_addresses_with_secrets_or_without_a_host_are_refused(url):
+    with pytest.raises(ValueError, match="`url`") as caught:
+        Judge(url, "m", TEMPLATE)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_key_over_plain_http_to_another_machine_warns(monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    with pytest.warns(UserWarning, match="unencrypted"):
+        Judge("http://judge.example/v1", "m", TEMPLATE, api_key_env="TEST_KEY")
+    assert checked_url("https://judge.example/v1", "TEST_KEY").host == "judge.example"
+
+
+def test_proxies_are_not_asked_for_this_machine(port, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert judge(port, "ok").score(batch(["abc"])) == [3]
+
+
+# ---- what a judge reads and answers ----
+
+
+def test_braces_in_texts_are_text():
+    values = {"prompt": "{completion} {0} {", "completion": "}{prompt}{{x}}"}
+    assert fill('{"a": 1} {prompt}|{completion}', values) == '{"a": 1} {completion} {0} {|}{prompt}{{x}}'
+    with pytest.warns(UserWarning, match="{answer}"):
+        assert fill("{answer}", values) == "{answer}"
+
+
+def test_a_template_may_name_columns_of_the_dataset():
+    asked = Judge("http://localhost/v1", "m", "{completion}{target}")
+    body = asked._body(ScoringBatch(["p"], ["c"], [[1]], {"target": [7]}), 0)
+    assert body["messages"] == [{"role": "user", "content": "c7"}]
+
+
+def test_chat_messages_are_readable():
+    prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert readable(prompt) == "System: Be kind.\n\nUser: Hi"
+    assert readable([{"role": "assistant", "content": "Hello"}], False) == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("8", 8), ("Score: 8/10.", 8), ("8 / 10", 8), ("3 then 7.5 out of 10", 7.5), ("-2.", -2), ("**4**", 4)]
+    + [(text, None) for text in ("1,000", "1.2.3", "nan", "v2", "")],
+)
+def test_the_default_pattern_takes_the_last_number_that_is_a_score(answer, score):
+    chat = {"choices": [{"message": {"content": answer}}]}
+    asked = Judge("http://localhost/v1", "m", TEMPLATE)
+    if score is None:
+        with pytest.raises(ValueError, match="no match"):
+            asked._read(chat, {})
+    else:
+        assert asked._read(chat, {}) == score
+
+
+@pytest.mark.parametrize(
+    "bad",
+    "prompt_template={prompt} pattern=( score_range=(2,1) extra_body={'n':1} timeout=0 concurrency=0".split(),
+)
+def test_arguments_that_cannot_be_used_are_refused(bad):
+    name, value = bad.split("=")
+    value = value if name in ("prompt_template", "pattern") else eval(value)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        Judge(**({"url": "http://localhost/v1", "model": "m", "prompt_template": TEMPLATE} | {name: value}))
+
+
+# ---- trl-ppo serve-reward ----
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    path = tmp_path_factory.mktemp("classifier")
+    llama(classifier=True).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    options = "--port 0 --quantization none --batch-size 4 --api-key-env TEST_KEY --max-request-bytes 5000"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trl_ppo_ext.commands.main", "serve-reward", str(path), *options.split()],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TEST_KEY": KEY, "HF_HUB_OFFLINE": "1"},
+    )
+    for line in process.stderr:
+        if "running on http://127.0.0.1:" in line:
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield path, f"http://127.0.0.1:{line.split('127.0.0.1:')[1].split()[0]}"
+            break
+    else:
+        pytest.fail("the server did not start")
+    process.terminate()
+    assert process.wait(10) in (0, -signal.SIGTERM)
+
+
+def test_a_served_classifier_scores_as_in_this_process(served, monkeypatch):
+    path, url = served
+    with urllib.request.urlopen(f"{url}/health") as answer:  # without a key
+        assert json.load(answer) == {"status": "ok"}
+    monkeypatch.setenv("TEST_KEY", KEY)
+    completions = [" ".join(["", *WORDS[: row % 9 + 1]]) for row in range(40)]
+    here = ClassifierReward(load_classifier(str(path), torch.float32, "none")).score(batch(completions))
+    there = RemoteReward(url, api_key_env="TEST_KEY", batch_size=7).score(batch(completions))
+    assert there == pytest.approx(here, abs=1e-5)
+    assert len({round(score, 3) for score in here}) > 5
+    (error,) = RemoteReward(url, api_key_env="TEST_KEY").score(batch(["w1 " * 3000]))
+    assert "413" in str(error) and "send fewer completions" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "status", "said"),
+    [
+        (b"{}", None, 401, "key"),
+        (b"{}", "Bearer wrong", 401, "key"),
+        (b"{", f"Bearer {KEY}", 400, "not JSON"),
+        (b"[1]", f"Bearer {KEY}", 400, "must be"),
+        (b'{"prompts": ["a"], "completions": []}', f"Bearer {KEY}", 400, "1 prompts for 0 completions"),
+        (b'{"prompts": ["a"], "completions": [3]}', f"Bearer {KEY}", 400, "must all be text"),
+        (b'{"prompts": [[{"role": 3}]], "completions": [[{"role": 4}]]}', f"Bearer {KEY}", 500, "scoring failed with"),
+        (b" " * 5001, f"Bearer {KEY}", 413, "longer than 5000 bytes"),
+    ],
+)
+def test_a_wrong_request_gets_a_clear_error(served, content, key, status, said):
+    request = urllib.request.Request(f"{served[1]}/score", content, {"Authorization": key} if key else {})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    text = caught.value.read().decode()
+    assert caught.value.code == status and said in json.loads(text)["error"]
+    assert "Traceback" not in text and KEY not in text
+
+
+@pytest.mark.parametrize("options", ["--host 0.0.0.0", "--api-key-env UNSET_KEY", "--max-request-bytes -7"])
+def test_the_command_line_says_in_one_line_what_is_wrong(options, capsys):
+    assert cli.main(["serve-reward", "nowhere", *options.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-ppo serve-reward: error: ") and options.split()[1] in line
+
+
+def test_without_its_extra_the_server_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not there
+    assert cli.main(["serve-reward", "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install '.[serve]' in the clone" in said and "or pip install uvicorn starlette" in said
+
+
+@pytest.mark.parametrize("options", ["--help", "serve-reward --help"])
+def test_help_imports_nothing_heavy(options):
+    code = f"""if True:
+        import importlib.machinery, sys, types
+        package = types.ModuleType("trl_ppo_ext")  # without what the package's own __init__ imports
+        package.__path__ = [{str(Path(cli.__file__).parent)!r}]
+        sys.modules["trl_ppo_ext"] = package
+        from trl_ppo_ext.commands import main as cli
+        try:
+            cli.main({options.split()!r})
+        finally:
+            assert not {{"torch", "transformers", "starlette"}} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "serve" in done.stdout, done.stderr

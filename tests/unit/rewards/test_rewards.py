@@ -1,0 +1,429 @@
+"""Rewards: what functions are given, what they may give back, and classifiers that score the same in any batch."""
+
+import functools
+from types import SimpleNamespace
+
+import bitsandbytes as bnb
+import numpy
+import pytest
+import torch
+from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from torch import nn
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.data.prompts import prompts as data
+from trl_ppo_ext.rewards import (
+    ClassifierReward,
+    FunctionReward,
+    RewardError,
+    ScoringBatch,
+    build_rewards,
+    combine,
+    load_classifier,
+    read_scores,
+    score_all,
+)
+from trl_ppo_ext.rewards.function import PASSED, check_signature
+from trl_ppo_ext.rewards.model import quantization
+
+NAN = float("nan")
+
+
+def batch(*pairs, columns=None, state=None):
+    given, completions = zip(*pairs)
+    ids = [[1] for _ in given]
+    return ScoringBatch(list(given), list(completions), ids, columns or {}, trainer_state=state)
+
+
+# ---- what a reward may give ----
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1, 2.5, True],
+        (1, 2.5, True),
+        torch.tensor([1, 2.5, 1]),
+        torch.tensor([1, 2.5, 1], dtype=torch.bfloat16),
+        numpy.array([1, 2.5, 1]),
+        [torch.tensor(1), numpy.float32(2.5), torch.tensor([1.0])[0]],
+    ],
+    ids=["list", "tuple", "tensor", "bfloat16", "numpy", "mixed"],
+)
+def test_numbers_of_any_kind_are_scores(scores):
+    checked = read_scores("r", scores, [4, 1, 2]).totals
+    assert checked.dtype == torch.float32
+    assert checked.tolist() == [1.0, 2.5, 1.0]
+
+
+def test_none_is_where_a_reward_does_not_apply():
+    checked = read_scores("r", [None, 2.0, None], [4, 1, 2]).totals
+    assert checked.isnan().tolist() == [True, False, True]
+    assert checked[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        pytest.param([1.0, 2.0], r"gave 2 scores for 3 completions; .*exactly one for each", id="too few"),
+        pytest.param([1.0] * 4, r"gave 4 scores for 3 completions; .*exactly one for each", id="too many"),
+        pytest.param([], r"gave 0 scores for 3 completions", id="none at all"),
+        pytest.param(torch.ones(4), r"gave 4 scores for 3 completions", id="too long a tensor"),
+        pytest.param(torch.tensor(1.0), r"gave a Tensor; .*list with one entry", id="a tensor without rows"),
+        pytest.param([1.0, "good", 2.0], r"gave 'good' for completion 1; .*a number, or None", id="text"),
+        pytest.param([1.0, "2.5", 2.0], r"gave '2.5' for completion 1; .*a number, or None", id="a number as text"),
+        pytest.param("123", r"gave a str; .*one entry for each", id="one text"),
+        pytest.param([[1.0], [2.0], [3.0]], r"gave 1 token rewards for completion 0, which has 4 tokens", id="lists"),
+        pytest.param(torch.ones(3, 1), r"gave 1 token rewards for completion 0, which has 4", id="a column"),
+        pytest.param([1.0, 2.0, NAN], r"gave nan for completion 2; .*finite.*None where it does not apply", id="nan"),
+        pytest.param([float("inf"), 1, 2], r"gave inf for completion 0; .*finite", id="inf"),
+        pytest.param([-float("inf"), 1, 2], r"gave -inf for completion 0; .*finite", id="minus inf"),
+        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"gave nan for completion 1; .*finite", id="nan in a tensor"),
+        pytest.param([1.0, 1e39, 2.0], r"gave 1e\+39 for completion 1; .*finite", id="beyond float32"),
+        pytest.param(1.0, r"gave a float; .*list with one entry for each of the 3 completions", id="a bare number"),
+        pytest.param(None, r"gave a NoneType; .*list with one entry for each of the 3", id="nothing"),
+        pytest.param({"a": 1, "b": 2, "c": 3}, r"gave a dict; .*list with one entry", id="a dict"),
+        pytest.param((x for x in (1.0, 2.0, 3.0)), r"gave a generator; .*list with one entry", id="a generator"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_reward(scores, message):
+    with pytest.raises(RewardError, match=f"The reward `politeness` (?:{message})"):
+        raise next(iter(read_scores("politeness", scores, [4, 4, 4]).failures.values()))
+
+
+def test_rewards_are_summed_where_they_apply():
+    scores = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, NAN]])
+    assert combine(scores).tolist() == [3.0, 3.0, 4.0]
+    assert combine(scores, [10.0, -1.0]).tolist() == [8.0, -3.0, 40.0]
+    assert combine(scores, [0.0, 1.0]).tolist() == [2.0, 3.0, 0.0]
+
+
+def test_a_completion_that_no_reward_applies_to_is_refused():
+    rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, None], [None, None, 2])]
+    given = batch(*[("p", "c")] * 3)
+    with pytest.raises(RewardError, match=r"1 of 3 completions.*first time at completion 1\. Add a reward"):
+        score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
+
+
+# ---- functions ----
+
+
+def test_a_function_gets_everything_by_keyword():
+    seen = {}
+
+    def reward(*, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, target):
+        seen.update(locals())
+        return target
+
+    state = object()
+    given = ScoringBatch(["p", "q"], ["c", "d"], [[3], [4, 5]], {"target": [7, 8]}, trainer_state=state)
+    assert FunctionReward(reward).score(given) == [7, 8]
+    seen.pop("seen", None)
+    assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
+    assert seen == {
+        "prompts": ["p", "q"],
+        "completions": ["c", "d"],
+        "completion_ids": [[3], [4, 5]],
+        "trainer_state": state,
+        "target": [7, 8],
+    }
+
+
+def test_what_functions_are_given_may_not_be_a_column():
+    assert set(PASSED) == data._REWARD_ARGUMENTS  # a dataset with such a column is refused
+
+
+def takes_texts(texts):
+    return [0.0 for _ in texts]
+
+
+def needs_target(completions, target, **kwargs):
+    return target
+
+
+def takes_no_columns(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    return [0.0 for _ in prompts]
+
+
+def takes_places(prompts, /, **kwargs):
+    return [0.0 for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (takes_texts, None, r"`takes_texts` cannot be called: it does not take `prompts`, .*`\*\*kwargs`"),
+        (
+            takes_texts,
+            [],
+            r"it needs `texts`, which nothing gives, and it does not take .*rename .*; end .*`\*\*kwargs`",
+        ),
+        (
+            needs_target,
+            ["answer"],
+            r"it needs `target`, which nothing gives\..*\(there are: `answer`\).*add the column",
+        ),
+        (needs_target, [], r"\(there are: none\)"),
+        (takes_no_columns, ["target"], r"does not take `target`\..*end its parameters with `\*\*kwargs`"),
+        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*let it take them so"),
+        (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: it needs `target`"),
+        (list, None, r"does not take `prompts`"),
+    ],
+)
+def test_a_function_that_could_not_be_called_is_refused(function, columns, message):
+    with pytest.raises(ValueError, match=message):
+        check_signature(function, columns)
+    with pytest.raises(TypeError):  # and indeed it cannot
+        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns or []}))
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        (needs_target, None),  # which may be a column
+        (needs_target, ["target", "answer"]),
+        (functools.partial(needs_target, target=[1.0]), []),
+        (takes_no_columns, []),
+        (lambda **kwargs: [1.0], ["answer"]),
+        (lambda completions, target=None, **kwargs: [1.0], []),
+    ],
+)
+def test_a_function_that_can_be_called_is_not(function, columns):
+    check_signature(function, columns)
+    given = {name: [1.0] for name in (["target"] if columns is None else columns)}
+    assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
+
+
+def test_what_tells_nothing_of_its_parameters_is_let_pass():
+    check_signature(max)
+
+
+def by_length(factor, **kwargs):
+    return [factor for _ in kwargs["completions"]]
+
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [1.0 for _ in completions]
+
+    def verdict(self, completions, **kwargs):
+        return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (length_reward, "length_reward"),
+        (functools.partial(by_length, 2.0), "by_length"),
+        (functools.partial(Judge(), temperature=0), "Judge"),
+        (Judge(), "Judge"),
+        (Judge().verdict, "verdict"),
+    ],
+    ids=["function", "partial", "partial of an object", "object", "method"],
+)
+def test_a_reward_is_named_after_what_it_is(function, name, tmp_path):
+    (reward,) = build_rewards([function], None, config(tmp_path), torch.float32, torch.device("cpu"))
+    assert reward.name == name
+    assert len(reward.score(batch(("p", "c"), ("q", "d")))) == 2
+
+
+def test_rewards_of_one_name_are_told_apart(tmp_path):
+    def named(name):
+        def reward(**kwargs):
+            return [0.0]
+
+        reward.__name__ = name
+        return reward
+
+    def names(*wanted):
+        built = build_rewards([named(n) for n in wanted], None, config(tmp_path), torch.float32, torch.device("cpu"))
+        return [reward.name for reward in built]
+
+    assert names("f", "g") == ["f", "g"]
+    assert names("f", "g", "f", "f") == ["f", "g", "f_2", "f_3"]
+    for wanted in (["f_2", "f", "f"], ["f", "f", "f_1"], ["f", "f_1", "f", "f"]):
+        assert len(set(names(*wanted))) == len(wanted), wanted
+
+
+# ---- classifiers ----
+
+PAIRS = [("w1 w2 ", "w3"), ("w4 ", "w5 w6 w7 w8"), ("w9 w10 w11 w12 ", "w13 w14"), ("w0 ", "w0"), ("w20 ", "w21 w22")]
+
+
+def score_by_hand(model, ids):
+    """The score head on the hidden state of the last token, of one sequence without any padding."""
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
+        return model.score(hidden[0, -1])[0].item()
+
+
+def by_hand(model, reward_tokenizer, pairs=PAIRS):
+    texts = [prompt + completion + " " + reward_tokenizer.eos_token for prompt, completion in pairs]
+    ids = [reward_tokenizer(text)["input_ids"] for text in texts]
+    assert all(row[-1] == reward_tokenizer.eos_token_id for row in ids)
+    assert not any(reward_tokenizer.unk_token_id in row for row in ids)
+    return [score_by_hand(model, row) for row in ids]
+
+
+def padded_with(side, pad):
+    built = tokenizer()
+    built.padding_side, built.pad_token = side, pad
+    return built
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_score_depends_neither_on_the_batch_nor_on_padding(side, pad):
+    model = llama(classifier=True)
+    expected = by_hand(model, tokenizer())
+    assert max(expected) - min(expected) > 0.1
+    for batch_size in (1, 2, 3, 16):
+        reward = ClassifierReward(model, padded_with(side, pad), batch_size)
+        assert reward.score(batch(*PAIRS)) == pytest.approx(expected, abs=1e-5), batch_size
+
+
+def test_the_score_is_read_at_the_eos():
+    """Not at the token before it, where a tokenizer that pads with its EOS would put the end."""
+    model = llama(classifier=True)
+    reward = ClassifierReward(model, padded_with("right", "<eos>"))
+    without_eos = [score_by_hand(model, tokenizer()(p + c)["input_ids"]) for p, c in PAIRS]
+    for score, expected, wrong in zip(reward.score(batch(*PAIRS)), by_hand(model, tokenizer()), without_eos):
+        assert score == pytest.approx(expected, abs=1e-5)
+        assert score != pytest.approx(wrong, abs=1e-3)
+
+
+def test_positions_count_real_tokens():
+    """Seen only where positions are absolute: padding on the left would shift them."""
+    torch.manual_seed(0)
+    settings = GPT2Config(
+        vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=1, initializer_range=0.2
+    )
+    model = GPT2ForSequenceClassification(settings).eval()
+    reward = ClassifierReward(model, padded_with("left", "<pad>"))
+    alone = [reward.score(batch(pair))[0] for pair in PAIRS]
+    assert reward.score(batch(*PAIRS)) == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_classifier_reads_text_with_its_own_tokenizer(tmp_path):
+    """It knows the words under other ids than the policy does."""
+    first, second, its_own = llama(classifier=True), llama(classifier=True, seed=1), tokenizer(WORDS[::-1])
+    trainer = PPOTrainer(
+        llama(),
+        [first, length_reward, second],
+        config(tmp_path),
+        prompts(),
+        processing_class=tokenizer(),
+        reward_processing_classes=[tokenizer(), None, its_own],
+    )
+    as_the_policy, _, differently = trainer.experience.rewards
+    assert as_the_policy.score(batch(*PAIRS)) == pytest.approx(by_hand(first, tokenizer()), abs=1e-5)
+    assert differently.score(batch(*PAIRS)) == pytest.approx(by_hand(second, its_own), abs=1e-5)
+    assert differently.score(batch(*PAIRS)) != pytest.approx(by_hand(second, tokenizer()), abs=1e-3)
+
+
+def test_a_classifier_reads_chat_through_its_template():
+    words = [*WORDS[:25], "user", "assistant"]
+    model, reward_tokenizer = llama(classifier=True), tokenizer(words, CHAT_TEMPLATE)
+    chats = [
+        ([{"role": "user", "content": "w1 w2"}], [{"role": "assistant", "content": "w3"}]),
+        ([{"role": "user", "content": "w4"}], [{"role": "assistant", "content": "w5 w6 w7"}]),
+    ]
+    expected = [
+        score_by_hand(model, reward_tokenizer(text)["input_ids"])
+        for text in ("<bos> user w1 w2 <bos> assistant w3", "<bos> user w4 <bos> assistant w5 w6 w7")
+    ]
+    scores = ClassifierReward(model, reward_tokenizer).score(batch(*chats))
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_classifier_is_frozen_in_eval_mode_and_scores_without_a_graph():
+    model = llama(classifier=True).train().requires_grad_(True)
+    reward = ClassifierReward(model, tokenizer())
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    scores = reward.score(batch(*PAIRS))
+    assert all(type(score) is float for score in scores)
+    assert read_scores(reward.name, scores, [1] * len(PAIRS)).totals.shape == (len(PAIRS),)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_four_bit_rewards_are_quantised_twice_and_compute_in_the_dtype_of_the_policy(kind, dtype):
+    made = quantization(kind, dtype)
+    assert made.load_in_4bit
+    assert made.bnb_4bit_quant_type == kind
+    assert made.bnb_4bit_use_double_quant
+    assert made.bnb_4bit_compute_dtype == dtype
+
+
+def test_other_quantisations_are_eight_bit_or_none():
+    assert quantization("int8", torch.bfloat16).load_in_8bit
+    assert not quantization("int8", torch.bfloat16).load_in_4bit
+    assert quantization("none", torch.bfloat16) is None
+    assert quantization(None, torch.bfloat16) is None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A classifier as it lies on disk, with its tokenizer, and itself."""
+    path = tmp_path_factory.mktemp("rewards") / "tiny-reward"
+    model = llama(classifier=True, hidden_size=64)
+    model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path), model
+
+
+def built(path, tmp_path, **kwargs):
+    (reward,) = build_rewards(
+        [path], None, config(tmp_path, **kwargs), SimpleNamespace(dtype=torch.float32), tokenizer()
+    )
+    return reward
+
+
+def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
+    path, model = saved
+    reward = built(path, tmp_path)
+    assert reward.name == "tiny-reward"
+    linear = {name: module for name, module in reward.model.named_modules() if isinstance(module, nn.Linear)}
+    head = linear.pop("score")
+    assert len(linear) == 14  # seven in each of two layers
+    for name, module in linear.items():
+        assert isinstance(module, bnb.nn.Linear4bit), name
+        assert module.weight.quant_state.quant_type == "nf4", name
+        assert module.weight.quant_state.nested, name  # its scales are quantised too
+        assert module.compute_dtype == torch.float32, name
+    assert not isinstance(head, bnb.nn.Linear4bit)
+    assert torch.equal(head.weight, model.score.weight)
+    assert not any(parameter.requires_grad for parameter in reward.model.parameters())
+    assert not any(module.training for module in reward.model.modules())
+
+
+def test_four_bit_scores_follow_those_in_full_precision(saved, tmp_path):
+    path, model = saved
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(28, (64, 6), generator=generator).tolist()
+    pairs = [(" ".join(f"w{i}" for i in row[:3]) + " ", " ".join(f"w{i}" for i in row[3:])) for row in words]
+    full = torch.tensor(by_hand(model, tokenizer(), pairs))
+    quantised = torch.tensor(built(path, tmp_path).score(batch(*pairs)))
+    assert torch.corrcoef(torch.stack([full, quantised]))[0, 1] > 0.95
+    assert (full - quantised).abs().max() > 1e-4  # or nothing was quantised
+    plain = built(path, tmp_path, reward_quantization="none").score(batch(*pairs))
+    assert plain == pytest.approx(full.tolist(), abs=1e-5)
+
+
+def test_a_classifier_with_two_labels_is_refused(tmp_path):
+    model = llama(classifier=True, num_labels=2)
+    with pytest.raises(RewardError, match="LlamaForSequenceClassification` has 2 labels"):
+        ClassifierReward(model, tokenizer())
+    path = str(tmp_path / "preferences")
+    model.config.save_pretrained(path)  # the config says it: weights are not looked for
+    with pytest.raises(RewardError, match=r"preferences` has 2 labels, .*one label, or pass a function"):
+        load_classifier(path, torch.float32)
+
+
+def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused():
+    bare = tokenizer()
+    bare.pad_token = bare.eos_token = None
+    with pytest.raises(RewardError, match=r"neither a pad nor an EOS token; set `tokenizer.pad_token`"):
+        ClassifierReward(llama(classifier=True), bare)

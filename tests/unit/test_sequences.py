@@ -1,0 +1,152 @@
+"""Sequences, rollouts and their minibatches: padding is exact, and every row is learned from once an epoch."""
+
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from trl_ppo_ext.ppo.batch_plan import BatchPlan
+from trl_ppo_ext.sequences import Rollout, Sequences, micro_batches, schedule
+
+PAD = 99
+PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
+COMPLETIONS = [[15], [25, 26, 27], [35, 36, 37, 38, 39], [45, 46]]
+TENSORS = [field.name for field in fields(Rollout)[1:]]
+
+
+def sequences(rows=range(4), pad=PAD):
+    return Sequences.from_token_ids([PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows], pad, "cpu")
+
+
+def rollout(rows=4):
+    """A rollout in which every number says where it comes from: 100·row + position, and 1000 more by field."""
+    part = sequences([r % 4 for r in range(rows)])
+    place = 100 * torch.arange(rows)[:, None] + torch.arange(part.completion_ids.shape[1])
+    return Rollout(part, part.completion_mask, *(place + 1000 * (k + 1) for k in range(len(TENSORS) - 1)))
+
+
+def same(one, other):
+    return all(torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(Sequences))
+
+
+def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+    padded = sequences()
+    assert padded.prompt_ids.tolist() == [
+        [PAD, 11, 12, 13],
+        [PAD, PAD, PAD, 21],
+        [PAD, PAD, 31, 32],
+        [41, 42, 43, 44],
+    ]
+    assert padded.completion_ids.tolist() == [
+        [15, PAD, PAD, PAD, PAD],
+        [25, 26, 27, PAD, PAD],
+        [35, 36, 37, 38, 39],
+        [45, 46, PAD, PAD, PAD],
+    ]
+    assert padded.prompt_lengths.tolist() == [3, 1, 2, 4]
+    assert padded.completion_lengths.tolist() == [1, 3, 5, 2]
+    assert len(padded) == 4
+
+
+def test_masks_find_the_tokens_again_whatever_padding_is_filled_with():
+    for pad in (PAD, 11, 25, 39):  # also with an id that is a real token elsewhere
+        padded = sequences(pad=pad)
+        for row in range(4):
+            mask = padded.attention_mask[row].bool()
+            assert padded.input_ids[row][mask].tolist() == PROMPTS[row] + COMPLETIONS[row]
+            assert padded.completion_ids[row][padded.completion_mask[row]].tolist() == COMPLETIONS[row]
+        assert torch.equal(padded.attention_mask[:, 4:].bool(), padded.completion_mask)
+
+
+@pytest.mark.parametrize("rows", [rows for n in (1, 2, 3, 4) for rows in itertools.permutations(range(4), n)])
+def test_rows_are_what_padding_those_rows_alone_gives(rows):
+    assert same(sequences().rows(torch.tensor(rows)), sequences(rows))
+
+
+def test_rows_of_a_rollout_keep_each_number_at_its_token():
+    whole = rollout()
+    part = whole.rows(torch.tensor([3, 1]))
+    assert same(part.sequences, sequences([3, 1]))
+    for name in TENSORS:
+        assert torch.equal(getattr(part, name), getattr(whole, name)[[3, 1], :3]), name
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (4,), (4, 5, 1)])
+def test_a_tensor_of_another_shape_is_refused_by_its_name(name, shape):
+    with pytest.raises(ValueError, match=rf"Rollout\.{name} .*\(4, 5\), got \({', '.join(map(str, shape))},?\)"):
+        replace(rollout(), **{name: torch.zeros(shape)})
+
+
+# ---- minibatches ----
+
+PLANS = [BatchPlan(*sizes) for sizes in itertools.product([1, 2, 3], [1, 2], [1, 4], [1, 3])]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_row_is_learned_from_exactly_once_an_epoch(plan):
+    size = plan.completions_per_process
+    rows = schedule(torch.ones(size), plan)
+    assert rows.shape == (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+    epochs = rows.reshape(plan.num_ppo_epochs, size)
+    assert epochs[0].tolist() == list(range(size))  # first ratios are exactly 1 only in this order
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(size))
+
+
+def test_micro_batches_of_a_minibatch_hold_rows_of_about_the_same_length():
+    plan = BatchPlan(2, 3, 2, num_ppo_epochs=3)
+    lengths = torch.tensor([5, 1, 9, 9, 2, 7, 3, 3, 8, 1, 6, 4])
+    torch.manual_seed(0)
+    unsorted = schedule(torch.ones(12), plan)
+    torch.manual_seed(0)
+    rows = schedule(lengths, plan)
+    for step, (minibatch, drawn) in enumerate(zip(rows, unsorted)):
+        assert sorted(minibatch.flatten().tolist()) == sorted(drawn.flatten().tolist()), step  # its loss is the same
+        assert lengths[minibatch.flatten()].tolist() == sorted(lengths[drawn.flatten()].tolist(), reverse=True)
+
+
+def test_later_epochs_are_shuffled_anew():
+    torch.manual_seed(0)
+    plan = BatchPlan(8, 4, 2, num_ppo_epochs=4)
+    epochs = schedule(torch.ones(64), plan).reshape(4, 64)
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
+    torch.manual_seed(0)
+    assert torch.equal(schedule(torch.ones(64), plan).reshape(4, 64), epochs)
+
+
+def test_micro_batches_take_the_rows_of_the_schedule_in_order():
+    plan = BatchPlan(2, 2, 2, num_ppo_epochs=2)
+    whole = rollout(8)
+    rows = schedule(torch.ones(8), plan)
+    batches = list(micro_batches(whole, rows))
+    assert [batch.step for batch in batches] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for batch, expected in zip(batches, rows.flatten(0, 1)):
+        assert (batch.rollout.old_logprobs[:, 0] % 1000 // 100).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_micro_batches_resume_at_the_same_rows(start):
+    plan = BatchPlan(2, 2, 2, num_ppo_epochs=2)
+    whole = rollout(8)
+    rows = schedule(torch.ones(8), plan)
+    rest = list(micro_batches(whole, rows))[start:]
+    resumed = list(micro_batches(whole, rows, start=start))
+    assert [batch.step for batch in resumed] == [batch.step for batch in rest]
+    for one, other in zip(resumed, rest):
+        assert same(one.rollout.sequences, other.rollout.sequences)
+        assert torch.equal(one.rollout.advantages, other.rollout.advantages)
+
+
+def test_sampled_tokens_are_picked_and_spread_as_with_a_mask():
+    sequences = Sequences.from_token_ids([[1]] * 4, [[3, 4, 5], [], [6], [7, 8]], 0, "cpu")
+    mask = sequences.completion_mask
+    states = torch.randn(4, 3, 2)
+    assert torch.equal(sequences.pick(states), states[mask])
+    numbers = torch.randn(6, requires_grad=True)
+    spread = sequences.spread(numbers)
+    assert torch.equal(spread, torch.zeros(4, 3).masked_scatter(mask, numbers))
+    spread.pow(2).sum().backward()
+    assert torch.equal(numbers.grad, 2 * numbers)
+    assert Sequences.from_token_ids([[1]], [[]], 0, "cpu").pick(torch.ones(1, 0, 2)).shape == (0, 2)

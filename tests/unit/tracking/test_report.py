@@ -1,0 +1,329 @@
+"""The report: what it reads, what it draws, and that what a model wrote is only ever text."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from test_run_log import run as tiny_run
+
+from trl_ppo_ext.checkpoints.files import STATE
+from trl_ppo_ext.checkpoints.resume import TRAINER_STATE
+from trl_ppo_ext.commands.main import main
+from trl_ppo_ext.tracking.report import RUN_LOG, panels, read_run, reading, sheets, write_report
+from trl_ppo_ext.tracking.report.reading import Run, Sheet, read_runs
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"><!-- "
+# what a run of any kind logs, so that a report has all its plots
+LOGGED = (
+    "loss grad_norm learning_rate reward reward_std objective rewards/a/mean rewards/a/std rewards/b/mean "
+    "rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion kl_coef entropy entropy_coef "
+    "completions/mean_length "
+    "completions/min_length completions/max_length completions/clipped_ratio completions/mean_terminated_length "
+    "completions/repeated_ratio reward/length_correlation rewards/disagreement loss/policy loss/value ratio/mean "
+    "ratio/max value/explained_variance value/clip_ratio approx_kl stopped_early clip_ratio/low_mean "
+    "clip_ratio/high_mean clip_ratio/region_mean time/generate time/score time/forward time/update tokens_per_second"
+).split()
+
+
+def begin(step=0, **kwargs):
+    names = {"model": "base", "rewards": ["a", "b"], "monitors": ["judge"], "max_steps": 1000}
+    return {"kind": "run", "time": 1.0, "step": step, "config": {"kl_coef": 0.05}, **names, **kwargs}
+
+
+def metrics(step, **values):
+    return {"kind": "metrics", "time": 2.0, "step": step, "metrics": values}
+
+
+def completions(step, rows, mode="train"):
+    return {"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows}
+
+
+def row(completion="yes", prompt="why", score=0.5):
+    scores = {"rewards": {"a": 1.0, "b": 0.0}, "monitors": {"judge": None}, "extra": {}}
+    return {
+        "prompt": prompt,
+        "completion": completion,
+        "score": score,
+        "kl": 0.1,
+        "tokens": 3,
+        "ended": True,
+        **scores,
+    }
+
+
+def write(directory, *entries, tail=""):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / RUN_LOG).write_text("".join(json.dumps(entry) + "\n" for entry in entries) + tail)
+    return directory
+
+
+def long_run(directory, steps=1000, **kwargs):
+    """A run with every metric at every step, and as many completions as a run writes, all of the longest."""
+    draw = random.Random(0)
+    entries = [begin(max_steps=steps, **kwargs)]
+    for step in range(1, steps + 1):
+        entries.append(metrics(step, **{name: draw.gauss(1, 1) for name in LOGGED}))
+    for step in range(1, steps + 1, max(steps // 60, 1)):
+        text = "".join(draw.choices("abcdefgh <>&'", k=2_000))
+        entries.append(completions(step, [row(text, prompt=text)] * 16))
+    return write(directory, *entries)
+
+
+# ---- reading ----
+
+
+def test_a_line_that_is_being_written_is_waited_for_in_silence(tmp_path):
+    tail = json.dumps(metrics(3, reward=3.0))[:-9]
+    read = read_run(write(tmp_path / "run", begin(), metrics(1, reward=1.0), metrics(2, reward=2.0), tail=tail))
+    assert read.curves["reward"].values.tolist() == [1.0, 2.0]
+    assert read.notes == []
+
+
+def test_lines_that_say_nothing_are_counted_and_left_out(tmp_path):
+    odd = [{"kind": "metrics"}, [1], {"kind": "metrics", "step": 1, "metrics": 3}, {"kind": "completions", "step": 1}]
+    read = read_run(write(tmp_path / "run", begin(), metrics(1, reward=1.0), *odd, tail='{"cut": \n'))
+    assert read.curves["reward"].values.tolist() == [1.0]
+    assert len(read.notes) == 1 and "5 lines" in read.notes[0]
+
+
+def test_steps_after_a_resume_take_the_place_of_earlier_ones(tmp_path):
+    first = [metrics(step, reward=float(step), loss=0.0) for step in range(1, 9)]
+    again = [metrics(step, reward=10.0 * step) for step in range(6, 8)]
+    sheets_before = [completions(5, [row("kept")]), completions(8, [row("gone")])]
+    read = read_run(write(tmp_path / "run", begin(), *first, *sheets_before, begin(5), *again))
+    assert read.curves["reward"].steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert read.curves["reward"].values.tolist() == [1, 2, 3, 4, 5, 60, 70]
+    assert read.curves["loss"].steps.tolist() == [1, 2, 3, 4, 5]  # what lay after the resume is gone altogether
+    assert [sheet.rows[0]["completion"] for sheet in read.sheets] == ["kept"]
+    assert read.resumed_at == [5]
+
+
+def test_another_run_in_the_same_place_starts_anew(tmp_path):
+    old = [begin(), metrics(1, reward=1.0), metrics(9, reward=9.0), completions(9, [row()])]
+    read = read_run(write(tmp_path / "run", *old, begin(config={"kl_coef": 1.0}), metrics(1, reward=5.0)))
+    assert read.curves["reward"].values.tolist() == [5.0] and not read.sheets and not read.resumed_at
+    assert read.config == {"kl_coef": 1.0}
+
+
+def state_of(directory, steps, **kwargs):
+    directory.mkdir(parents=True)
+    history = [{"step": step, "epoch": 0.1, "reward": float(step)} for step in range(1, steps + 1)]
+    state = {"log_history": history, "max_steps": 20, "global_step": steps} | kwargs
+    (directory / reading.TRAINER_STATE).write_text(json.dumps(state))
+    (directory / reading.PPO_STATE).write_text(json.dumps({"settings": {"kl_coef": 0.3}}))
+
+
+def test_without_a_log_the_newest_checkpoint_is_read(tmp_path):
+    assert (reading.TRAINER_STATE, reading.PPO_STATE) == (TRAINER_STATE, STATE)
+    state_of(tmp_path / "run" / "checkpoint-2", 2)
+    state_of(tmp_path / "run" / "checkpoint-10", 10)
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoint-10"):
+        read = read_run(place)
+        assert read.curves["reward"].steps.tolist() == list(range(1, 11))
+        assert (read.config, read.max_steps) == ({"kl_coef": 0.3}, 20)
+        assert len(read.notes) == 1 and RUN_LOG in read.notes[0]
+    (tmp_path / "run" / "checkpoint-10" / reading.TRAINER_STATE).write_text("{")  # damaged: the one before it
+    assert read_run(tmp_path / "run").curves["reward"].steps.tolist() == [1, 2]
+
+
+def test_a_log_that_begins_at_a_resume_takes_what_was_before_from_the_checkpoint(tmp_path):
+    state_of(tmp_path / "run" / "checkpoint-5", 5)
+    read = read_run(write(tmp_path / "run", begin(3), metrics(4, reward=40.0)))
+    assert read.curves["reward"].values.tolist() == [1, 2, 3, 40]
+    assert read.config == {"kl_coef": 0.05}
+
+
+def test_nothing_to_report_says_what_was_needed(tmp_path):
+    with pytest.raises(ValueError, match="output_dir"):
+        read_run(tmp_path)
+    with pytest.raises(ValueError, match="is no directory"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    places = [write(tmp_path / parent / "run", begin(), metrics(1, reward=1.0)) for parent in "ab"]
+    names = [run.name for run in read_runs([*places, places[0]])]
+    assert len(set(names)) == 3
+
+
+# ---- the page ----
+
+
+class Tags(HTMLParser):
+    """All tags of a page, and the text of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.text = [], [], []
+        self.inside = None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+        self.inside = tag
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[-1] += data
+        elif self.inside != "style":
+            self.text.append(data)
+
+
+def page_of(directories, output):
+    return write_report(directories, output).read_text()
+
+
+def test_a_thousand_steps_and_the_longest_completions_stay_under_5_mb(tmp_path):
+    run = long_run(tmp_path / "run")
+    assert write_report([run], tmp_path / "one.html").stat().st_size < 5e6
+    assert write_report([run, run], tmp_path / "two.html").stat().st_size < 5e6
+
+
+def test_nothing_in_the_page_asks_the_network(tmp_path):
+    page = tmp_path / "new" / "there.html"
+    assert main(["report", str(long_run(tmp_path / "run", steps=20)), "--output", str(page)]) == 0
+    parsed = Tags(page.read_text())
+    assert not {"link", "iframe", "img", "object", "base"} & {tag for tag, _ in parsed.tags}
+    assert not [attrs for _, attrs in parsed.tags if "src" in attrs or not attrs.get("href", "#").startswith("#")]
+    (policy,) = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
+
+
+def test_every_metric_is_drawn_somewhere(tmp_path):
+    own = {
+        "my_metric": 1.0,
+        "eval_reward": 2.0,
+        "eval_other_reward": 2.0,
+        "rewards/a/failed": 0.0,
+        "skipped_steps": 1.0,
+    }
+    read = read_run(write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(LOGGED, 1.0), **own)))
+    shown = "".join(Tags(page_of([tmp_path / "run"], tmp_path / "report.html")).text)
+    left_out = {name for name in read.curves if panels.NOT_DRAWN.fullmatch(name)} | {"rewards/a/failed"}
+    assert left_out == {"completions/repeated_ratio", "rewards/a/failed"}
+    for name in read.curves.keys() - left_out:
+        assert name in shown, name
+
+
+def test_html_and_scripts_of_any_origin_show_as_text(tmp_path):
+    name = f"judge{SCRIPT}"
+    entries = [
+        begin(model=SCRIPT, config={"note": SCRIPT, SCRIPT: 1}),
+        metrics(1, **{f"monitor/{name}/mean": 1.0, SCRIPT: 1}),
+    ]
+    rows = [row(SCRIPT, prompt=SCRIPT) | {"monitors": {name: 1.0}, "extra": {SCRIPT: SCRIPT}}]
+    place = write(tmp_path / "<img src=x onerror=alert(1)>", *entries, metrics(2, reward=1.0), completions(1, rows))
+    honest = write(tmp_path / "run", begin(), metrics(1, reward=1.0), completions(1, [row()]))
+    for others in ([], [honest]):
+        parsed = Tags(page_of([place, *others], tmp_path / "report.html"))
+        plain = Tags(page_of([honest, *others], tmp_path / "plain.html"))
+        assert len(parsed.scripts) == len(plain.scripts)
+        assert "img" not in {tag for tag, _ in parsed.tags}
+        assert not [attrs for _, attrs in parsed.tags if any(key.startswith("on") for key in attrs)]
+        (first, *_) = json.loads(parsed.scripts[1])
+        assert first["rows"][0]["completion"] == first["rows"][0]["prompt"] == SCRIPT
+        assert first["rows"][0]["monitors"] == [[name, 1.0]]
+        assert SCRIPT in "".join(parsed.text)
+
+
+def test_completions_keep_to_their_room_and_to_the_first_and_last_step():
+    there = [Sheet(step, "train", [row("<" * 1_000)] * 16) for step in range(1, 61)]
+    kept, number = sheets.chosen_sheets([Run("a", ".", sheets=there)], room=300_000)
+    assert number == 60 and len(sheets.safe_json(kept)) < 310_000
+    assert (kept[0]["step"], kept[-1]["step"]) == (1, 60) and len(kept) > 2
+    kept, _ = sheets.chosen_sheets([Run("a", ".", sheets=there)], room=30_000)
+    assert [sheet["step"] for sheet in kept] == [1, 60] and all(sheet["rows"] for sheet in kept)
+    assert len(sheets.safe_json(kept)) < 40_000
+
+
+def test_a_row_of_other_types_is_shown_as_far_as_it_goes():
+    odd = {"prompt": 3, "completion": None, "score": float("nan"), "rewards": [1], "monitors": {"m": "x"}, "extra": 7}
+    ((sheet,), _) = sheets.chosen_sheets([Run("a", ".", sheets=[Sheet(1, "train", [odd, {}])])])
+    assert json.loads(sheets.safe_json(sheet))["rows"][0]["score"] is None
+
+
+def test_compare_begins_with_the_settings_that_differ(tmp_path):
+    config = {"kl_coef": 0.05, "gamma": 1.0, "output_dir": "a", "inner": {"x": 1, "y": 2}}
+    other = config | {"kl_coef": 0.5, "output_dir": "b", "inner": {"x": 1, "y": 3}, "new": True}
+    places = [write(tmp_path / "a", begin(config=config), *[metrics(s, reward=1.0, kl=1.0) for s in range(3)])]
+    places.append(write(tmp_path / "b", begin(config=other), *[metrics(s, reward=2.0) for s in range(3)]))
+    assert main(["compare", *map(str, places), "--output", str(tmp_path / "compare.html")]) == 0
+    page = (tmp_path / "compare.html").read_text()
+    differing = page[page.index("Settings that differ") : page.index('id="advice"')]
+    found = {name: name in differing for name in ("kl_coef", "gamma", "output_dir", "inner.x", "inner.y", "new")}
+    assert found == {
+        "kl_coef": True, "gamma": False, "output_dir": False, "inner.x": False, "inner.y": True, "new": True
+    }  # fmt: skip
+    assert page.index("Settings that differ") < page.index('data-plot="0"')
+
+
+def test_curves_that_are_too_short_to_be_judged_are_not_said_to_be_fine(tmp_path):
+    fine = "No curve shows a known problem."
+    for logs, failed, judged in ((3, 0.0, False), (3, 1.0, False), (10, 0.0, True), (10, 1.0, True)):
+        place = tmp_path / f"{logs} {failed}"
+        told = [metrics(step, reward=float(step), skipped_steps=failed, eval_reward=1.0) for step in range(logs)]
+        told += [metrics(step, eval_reward=1.0) for step in range(logs, 20)]  # they are not logs of training
+        text = "".join(Tags(page_of([write(place, begin(), *told)], place / "report.html")).text)
+        assert (fine in text) == (judged and not failed)
+        assert (f"The curves were not judged: there are {logs} logs, and it takes 10" in text) == (not judged)
+        assert ("Gradients were not finite" in text) == bool(failed)
+
+
+def test_compare_of_one_run_is_refused(tmp_path, capsys):
+    assert main(["compare", str(write(tmp_path / "a", begin(), metrics(1, reward=1.0)))]) == 2
+    assert "two runs" in capsys.readouterr().err
+
+
+def test_from_a_real_run_to_its_report(tmp_path, capsys):
+    tiny_run(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=2)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert str(tmp_path / "run" / "report.html") in capsys.readouterr().out
+    parsed = Tags((tmp_path / "run" / "report.html").read_text())
+    shown = "".join(parsed.text)
+    for text in ("step 2 of 2", "monitor/parity/mean", "eval_reward", "max_completion_length", "packages.torch"):
+        assert text in shown
+    modes = {(sheet["step"], sheet["mode"]) for sheet in json.loads(parsed.scripts[1])}
+    assert modes == {(1, "train"), (2, "eval")}
+
+
+# ---- in a browser ----
+
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=20000".split()
+
+
+def opened(page, profile, width, height):
+    """The page as a browser has it after its scripts ran, and what they said on the console."""
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "--dump-dom"]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    # the first is of Bokeh when it starts; the second no error but a notice, of sizes that settle a frame later
+    return done.stdout, [line for line in said if "log level" not in line and "ResizeObserver loop" not in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: one of {', '.join(BROWSERS)}")
+@pytest.mark.parametrize(("width", "height"), [(390, 2_400), (1280, 9_000)])
+def test_a_browser_draws_what_is_in_sight_says_nothing_and_runs_no_script_of_a_completion(tmp_path, width, height):
+    place = long_run(tmp_path / "run", steps=40)
+    with open(place / RUN_LOG, "a") as file:
+        file.write(json.dumps(metrics(40, **{f"monitor/{SCRIPT}/mean": 1.0})) + "\n")
+        file.write(json.dumps(completions(40, [row(SCRIPT, prompt=SCRIPT)])) + "\n")
+    page = write_report([place, place] if width < 500 else [place], tmp_path / "report.html")
+    dom, said = opened(page, tmp_path / "profile", width, height)
+    assert said == []
+    number, drawn = page.read_text().count("data-plot="), dom.count('data-state="drawn"')
+    assert number > 20 and (drawn == number if height > 5_000 else 0 < drawn < number)
+    assert "data-state" not in dom.replace('data-state="drawn"', "")
+    assert 'class="card"' in dom and "&lt;img src=x onerror=" in dom
+    assert "<title>owned" not in dom and "data-ready=" in dom

@@ -1,0 +1,151 @@
+"""What a run writes as it goes: all that was logged, bounded completions, no secrets, and never an end of the run."""
+
+import json
+
+import pytest
+import torch
+from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers import TrainerControl, TrainerState
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.ppo.samples import Samples, TokenScores
+from trl_ppo_ext.rewards import Scored, ScoringBatch
+from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tracking.report import RUN_LOG, read_run
+from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog
+
+
+def parity(completion_ids, **kwargs):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def run(output_dir, resume=None, **kwargs):
+    args = config(output_dir, **kwargs)
+    tools = {"processing_class": tokenizer(), "monitor_funcs": parity}
+    built = PPOTrainer(llama(), length_reward, args, prompts(), prompts(4), **tools)
+    built.train(resume_from_checkpoint=resume)
+    return built
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / RUN_LOG).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 4 steps, evaluated at its end, that was begun again from its checkpoint at step 2."""
+    place = tmp_path_factory.mktemp("runs") / "run"
+    settings = {"save_strategy": "steps", "save_steps": 2, "hub_token": "hf_secret"}
+    first = run(place, eval_strategy="steps", eval_steps=4, **settings)
+    again = run(place, resume=str(place / "checkpoint-2"), eval_strategy="steps", eval_steps=4, **settings)
+    return place, first, again
+
+
+def test_every_log_of_the_run_is_in_it(finished):
+    place, first, again = finished
+    entries = lines(place)
+    begun = [entry["step"] for entry in entries if entry["kind"] == "run"]
+    assert begun == [0, 2]
+    second = entries.index([entry for entry in entries if entry["kind"] == "run"][1])
+    for part, history in ((entries[:second], first.state.log_history), (entries[second:], again.state.log_history)):
+        written = [entry["metrics"] | {"step": entry["step"]} for entry in part if entry["kind"] == "metrics"]
+        for entry in history:  # the Trainer's printing callback takes it out of what later callbacks see
+            entry.pop("total_flos", None)
+        assert len(written) >= 4 and written == history[-len(written) :]
+    assert entries[0]["rewards"] == ["length_reward"] and entries[0]["monitors"] == ["parity"]
+    assert entries[0]["config"]["kl_coef"] == 0.05 and entries[0]["trainer_config"]["max_steps"] == 4
+    assert entries[0]["environment"]["packages"]["torch"] == torch.__version__
+    assert "hf_secret" not in (place / RUN_LOG).read_text()
+
+
+def test_of_steps_that_were_repeated_the_later_ones_count(finished):
+    place, _, again = finished
+    read = read_run(place)
+    assert read.resumed_at == [2]
+    history = {entry["step"]: entry for entry in again.state.log_history if "loss" in entry}
+    assert read.curves["loss"].steps.tolist() == [1, 2, 3, 4]
+    assert read.curves["loss"].values[2:].tolist() == [history[step]["loss"] for step in (3, 4)]
+    keys = [sheet[:2] for sheet in read.sheets]
+    assert keys == sorted(set(keys)) and (4, "eval") in keys
+
+
+def test_completions_have_the_scores_that_were_given(finished):
+    place, _, _ = finished
+    for sheet in read_run(place).sheets:
+        assert 0 < len(sheet.rows) <= ROWS
+        for row in sheet.rows:
+            assert row["rewards"] == {"length_reward": row["tokens"]} and row["score"] == row["tokens"]
+            assert row["monitors"] == {"parity": row["tokens"] % 2}
+            assert len(row["completion"].split()) <= row["tokens"]
+
+
+def test_what_cannot_be_written_ends_no_run_and_is_said_once(tmp_path, caplog):
+    (tmp_path / "run" / RUN_LOG).mkdir(parents=True)
+    built = run(tmp_path / "run", max_steps=2)
+    assert built.state.global_step == 2
+    assert len([record for record in caplog.records if RUN_LOG in record.getMessage()]) == 1
+
+
+def samples(rows=20, text="word", score=1.0):
+    ids = [[4, 5]] * rows
+    tokens = torch.zeros(rows, 2)
+    scored = Scored(
+        torch.full((rows, 1), score), torch.full((rows, 2), score / 2), torch.ones(rows).bool(), torch.zeros(rows, 1)
+    )
+    return Samples(
+        Sequences.from_token_ids(ids, ids, 0, torch.device("cpu")),
+        torch.ones(rows).bool(),
+        ScoringBatch(["p"] * rows, [text] * rows, ids),
+        scored,
+        torch.full((rows, 1), float("nan")),
+        {},
+        TokenScores(tokens + 1, tokens, tokens),
+    )
+
+
+def opened(tmp_path, max_steps, main=True):
+    log = RunLog("model", ["a"], ["b"])
+    state = TrainerState(max_steps=max_steps, is_world_process_zero=main, is_local_process_zero=main)
+    args = config(tmp_path / "run")
+    log.on_train_begin(args, state, TrainerControl())
+    return log, state, args
+
+
+def test_rows_characters_and_times_are_bounded(tmp_path):
+    log, state, _ = opened(tmp_path, max_steps=10_000)
+    for step in range(1, 10_001):
+        state.global_step = step
+        log.completions(samples(text="x" * 5_000) if step % 100 == 1 or step > 9_990 else samples(), state, "train")
+    sheets = [entry for entry in lines(tmp_path / "run") if entry["kind"] == "completions"]
+    assert TIMES - 2 <= len(sheets) <= TIMES + 2
+    assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
+    assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
+    texts = [row["completion"] for sheet in sheets for row in sheet["rows"]]
+    assert LONGEST < max(map(len, texts)) < LONGEST + 50
+
+
+def test_a_completion_without_a_score_is_still_json(tmp_path):
+    log, state, args = opened(tmp_path, max_steps=2)
+    state.global_step = 1
+    log.completions(samples(score=float("nan")), state, "train")
+    log.on_log(args, state, TrainerControl(), logs={"loss": float("nan"), "reward": float("inf")})
+    text = (tmp_path / "run" / RUN_LOG).read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    row = lines(tmp_path / "run")[1]["rows"][0]
+    assert row["score"] is None and row["monitors"] == {"b": None} and row["kl"] == 2.0
+
+
+def test_only_the_main_process_writes(tmp_path):
+    log, state, args = opened(tmp_path, max_steps=2, main=False)
+    log.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
+    log.completions(samples(), state, "train")
+    assert not (tmp_path / "run" / RUN_LOG).exists()
+
+
+def test_a_run_goes_on_after_a_line_that_was_cut(tmp_path):
+    log, state, args = opened(tmp_path, max_steps=2)
+    with open(tmp_path / "run" / RUN_LOG, "a") as file:
+        file.write('{"kind": "metrics", "st')
+    log.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
+    *_, cut, last = (tmp_path / "run" / RUN_LOG).read_text().splitlines()
+    assert cut.endswith('"st') and json.loads(last)["metrics"] == {"loss": 1.0}

@@ -1,0 +1,291 @@
+"""No secret gets out, and what a model or a name says is shown and not obeyed; errors keep their causes."""
+
+import ast
+import io
+import logging
+import os
+import re
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+from rich.console import Console
+from test_trainer import trainer
+from tiny import config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, field_types
+from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
+from trl_ppo_ext.commands.launch import parse
+from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
+from trl_ppo_ext.data.prompts import PromptError, _encode
+from trl_ppo_ext.ppo.samples import Samples
+from trl_ppo_ext.redaction import without_secrets
+from trl_ppo_ext.rewards import Judge, RemoteReward, RewardError, Scored, ScoringBatch, score_all
+from trl_ppo_ext.rewards.function import FunctionReward
+from trl_ppo_ext.tracking.completions import LONGEST, print_completions, printable
+
+SECRET = "hf_aVerySecretToken1234"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+# ---- secrets ----
+
+
+def test_a_config_shows_no_token_however_it_is_written_down(tmp_path):
+    class Ours(PPOConfig):
+        pass
+
+    for of in (PPOConfig, PretrainCriticConfig, Ours):
+        given = {"hub_token": SECRET, "model_init_kwargs": {"token": SECRET, "revision": "main"}}
+        args = of(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
+        for shown in (repr(args), str(args), args.to_dict(), args.to_json_string(), args.to_sanitized_dict()):
+            assert SECRET not in str(shown) and "main" in str(shown)
+        assert args.hub_token == SECRET and args.model_init_kwargs["token"] == SECRET
+        assert repr(args).startswith(f"{of.__name__}(")
+
+
+def test_what_is_a_secret_is_told_by_its_name():
+    settings = {"token": "x", "API_KEY": "x", "a": [{"password": "x"}, ({"hub_token": "x"},)], "use_auth_token": True}
+    plain = {"max_new_tokens": "x", "eos_token_id": "x", "tokenizer": "x", "token": None, "n": 3, "keys": "x"}
+    assert without_secrets(plain) == plain
+    hidden = without_secrets(settings)
+    assert "x" not in str(hidden).replace("<", "") and hidden["use_auth_token"] is True
+    assert hidden["a"] == [{"password": "<PASSWORD>"}, ({"hub_token": "<HUB_TOKEN>"},)]
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Api-Key", "access_key", "secret-key", "credentials", "Proxy-Authorization", "apikey", "client_secret"]
+)
+@pytest.mark.parametrize("value", ["k1", b"k1", {"user": "k1", "of": [b"k1"]}], ids=["text", "bytes", "mapping"])
+def test_a_secret_is_one_in_any_spelling_and_of_any_kind(name, value):
+    for settings in (without_secrets({name: value}), without_secrets({"headers": [{name: value}]})):
+        assert "k1" not in str(settings) and name in str(settings)
+    assert "k1" not in field_types.shown(name, value)
+
+
+@pytest.mark.parametrize("name", ["keys", "max_new_tokens", "hotkey", "secretary", "token_ids", "X-Request-Id"])
+def test_what_only_sounds_like_a_secret_is_shown(name):
+    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in field_types.shown(name, "k1")
+
+
+# ---- length ----
+
+
+class Unread(str):
+    """A text of which nothing makes all of the representation."""
+
+    def __repr__(self):
+        raise AssertionError("all of it was read")
+
+
+@pytest.mark.parametrize("prompt", [Unread("w1 " * 10**5), [{"role": "user", "content": Unread("w1 " * 10**5)}] * 99])
+def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_say(prompt):
+    def fails(*args, **kwargs):
+        raise ValueError("no\n" * 10**5)
+
+    class Failing:
+        chat_template = "{{ x }}"
+        __call__ = apply_chat_template = fails
+
+    with pytest.raises(PromptError, match="no\n") as caught:
+        _encode(prompt, Failing(), {})
+    assert 300 < len(str(caught.value)) < 900
+
+
+def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
+    told = []
+    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
+    with pytest.raises(OSError, match=r"^x+$"):
+        agreement.on_every_process(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
+    assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
+    with pytest.raises(agreement.ElsewhereError, match="on process 1: OSError: no room"):
+        agreement.on_every_process(lambda: 1, OSError)
+
+
+class Broken:
+    """A reward whose server fails; it names no key."""
+
+    def __init__(self, reward):
+        self.reward, self.name = reward, reward.name
+
+    def score(self, batch):
+        return self.reward.score(batch)
+
+
+def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, caplog, capfd):
+    """Two servers that fail, a token for the Hub, one for the model: nothing of it in any file, log or output."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    monkeypatch.delenv("HTTP_PROXY", raising=False)
+    once = {"api_key_env": "JUDGE_KEY", "timeout": 2.0, "max_retries": 0}
+    judge = Judge("http://127.0.0.1:9/v1", "m", "{completion}", **once)
+    remote = RemoteReward("http://127.0.0.1:9", name="remote", **once)
+    args = config(
+        tmp_path / "run",
+        hub_token=SECRET,
+        model_init_kwargs={"token": SECRET},
+        log_completions=True,
+        reward_on_error="0.0",
+        max_reward_failures=1.0,
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=2,
+    )
+    built = PPOTrainer(base, [length_reward, judge, remote], args, prompts())
+    built.train()
+    built.save_model()
+    built.create_model_card(tags=["mine"])
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert len(files) > 10 and not [file for file in files if SECRET.encode() in file.read_bytes()]
+    output = capfd.readouterr()
+    for shown in (caplog.text, output.out, output.err, built.state.log_history, repr(args), repr(judge), repr(remote)):
+        assert SECRET not in str(shown)
+    with pytest.raises(RewardError) as caught:
+        PPOTrainer(base, [judge], config(tmp_path / "other"), prompts()).train()
+    error = caught.value
+    while error is not None:
+        assert SECRET not in str(error) and SECRET not in repr(error)
+        error = error.__cause__ or error.__context__
+
+
+def test_errors_of_the_command_line_do_not_repeat_a_token(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    for wrong in ({"hub_token": [SECRET]}, {"model_init_kwargs": [{"token": SECRET}]}, {"model_init_kwargs": SECRET}):
+        file.write_text(yaml.safe_dump({"use_cpu": True, "bf16": False} | wrong))
+        with pytest.raises(ValueError) as caught:
+            parse("train", ["--config", str(file)], "Train.")
+        assert SECRET not in str(caught.value) and next(iter(wrong)) in str(caught.value)
+
+
+# ---- model cards ----
+
+HOSTILE = [
+    "a|b`c`",
+    "x\n---\nlicense: evil\n---\n# Owned",
+    "<script>alert(1)</script>",
+    "[click](https://evil.example) ![x](https://evil.example/x.png)",
+    "\x1b[31mred\x07\u202e",
+    '"); import os; os.system("touch owned")  # ',
+    "{{ 7 * 7 }}{% for x in y %}",
+]
+
+
+def card(tmp_path, text, **settings):
+    args = config(tmp_path, **settings)
+    lora = LoraConfig(r=4, target_modules=text)
+    history = [{f"rewards/{text}/mean": 1.0, "reward": 2.0}]
+    metadata = {"tags": [text], "model_name": text, "license": text}
+    return str(model_card(args, text, text, [text], history, 3, lora, **metadata))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_model_card_holds_names_and_obeys_none(tmp_path, text):
+    plain, hostile = card(tmp_path, "plain").splitlines(), card(tmp_path, text).splitlines()
+    front = hostile.index("---", 1)
+    metadata = yaml.safe_load("\n".join(hostile[1:front]))
+    assert metadata["license"] == text and text in metadata["tags"]
+    body, expected = hostile[front + 1 :], plain[plain.index("---", 1) + 1 :]
+    assert len(body) == len(expected)  # no line more, and each is what it was
+    for line, like in zip(body, expected):
+        assert all(c.isprintable() for c in line)
+        if line.startswith(("base =", "adapter =")):  # of the code, see below
+            continue
+        cells = re.findall(r"(?<!\\)\|", line)
+        assert len(cells) == like.count("|") and line[:2] == like[:2]
+        prose = re.sub(r"`[^`]*`", "", line)
+        assert "<script" not in prose and not re.search(r"(?<!\\)\]\(https?://evil", prose)
+        assert prose.count("`") == re.sub(r"`[^`]*`", "", like).count("`")
+    assert "49" not in "\n".join(body) or "{{" not in text
+    code = "\n".join(body).split("```python\n")[1].split("```")[0]
+    strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    # what is no id on the Hub may be a path, of which no more than the folder is named
+    assert strings == [BASE_COPY, os.path.basename(os.path.normpath(text))]
+
+
+# ---- the table of completions ----
+
+
+def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=None):
+    rows = len(texts)
+    scored = Scored(torch.ones(rows, len(names)), torch.ones(rows, 1), *[torch.ones(rows, dtype=torch.bool)] * 2)
+    batch = ScoringBatch(prompts=list(texts), completions=list(texts), completion_ids=[[1]] * rows)
+    samples = Samples(None, None, batch, scored, None, extra or {}, None)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(
+        "trl_ppo_ext.tracking.completions.Console", lambda: Console(file=stream, width=200, force_terminal=False)
+    )
+    print_completions(samples, list(names), 7, rows)
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize(
+    "text, seen",
+    [
+        ("[red]x[/red] [/]", "[red]x[/red] [/]"),
+        ("[link=https://evil.example]x[/link]", "[link=https://evil.example]x[/link]"),
+        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        ("\x1b]0;title\x07\x9b2J\r\x08", r"\x1b]0;title\x07\x9b2J\r\x08"),
+        ("a\x00b\x7f", r"a\x00b\x7f"),
+        ("\u202eevil\u2066", r"\u202eevil\u2066"),
+        ("half \ud800", r"half \ud800"),
+        ("snow ☃ 日本 \u200d", "snow ☃ 日本 \u200d"),
+        (":smile: **bold** `code` <b>", ":smile: **bold** `code` <b>"),
+    ],
+    ids=ascii,
+)
+def test_what_a_model_wrote_is_shown_and_not_obeyed(monkeypatch, text, seen):
+    """As a prompt, a completion, a message, a column's name and its value, and the name of a reward."""
+    for shown in (
+        table([text], monkeypatch=monkeypatch),
+        table([[{"role": "user", "content": text}]], monkeypatch=monkeypatch),
+        table(["w1"], names=[text], monkeypatch=monkeypatch),
+        table(["w1"], extra={text: [text]}, monkeypatch=monkeypatch),
+    ):
+        assert seen in shown
+        assert all(c.isprintable() or c in "\n\u200d" for c in shown), ascii(shown)
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_codes(monkeypatch):
+    assert r"snow \u2603 \U0001f600" in table(["snow ☃ 😀"], encoding="ascii", monkeypatch=monkeypatch)
+
+
+def test_messages_without_content_and_very_long_text_are_shown(monkeypatch):
+    assert "assistant: None" in table([[{"role": "assistant", "tool_calls": []}]], monkeypatch=monkeypatch)
+    shown = printable("x" * (LONGEST + 123))
+    assert shown == "x" * LONGEST + "... (123 more characters)" and printable("x" * LONGEST) == "x" * LONGEST
+    assert len(table(["x" * 10**6], monkeypatch=monkeypatch)) < 10 * LONGEST
+
+
+# ---- exceptions of rewards ----
+
+
+def test_an_exception_in_a_reward_keeps_its_cause_on_every_way_out(tmp_path):
+    def fails(**_):
+        return 1 / 0
+
+    async def fails_later(**_):
+        raise KeyError("later")
+
+    batch = ScoringBatch(prompts=["a"] * 4, completions=["b"] * 4, completion_ids=[[1]] * 4)
+    for function, cause in ((fails, ZeroDivisionError), (fails_later, KeyError)):
+        for on_error in ("raise", "skip", "0.0"):
+            with pytest.raises(RewardError, match=function.__name__) as caught:
+                score_all([FunctionReward(function)], batch, None, on_error, 0.5, lambda x: x, torch.device("cpu"))
+            chain, error = [], caught.value
+            while error is not None:
+                chain.append(type(error))
+                error = error.__cause__
+            assert chain[-1] is cause and len(chain) >= 2
+        with pytest.raises(RewardError) as caught:
+            trainer(tmp_path, reward_funcs=function).train()
+        assert isinstance(caught.value.__cause__, cause)
+        assert caught.value.__cause__.__traceback__ is not None

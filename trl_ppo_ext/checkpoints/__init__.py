@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, resumed and pushed."""

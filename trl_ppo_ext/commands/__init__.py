@@ -1,0 +1,1 @@
+"""The `trl-ppo` command line."""

@@ -1,0 +1,239 @@
+"""Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
+
+import reprlib
+from collections import UserList
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+from trl import is_conversational
+
+from ..redaction import shortened
+
+PROMPT_IDS = "prompt_ids"
+_SHORT = reprlib.Repr()  # of what is long, it looks at the ends alone
+_SHORT.maxstring = _SHORT.maxother = 160
+_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+class PromptError(ValueError):
+    """Raised when a dataset or a prompt in it cannot be used, before anything is trained on it."""
+
+
+def _check_columns(dataset: Any, name: str) -> None:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
+            "`datasets.Dataset.from_list(rows)` makes one of a list of dicts."
+        )
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+    if "prompt" not in columns:
+        raise PromptError(
+            f'`{name}` needs a column "prompt" (text, or a list of chat messages); it has {sorted(columns)}. '
+            '`dataset.rename_column("question", "prompt")` renames one.'
+        )
+    for taken in _REWARD_ARGUMENTS & set(columns):
+        raise PromptError(
+            f"`{name}` has a column {taken!r}, but reward functions are given an argument of that name; rename it, as "
+            f'`dataset.rename_column("{taken}", "my_{taken}")` does, or drop it.'
+        )
+
+
+def _shown(prompt: Any) -> str:
+    """One line of a prompt, for an error message."""
+    return shortened(_SHORT.repr(prompt), 200)
+
+
+def _check_message(message: Any, place: int) -> None:
+    said = message.get("content") if isinstance(message, dict) else None
+    if not (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(said, str | list | None)
+    ):
+        raise PromptError(
+            f'Message {place} must be a mapping with a "role" and a "content" that are text, got {_shown(message)}.'
+        )
+
+
+def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
+    if isinstance(prompt, str):
+        try:
+            return tokenizer(prompt)["input_ids"]
+        except (TypeError, ValueError) as error:  # half a surrogate pair is text in Python, and nowhere else
+            raise PromptError(f"The tokenizer cannot read {_shown(prompt)}: {shortened(error)}") from error
+    if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
+        raise PromptError(f"A prompt must be text or a list of chat messages, got {_shown(prompt)}.")
+    for place, message in enumerate(prompt):
+        _check_message(message, place)
+    if tokenizer.chat_template is None:
+        raise PromptError(
+            "The prompts are chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or "
+            "give the prompts as text."
+        )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+        )
+    except Exception as error:  # a template raises what it likes, such as for roles that do not take turns
+        raise PromptError(
+            f"The chat template fails with {type(error).__name__} ({shortened(error)}) for {_shown(prompt)}."
+        ) from error
+    return encoded["input_ids"]
+
+
+def _tokenize_rows(
+    rows: dict[str, list],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any],
+    name: str,
+    longest: int | None,
+    max_completion_length: int,
+) -> dict[str, list]:
+    encoded = []
+    for index, prompt in zip(indices, rows["prompt"]):
+        try:
+            ids = [] if prompt in ("", []) else _encode(prompt, tokenizer, chat_template_kwargs)
+        except PromptError as error:
+            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
+        if not ids:
+            raise PromptError(f"Row {index} of `{name}` has an empty prompt; drop it, or give it at least one token.")
+        if longest is not None and len(ids) > longest:
+            raise PromptError(
+                f"Row {index} of `{name}` has a prompt of {len(ids)} tokens; the model's context of "
+                f"{longest + max_completion_length} less max_completion_length={max_completion_length} leaves "
+                f"{longest}. Drop or shorten it, or lower `max_completion_length`."
+            )
+        encoded.append(ids)
+    return {PROMPT_IDS: encoded}
+
+
+def tokenize_prompts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    max_completion_length: int,
+    context_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Dataset | IterableDataset:
+    """Add the token ids of each prompt as a column, and check every prompt."""
+    _check_columns(dataset, name)
+    longest = None if context_length is None else context_length - max_completion_length
+    if longest is not None and longest < 1:
+        raise PromptError(
+            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of "
+            f"{context_length} tokens; lower it."
+        )
+    tokenize = partial(
+        _tokenize_rows,
+        tokenizer=tokenizer,
+        chat_template_kwargs=chat_template_kwargs or {},
+        name=name,
+        longest=longest,
+        max_completion_length=max_completion_length,
+    )
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(tokenize, batched=True, with_indices=True)
+    # one process fills the cache that the others then read
+    with PartialState().main_process_first():
+        return dataset.map(tokenize, batched=True, with_indices=True, desc=f"Tokenizing {name}")
+
+
+class Rows(UserList):
+    """A batch of rows as they are, text and all: the collator of [`PPOTrainer`].
+
+    No `list`: whatever moves batches to a device takes it as one object and does not look for tensors in every row.
+    """
+
+
+class RolloutSampler(Sampler[int]):
+    """Draw the prompts of one rollout after the other, each rollout repeated for all its micro-batches.
+
+    The Trainer asks its dataloader for a batch at every micro-batch; a rollout needs prompts once. So each rollout's
+    prompts come `repeats` times in a row. An incomplete last rollout is filled with prompts from the next permutation:
+    no prompt is dropped, and a dataset may be smaller than a rollout.
+    """
+
+    def __init__(self, num_rows: int, prompts: int, num_generations: int, repeats: int, shuffle: bool, seed: int):
+        self.num_rows = num_rows
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts in one epoch."""
+        return -(-self.num_rows // self.prompts)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.rollouts * self.prompts * self.num_generations * self.repeats
+
+    def _order(self) -> list[int]:
+        wanted = self.rollouts * self.prompts
+        order: list[int] = []
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        while len(order) < wanted:
+            rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
+            order += rows.tolist()
+        return order[:wanted]
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        for start in range(0, len(order), self.prompts):
+            rollout = [row for row in order[start : start + self.prompts] for _ in range(self.num_generations)]
+            for _ in range(self.repeats):
+                yield from rollout
+
+
+class RolloutStream(torch.utils.data.IterableDataset):
+    """What [`RolloutSampler`] does, for a dataset that can only be read in its order.
+
+    A stream that ends within a rollout is begun anew to fill it.
+    """
+
+    def __init__(self, dataset: IterableDataset, prompts: int, num_generations: int, repeats: int):
+        self.dataset = dataset
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, so that the stream's own shuffling changes."""
+        self.dataset.set_epoch(epoch)
+
+    def _rollouts(self) -> Iterator[list[dict]]:
+        rollout: list[dict] = []
+        for row in self.dataset:
+            rollout.append(row)
+            if len(rollout) == self.prompts:
+                yield rollout
+                rollout = []
+        while rollout:  # the last one, incomplete
+            for row in self.dataset:
+                rollout.append(row)
+                if len(rollout) == self.prompts:
+                    yield rollout
+                    return
+
+    def __iter__(self) -> Iterator[dict]:
+        empty = True
+        for rollout in self._rollouts():
+            empty = False
+            for _ in range(self.repeats):
+                for row in rollout:
+                    yield from [row] * self.num_generations
+        if empty:
+            raise PromptError("The training stream gave no row; PPO needs at least one prompt.")

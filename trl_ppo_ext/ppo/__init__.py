@@ -1,0 +1,1 @@
+"""The algorithm: rollouts, updates, and their mathematics."""

@@ -1,0 +1,1 @@
+"""Completions, run log and report of a run."""
