@@ -90,9 +90,6 @@ CASES = {
         SHAPES["small"], fields={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 48}
     ),
     "bf16, Qwen3, prompts of several lengths": Case(SHAPES["small"], same_length=False, family="qwen3"),
-    "fp32, Qwen2, one pass, critic adapter": Case(
-        SHAPES["small"], "fp32", {"critic": "adapter", "one_pass_scoring": True}, family="qwen2"
-    ),
     "bf16, reward adapter, scored 48 at a time": Case(
         SHAPES["small"],
         fields={
@@ -279,7 +276,7 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
             reward.score = in_phase(tracker, "score", reward.score)
         generator, experience = trainer.experience.generator, trainer.experience
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        for name in ("score_tokens", "score_in_one_pass"):
+        for name in ("score_tokens",):
             setattr(experience, name, in_phase(tracker, "forward", getattr(experience, name)))
         trainer.train()
     return {

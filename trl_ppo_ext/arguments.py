@@ -102,9 +102,6 @@ def _check_deepspeed(args: PPOConfig) -> None:
         f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer step, "
         "and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo pretrain-critic` makes "
         "one), or use DDP.": bool(args.value_warmup_steps),
-        "`one_pass_scoring=True` needs the base whole, and ZeRO-3 shards it; leave it False, or use ZeRO-2.": (
-            args.one_pass_scoring and plugin.zero_stage == 3
-        ),
     }
     for message, given in refused.items():
         if given:

@@ -161,9 +161,6 @@ class PPOConfig(TrainingArguments):
             Coefficient of the supervised loss on the trainer's `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`):
             Longest supervised row, in tokens; what is longer, or than the model's context, is cut off.
-        one_pass_scoring (`bool`, *optional*, defaults to `False`):
-            Score a rollout with policy, reference, critic and reward adapters in one forward over a mixed batch, in
-            place of one forward for each; see docs/one_pass.md for where that is faster.
         ema_decay (`float`, *optional*):
             Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
 
@@ -313,9 +310,6 @@ class PPOConfig(TrainingArguments):
 
     ptx_coef: float = field(default=1.0, metadata={"help": "Coefficient of the supervised loss."})
     ptx_max_length: int = field(default=512, metadata={"help": "Longest supervised row, in tokens."})
-    one_pass_scoring: bool = field(
-        default=False, metadata={"help": "Score a rollout with all adapters in one forward over a mixed batch."}
-    )
     ema_decay: float | None = field(default=None, metadata={"help": "Decay of the policy's moving average."})
 
     offload_rollout: bool = field(default=False, metadata={"help": "Keep a rollout's tensors in main memory."})

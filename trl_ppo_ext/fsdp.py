@@ -60,9 +60,6 @@ def check_fsdp(
         "`gradient_checkpointing=True` in the config.": plugin.activation_checkpointing,
         "A `parallelism_config` is not supported with FSDP; leave it out.": args.parallelism_config is not None,
         "`fp16=True` is not supported with FSDP; use `bf16`.": args.fp16,
-        "`one_pass_scoring=True` needs the base whole, and FSDP shards it; leave it False, or use DDP.": (
-            args.one_pass_scoring
-        ),
         "`optimizers` holds an optimizer of parameters that FSDP replaces; leave it out, and choose with `optim`.": (
             optimizer is not None
         ),

@@ -503,14 +503,6 @@ CASES = {
     "whiten_advantages": Case((True, False)),
     "ptx_coef": Case((1.0, 0.1), given=supervised),
     "ptx_max_length": Case((512, 3), "weights loss/ptx", given=supervised),
-    "one_pass_scoring": Case(
-        (False, True),
-        "calls",
-        same="weights completions loss/value kl",
-        settings={"critic": "adapter"},
-        given=started_from_an_adapter,
-        exact=lambda a, b: b.calls["trunk"] < a.calls["trunk"],
-    ),
     "ema_decay": Case(
         (None, 0.5, 0.9), "files", same="weights", exact=lambda a, b: b.files.keys() - a.files == {AVERAGED}
     ),

@@ -152,7 +152,7 @@ def test_a_completion_that_is_not_finite_is_left_out_like_one_whose_reward_faile
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"critic": "adapter", "one_pass_scoring": True}, {"entropy_coef": 0.01} | EXACT]
+    "settings", [{}, {"critic": "adapter"}, {"entropy_coef": 0.01} | EXACT]
 )
 def test_a_forward_that_is_not_finite_taints_no_gradient(tmp_path, settings):
     """The same completions are not finite in the trained forward, and a mask of 0 does not stop a NaN."""

@@ -127,7 +127,6 @@ def estimate_memory(
         top_p=args.top_p < 1,
         masked=masked and not same_length,
         processes=plan.num_processes,
-        one_pass=args.one_pass_scoring,
         on_gpu=device == "cuda",
         # on a CPU there is only one memory
         offloaded=(args.offload_rewards and device == "cuda", args.offload_rollout and device == "cuda"),

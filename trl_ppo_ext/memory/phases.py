@@ -71,7 +71,6 @@ class Workload:
     top_p: bool = False  # whether sampling sorts the vocabulary
     masked: bool = True  # whether rows differ in length, so that attention takes a mask
     processes: int = 1  # processes that train together
-    one_pass: bool = False  # whether a rollout is scored in one pass of a mixed batch
     on_gpu: bool = True  # whether kernels are a GPU's
     offloaded: tuple[bool, bool] = (False, False)  # whether reward models, and the rollout, wait in main memory
 
@@ -207,8 +206,7 @@ def _generate(load: Workload) -> dict[str, float]:
 
 
 def _forward(load: Workload) -> dict[str, float]:
-    roles = 2 + (load.adapters - 1) + sum(r.adapter is not None for r in load.rewards) if load.one_pass else 1
-    tokens, responses = load.micro_batch * load.length * roles, load.micro_batch * load.response
+    tokens, responses = load.micro_batch * load.length, load.micro_batch * load.response
     layer = passing_through_layer(load.base, load.width, tokens, load.width) + dequantized(load)
     final = 2 * load.width * responses * load.base.hidden + logits(load, responses, load.exact_kl[0])
     return {

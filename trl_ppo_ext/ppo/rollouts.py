@@ -16,9 +16,7 @@ from trl import is_conversational
 from ..data.prompts import PROMPT_IDS
 from ..generation import Generator
 from ..modeling import ActorCritic, TokenOutputs
-from ..modeling.one_pass import check_mixing, one_pass
-from ..rewards import AdapterReward, Reward, RewardShaping, ScoringBatch, monitor, score_all
-from ..rewards.adapter import AdapterScores
+from ..rewards import Reward, RewardShaping, ScoringBatch, monitor, score_all
 from ..sequences import Rollout, Sequences, longest_first
 from . import math as ppo_math
 from .advantages import critic_advantages, group_advantages, token_rewards, warning_of_far_scores
@@ -64,9 +62,6 @@ class Experience:
         inspection = Inspection(args.output_dir, accelerator.process_index, tokenizer)
         self.guard = RolloutGuard(inspection, self.all_sum, accelerator.gather)
         self.exact_kl = args.kl_estimator == "exact" and args.kl_placement != "loss"
-        if args.one_pass_scoring:
-            adapters = [reward.adapter_name for reward in (*rewards, *monitors) if isinstance(reward, AdapterReward)]
-            check_mixing(actor_critic, adapters, mixed_precision=accelerator.native_amp)
 
     def all_sum(self, total: Tensor) -> Tensor:
         """Sum over all processes."""
@@ -133,17 +128,12 @@ class Experience:
         extra: dict[str, list] = {}
         batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
         args = self.args
-        already: dict[int, Reward] = {}
         with self._timed("forward", metrics):
-            if args.one_pass_scoring:
-                tokens, already = self.score_in_one_pass(sequences, batch)
-            else:
-                tokens = self.score_tokens(sequences)
-        rewards, monitors = ([already.get(id(r), r) for r in asked] for asked in (self.rewards, self.monitors))
+            tokens = self.score_tokens(sequences)
         with self._timed("score", metrics):
             on_failure = (args.reward_on_error, args.max_reward_failures)
-            scored = score_all(rewards, batch, args.reward_weights, *on_failure, self.all_sum, device)
-            monitored = monitor(monitors, batch, device) if monitors else scored.rewards[:, :0]
+            scored = score_all(self.rewards, batch, args.reward_weights, *on_failure, self.all_sum, device)
+            monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
         return Samples(sequences, stopped, batch, scored, monitored, extra, tokens)
 
     def _forward(self, run: Callable[[Tensor], Outputs], sequences: Sequences, name: str) -> Outputs:
@@ -183,19 +173,6 @@ class Experience:
         scores = self._forward(policy, sequences, "Log-probabilities")
         scores |= self._forward(reference, sequences, "Reference")
         return TokenScores(**scores)
-
-    def score_in_one_pass(self, sequences: Sequences, batch: ScoringBatch) -> tuple[TokenScores, dict[int, Reward]]:
-        """The same, and the scores of reward adapters, from one forward for each micro-batch."""
-        adapters = AdapterScores([*self.rewards, *self.monitors], batch)
-
-        def run(index: Tensor) -> Outputs:
-            part, temperature = sequences.rows(index), self.args.temperature
-            outputs = one_pass(self.actor_critic, part, adapters.texts(index), temperature, self.exact_kl)
-            adapters.add(index, outputs.reward_states)
-            return _given(outputs.tokens) | {"ref_logprobs": outputs.ref_logprobs}
-
-        tokens = TokenScores(**self._forward(run, sequences, "Scoring in one pass"))
-        return tokens, adapters.scored()
 
     def _log(self, samples: Samples, metrics: Metrics, counted: Tensor) -> None:
         """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""

@@ -1,7 +1,5 @@
 """Rewards that are LoRA adapters on the policy's own base: no second model in memory."""
 
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +16,7 @@ from ..modeling.adapter_files import (
     find_file,
     read_adapter,
 )
-from ..modeling.one_pass import RewardRows
-from .base import Reward, RewardError, ScoringBatch
+from .base import RewardError
 from .model import SequenceScorer, checked_label, last_states
 
 
@@ -104,57 +101,7 @@ class AdapterReward(SequenceScorer):
     def _score_ids(self, encoded: list[list[int]]) -> Tensor:
         input_ids, mask = self._padded(encoded, self.actor_critic.device)
         read = partial(last_states, input_ids=input_ids, mask=mask)
-        return self.score_states(self.actor_critic.read_trunk(read, self.adapter_name))
-
-    @torch.no_grad()
-    def score_states(self, states: Tensor) -> Tensor:
-        """Scores of texts whose last tokens have these hidden states under the adapter."""
+        states = self.actor_critic.read_trunk(read, self.adapter_name)
         head = {key: x.to(states.device) for key, x in self.head.items()}  # the run may have moved the model meanwhile
         with torch.autocast(states.device.type, enabled=False):
             return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]
-
-    def encode(self, batch: ScoringBatch) -> list[list[int]]:
-        """Token ids of the texts, in the format that the adapter was trained in."""
-        return self._encode(batch)
-
-
-@dataclass
-class _Scored:
-    """A reward that has scored the batch already."""
-
-    name: str
-    scores: list[float]
-
-    def score(self, batch: ScoringBatch) -> list[float]:
-        return self.scores
-
-
-class AdapterScores:
-    """Scores of the reward adapters among rewards, from hidden states that come micro-batch by micro-batch.
-
-    An adapter whose texts cannot be encoded is left out: its `score` fails in the same way, and there failures are
-    dealt with.
-    """
-
-    def __init__(self, rewards: Sequence[Reward], batch: ScoringBatch):
-        self.encoded: dict[AdapterReward, list[list[int]]] = {}
-        for reward in rewards:
-            if isinstance(reward, AdapterReward):
-                with suppress(Exception):
-                    self.encoded[reward] = reward.encode(batch)
-        self.scores = {reward: [0.0] * len(ids) for reward, ids in self.encoded.items()}
-
-    def texts(self, index: Tensor) -> list[RewardRows]:
-        """What the adapters read."""
-        rows = index.tolist()
-        return [RewardRows(reward.adapter_name, [ids[row] for row in rows]) for reward, ids in self.encoded.items()]
-
-    def add(self, index: Tensor, states: Sequence[Tensor]) -> None:
-        """Score some rows."""
-        for (reward, scores), of_reward in zip(self.scores.items(), states):
-            for row, score in zip(index.tolist(), reward.score_states(of_reward).tolist()):
-                scores[row] = score
-
-    def scored(self) -> dict[int, Reward]:
-        """What to ask in place of the adapters, now that all rows are scored."""
-        return {id(reward): _Scored(reward.name, scores) for reward, scores in self.scores.items()}
