@@ -1,85 +1,285 @@
-"""Parameters that are spread over the processes, by DeepSpeed's ZeRO-3 or by FSDP: whole where they must be."""
+"""Everything that DeepSpeed, FSDP2 and several ranks need done differently."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from .redaction import shortened
+
+T = TypeVar("T")
+DEEPSPEED = Version("0.19.8")  # skips steps with a non-finite gradient in every dtype
+FSDP_FORWARDS = ("generate", "reference_logprobs", "read_trunk", "check_logits")  # called besides `forward`
+FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # their state has the shapes of the parameters
+QUANTIZED = "A quantized base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every rank."
+
+
+# ---- several ranks ----
+
+
+class OtherRankError(OSError):
+    """Raised when a step succeeded on this rank and failed on another."""
+
+
+def on_every_rank(action: Callable[[], T], *failures: type[Exception]) -> T:
+    """Run an action on every rank; if it fails on one, it fails on all.
+
+    A rank that raised alone would leave the others waiting. The action must not reduce over ranks itself.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except failures as caught:
+        error = caught
+    messages = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise OtherRankError(f"on rank {rank}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def forget_evaluation(trainer: Any) -> None:
+    """Undo the preparation of a model that was evaluated first: Accelerate would skip DDP, and ranks train alone."""
+    if trainer.model_wrapped is not trainer.model:
+        return
+    trainer.model._is_accelerate_prepared = False
+    trainer.accelerator._models = [model for model in trainer.accelerator._models if model is not trainer.model]
+    trainer.model.__dict__.pop("forward", None)  # autocast around it
+
+
+# ---- sharded parameters ----
+
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether a process has only a part of a parameter."""
-    return _of_deepspeed(parameter) or isinstance(parameter, DTensor)
+    """Check if this rank holds only a shard of a parameter (ZeRO-3, FSDP)."""
+    return hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
 
 
-def _of_deepspeed(parameter: Tensor) -> bool:
-    return hasattr(parameter, "ds_id")
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of a parameter, the parts of all processes together."""
-    return tuple(parameter.ds_shape if _of_deepspeed(parameter) else parameter.shape)  # type: ignore[attr-defined]
+def unsharded_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of a parameter over all ranks."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iterator[None]:
-    """Within this context parameters that DeepSpeed has sharded are whole. All processes must enter it.
+    """Gather parameters that ZeRO-3 has sharded; with `changed`, rank 0's writes reach all. All ranks must enter.
 
-    Modules gather their own parameters when they are called; this is for parameters that are used from outside. FSDP
-    has no such thing: what uses a parameter goes through a method that it knows of, and there the parameter is whole.
+    Modules gather their own parameters when they are called; this is for parameters used from outside. Under FSDP such
+    code runs inside a registered forward method, where parameters are unsharded.
     """
-    sharded: list[Any] = [x for x in parameters if x is not None and _of_deepspeed(x)]
-    # whole already, within the forward of a module that DeepSpeed has seen using it: that forward lets go of it
+    sharded: list[Any] = [x for x in parameters if x is not None and hasattr(x, "ds_id")]
+    # within the forward of a module that uses it, a parameter is gathered already, and released by that forward
     sharded = [parameter for parameter in sharded if changed or parameter.ds_status.name != "AVAILABLE"]
     if not sharded:
         yield
         return
-    from deepspeed.runtime.zero import GatheredParameters  # what has sharded them is there
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters(sharded, modifier_rank=0 if changed else None):
         yield
 
 
+def unsharded_weights(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached weights over all ranks: copies of sharded ones, the others themselves. All ranks must call it."""
+    with gathered(parameters.values()):
+        weights = {}
+        for name, parameter in parameters.items():
+            weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            weights[name] = weight.detach().clone() if hasattr(parameter, "ds_id") else weight.detach()
+        return weights
+
+
+@torch.no_grad()
+def set_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Overwrite parameters in place with unsharded weights. All ranks must call it, with the same weights."""
+    with gathered(parameters.values(), changed=True):
+        for name, parameter in parameters.items():
+            parameter.copy_(_shard_like(parameter, weights[name].to(parameter.device)))
+
+
+def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return weight
+    return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
+
+
+# ---- DeepSpeed ----
+
+
+def uses_deepspeed(args: Any) -> bool:
+    """Check if the config or the launcher enables DeepSpeed."""
+    return args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+
+
+def check_deepspeed(args: Any) -> None:
+    """Raise a `ValueError` for settings that do not work with DeepSpeed.
+
+    DeepSpeed takes the optimizer step within the backward, unless the gradient is NaN.
+    """
+    plugin, installed = args.deepspeed_plugin, version("deepspeed")
+    config = plugin.hf_ds_config.config
+    applies_all = plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False
+    unsupported = {
+        "`critic_learning_rate` needs the trainer's optimizer, but DeepSpeed's config has one; remove its section "
+        "`optimizer`, or `critic_learning_rate`.": args.critic_learning_rate is not None and "optimizer" in config,
+        "DeepSpeed would apply non-finite gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
+        "`stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP, which is the same as stage 0.": applies_all,
+        f"DeepSpeed {installed} may apply non-finite gradients; install {DEEPSPEED} or newer.": (
+            Version(installed) < DEEPSPEED
+        ),
+        "`fp16=True` is unsupported with DeepSpeed: its loss scale would drop at steps that are skipped on purpose; "
+        "use `bf16`.": args.fp16,
+        "DeepSpeed's config must not have a `scheduler`, which would stop at skipped steps; remove it, and set "
+        "`lr_scheduler_type`.": "scheduler" in config,
+        f"`value_warmup_steps={args.value_warmup_steps}` is unsupported with DeepSpeed, which has taken the policy's "
+        "step before its gradient can be dropped; use `critic_init` (see `trl-ppo pretrain-critic`), or DDP.": (
+            bool(args.value_warmup_steps)
+        ),
+    }
+    for message, given in unsupported.items():
+        if given:
+            raise ValueError(message)
+
+
+def skip_deepspeed_step(loss: Tensor, outputs: Tensor) -> Tensor:
+    """Return the loss with a NaN gradient, for which DeepSpeed skips the step that its backward takes."""
+    outputs.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+    return loss.detach() + 0 * outputs.sum()
+
+
 @contextmanager
-def loading_whole() -> Iterator[None]:
-    """Within this context models are loaded whole and onto a device, also under ZeRO-3, which never sees them."""
-    known = transformers_deepspeed._hf_deepspeed_config_weak_ref  # whoever keeps it: the run's config or the launcher
-    config = None if known is None else known()
+def loading_unsharded() -> Iterator[None]:
+    """Load frozen models unsharded, onto a device, also under ZeRO-3, which never trains them."""
+    # set by the run's config or by the launcher; `from_pretrained` shards if it is there
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    config = None if reference is None else reference()
     if config is None:
         yield
         return
-    transformers_deepspeed.unset_hf_deepspeed_config()  # by which `from_pretrained` knows
+    transformers_deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
         transformers_deepspeed.set_hf_deepspeed_config(config)
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.full_tensor().detach()
-    return parameter.detach().clone() if _of_deepspeed(parameter) else parameter.detach()
+# ---- FSDP2 ----
 
 
-def whole_weights(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights as one process alone would have them. All processes must call it."""
-    with gathered(parameters.values()):
-        return {name: _whole(parameter) for name, parameter in parameters.items()}
+def uses_fsdp(args: Any) -> bool:
+    """Check if the config or the launcher enables FSDP; on CPUs Accelerate itself does not see it."""
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-@torch.no_grad()
-def set_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Overwrite parameters in place. All processes must call it, with the same weights."""
-    with gathered(parameters.values(), changed=True):
-        for name, parameter in parameters.items():
-            parameter.copy_(as_sharded(weights[name].to(parameter.device), parameter))
+def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
+    plugin_args = args.fsdp_plugin_args or {}
+    default = 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)
+    if int(plugin_args.get("fsdp_version", default)) != 2:
+        raise ValueError(
+            "FSDP1 and FSDP for XLA are unsupported: log-probs use the output projection from outside. Set "
+            "`fsdp_version: 2` in Accelerate's file (`fsdp_config={'version': 2}` in the config), use DeepSpeed's "
+            "ZeRO-3, or DDP with a 4-bit base."
+        )
+    return FullyShardedDataParallelPlugin(**plugin_args)
 
 
-def as_sharded(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor spread over the processes as FSDP has spread another; itself where there is no FSDP."""
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements)
+def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
+    """Raise a `ValueError` for settings that do not work with FSDP2."""
+    plugin = _fsdp_plugin(args)
+    optim = str(getattr(args.optim, "value", args.optim))
+    quantized = quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})
+    unsupported = {
+        "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP: FSDP must shard each layer by itself, or every "
+        "forward would gather the whole base.": plugin.auto_wrap_policy != transformer_auto_wrap_policy,
+        "`fsdp_transformer_layer_cls_to_wrap` and `fsdp_ignored_modules` are unsupported: FSDP shards the layers that "
+        "the model names; remove them.": bool(plugin.transformer_cls_names_to_wrap or plugin.ignored_modules),
+        "`fsdp_reshard_after_forward: false` would keep the whole base on every rank; set it true, or use DDP.": (
+            not plugin.reshard_after_forward
+        ),
+        "`fsdp_cpu_ram_efficient_loading` would leave adapters without weights on all ranks but the first; set it "
+        "false.": plugin.cpu_ram_efficient_loading,
+        "`fsdp_offload_params` is unsupported; set it false, and lower `per_device_train_batch_size` if memory is "
+        "short.": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "`fsdp_activation_checkpointing` would recompute layers without the adapter they ran with; set it false, and "
+        "`gradient_checkpointing=True` in the config.": plugin.activation_checkpointing,
+        "`parallelism_config` is unsupported with FSDP; remove it.": args.parallelism_config is not None,
+        "`fp16=True` is unsupported with FSDP; use `bf16`.": args.fp16,
+        "`optimizers` must be empty with FSDP, which replaces the parameters; choose with `optim`.": (
+            optimizer is not None
+        ),
+        f"`optim={optim!r}` is untested on sharded parameters; use one of {', '.join(map(repr, FSDP_OPTIMIZERS))}, or "
+        "ZeRO-3.": args.optim not in FSDP_OPTIMIZERS,
+        QUANTIZED: quantized,
+    }
+    for message, given in unsupported.items():
+        if given:
+            raise ValueError(message)
+
+
+def enable_fsdp_on_cpu(trainer: Any) -> None:
+    """Tell the Trainer about FSDP on CPUs, where Accelerate ignores it in silence."""
+    if trainer.is_fsdp_enabled or not uses_fsdp(trainer.args):
+        return
+    if trainer.accelerator.distributed_type != DistributedType.MULTI_CPU:
+        raise ValueError(
+            "FSDP needs several processes to shard over, got one; start them with `accelerate launch --num_processes "
+            "N`, or disable FSDP."
+        )
+    state = trainer.accelerator.state
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(trainer.args)
+    trainer.is_fsdp_enabled = True
+
+
+def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
+    """Shard a model over the ranks, in place: each layer of its base by itself, then the rest.
+
+    A layer is gathered while it runs, and the rest (embeddings, output projection, value head) while the model does.
+    Parameters keep their dtypes: autocast does what it does under DDP, and gradients are averaged in float32.
+    """
+    if any(not parameter.is_floating_point() for parameter in base.parameters()):
+        raise ValueError(QUANTIZED)
+    names = set(base._no_split_modules or ())
+    layers = [module for module in base.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(base).__name__} must name its layers (`_no_split_modules`) to be sharded by FSDP; use DeepSpeed's "
+            "ZeRO-3, or DDP."
+        )
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for module in [*reversed(layers), model]:  # nested modules first
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for method in FSDP_FORWARDS:
+        register_fsdp_forward_method(model, method)
+
+
+def unsharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`state_dict` of an optimizer with unsharded tensors. All ranks must call it."""
+    state = optimizer.state_dict()
+    unsharded = {}
+    for number, entries in state["state"].items():
+        tensors = unsharded_weights({key: x for key, x in entries.items() if isinstance(x, Tensor)})
+        unsharded[number] = entries | {key: x.cpu() for key, x in tensors.items()}
+    return state | {"state": unsharded}
+
+
+def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard an optimizer state that was loaded unsharded. All ranks must call it."""
+    for parameter, entries in optimizer.state.items():
+        for key, x in entries.items():
+            if x.shape == parameter.shape:  # a step count has no dimension
+                entries[key] = _shard_like(parameter, x)

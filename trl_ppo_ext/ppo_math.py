@@ -1,3 +1,3 @@
-"""The mathematics of PPO, under the name that stays: [`trl_ppo_ext.ppo.math`]."""
+"""Stable name of [`trl_ppo_ext.ppo.math`]."""
 
 from .ppo.math import *  # noqa: F403

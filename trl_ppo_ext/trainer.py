@@ -1,51 +1,70 @@
 """PPO as a [`~transformers.Trainer`]: collect a rollout, then epochs of minibatches."""
 
 import math
+import os
+import random
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.utils import logging
 
+from . import distributed
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
-from .checkpoints.hub import PublishingTrainer
-from .checkpoints.saving import SavingTrainer
+from .checkpoints import files, hub, resume
+from .checkpoints.atomic import rotate, verify
+from .checkpoints.model_card import model_card
 from .config import PPOConfig
-from .data.prompts import RolloutSampler, RolloutStream, Rows, tokenize_prompts
+from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
-from .distributed import loading_whole
 from .generation import build_generator
-from .modeling import load_actor_critic
-from .modeling.averaging import AveragedWeights, AveragingCallback
-from .modeling.optimizers import check_given_optimizers
+from .modeling import check_optimizers, load_actor_critic
+from .modeling.averaging import AveragedWeights
 from .ppo.batch_plan import BatchPlan
+from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics
-from .ppo.nonfinite import StepGuard
-from .ppo.random_state import seeded_apart
-from .ppo.rollouts import Experience
-from .ppo.samples import Samples
-from .ppo.throughput import Throughput
-from .ppo.updates import Updates, set_learning_rate
-from .rewards import Reward, RewardFunc, build_rewards
-from .sequences import MicroBatch, Sequences
-from .sharded import without_step
+from .ppo.rollouts import RolloutCollector, Samples
+from .ppo.updates import MicroBatch, Updates, set_learning_rate
+from .rewards import RewardFunc, build_rewards
 from .tracking.completions import print_completions
 from .tracking.run_log import RunLog
 from .tracking.trackers import check_trackers, log_completions
 
+logger = logging.get_logger(__name__)
 
-class PPOTrainer(PublishingTrainer, SavingTrainer):
+
+class PPOTrainer(Trainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
     The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
-    on an adapter of its own). The arguments are those of TRL's `GRPOTrainer`.
+    on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
 
     Source: https://huggingface.co/papers/1707.06347, for language models https://huggingface.co/papers/2203.02155
 
@@ -68,28 +87,28 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
             The base model. A string is loaded in the run's dtype with `args.model_init_kwargs`. The adapter of a
             `PeftModel` starts the policy, and a frozen copy of it is the reference.
         reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
-            Functions with TRL's signature, sequence classifiers (given as a string, loaded frozen and quantised, see
+            Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if given as a string, see
             `args.reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
             with `args.reward_weights`.
-        args ([`PPOConfig`], *optional*): The run's config.
+        args ([`PPOConfig`], *optional*): Config of the run.
         train_dataset (`Dataset` or `IterableDataset`):
-            Rows with a `"prompt"`, text or chat messages; their other columns reach the reward functions.
-        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*): The same for evaluation.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy; that of `model` by default.
+            Rows with a `"prompt"` (text or chat messages); reward functions receive the other columns.
+        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*): Evaluation rows of the same form.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy. Defaults to the model's.
         reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*): Tokenizers of the classifiers.
-        callbacks (`list[TrainerCallback]`, *optional*): Further callbacks.
-        optimizers (`tuple`, *optional*): Optimizer, of all that is trained, and its scheduler; AdamW by default.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantisation of the base, if `model` is a string.
-        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter; LoRA of rank 16 by default.
+        callbacks (`list[TrainerCallback]`, *optional*): Additional callbacks.
+        optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler. Defaults to AdamW.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model` is a string.
+        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
-            Rewards that are scored and logged, never optimised: where they fall while the reward rises, it is hacked.
+            Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
         ptx_dataset (`Dataset`, *optional*):
-            Text that the policy goes on learning from, with weight `args.ptx_coef`: rows with `"text"`, `"messages"`,
-            or `"prompt"` and `"completion"`. Every optimizer step takes as many rows as completions.
+            Rows of a supervised loss with weight `args.ptx_coef`: `"text"`, `"messages"`, or `"prompt"` and
+            `"completion"`. Every optimizer step takes as many rows as completions.
 
     Raises:
-        `TypeError` or `ValueError`: If an argument cannot be honoured, before anything is trained and, where that can
-            be known, before anything is loaded.
+        `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before
+            anything is loaded.
     """
 
     # every micro-batch is divided by the tokens of its whole optimizer step, so the Trainer must not divide again
@@ -112,26 +131,29 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         ptx_dataset: Dataset | None = None,
         **unknown: Any,
     ):
+        # 1. Check the arguments, before anything is loaded.
+        refuse_unknown_arguments(unknown)
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
-        rewards_given, monitors_given = as_list(reward_funcs), as_list(monitor_funcs)
-        tokenizers = as_list(reward_processing_classes)
-        refuse_unknown_arguments(unknown)
+        reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
+        reward_tokenizers = as_list(reward_processing_classes)
         check_trainer_arguments(
             model,
-            rewards_given,
-            monitors_given,
+            reward_list,
+            monitor_list,
             args,
             train_dataset,
-            tokenizers,
+            reward_tokenizers,
             optimizers[0],
             quantization_config,
             peft_config,
         )
         check_trackers(args)
+
+        # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
-        template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by now, if it came as a string
+        template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,
@@ -141,19 +163,26 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")
-        eval_dataset = self._tokenized_for_evaluation(eval_dataset)
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {key: self._tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if ptx_dataset is not None:
-            longest = min(args.ptx_max_length, context_length or args.ptx_max_length)
-            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, longest, template_kwargs)
-        # each process reads a stream itself: the main one could not send text to the others
-        args.accelerator_config.dispatch_batches = False
+            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
+            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
-        set_seed(args.seed)  # LoRA weights are drawn when the adapter is made
+        # 3. Load one base with its adapters, and the rewards.
+        set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
-        check_given_optimizers(*optimizers, actor_critic)
-        with loading_whole():
-            rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
-            monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
+        check_optimizers(*optimizers, actor_critic)
+        with distributed.loading_unsharded():
+            rewards = build_rewards(reward_list, reward_tokenizers, args, actor_critic, tokenizer)
+            monitors = build_rewards(monitor_list, None, args, actor_critic, tokenizer)
+
+        # 4. Set up the Trainer.
+        args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
+        if args.push_to_hub:
+            hub.create_repository(args)
         super().__init__(
             model=actor_critic,
             args=args,
@@ -164,137 +193,82 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        set_seed(args.seed, device_specific=True)  # processes must not sample with the same noise
+        set_seed(args.seed, device_specific=True)  # ranks must not sample with the same noise
+        distributed.enable_fsdp_on_cpu(self)
+        if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
+            distributed.shard(actor_critic, actor_critic.policy.get_base_model(), self.accelerator)
+
+        # 5. Assemble what collects rollouts, and what learns from them.
         self.actor_critic = actor_critic
-        self._shard()
-        self._assemble(rewards, monitors, ptx_dataset)
-
-    def _tokenized_for_evaluation(self, dataset: Any) -> Any:
-        if dataset is None:
-            return None
-        if isinstance(dataset, dict):
-            return {key: self._tokenize(value, name=f"eval_dataset[{key!r}]") for key, value in dataset.items()}
-        return self._tokenize(dataset, name="eval_dataset")
-
-    def _assemble(self, rewards: list[Reward], monitors: list[Reward], ptx_dataset: Dataset | None) -> None:
-        """What collects rollouts, what learns from them, and what watches over it."""
-        args, actor_critic, tokenizer = self.args, self.actor_critic, self.processing_class
         self.plan = BatchPlan.from_config(args, args.world_size)
-        generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
-        self.experience = Experience(actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
+        all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
+        self.guard = NonFiniteGuard(
+            args.output_dir, args.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
+        )
+        generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
+        self.collector = RolloutCollector(
+            actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+        )
         ptx = None
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
-        self.updates = Updates(args, self.plan, self._metrics["train"], self.experience.all_sum, ptx)
-        self.guard = StepGuard(args.max_skipped_steps, args.output_dir, args.process_index, tokenizer)
+        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         self.averaged_policy: AveragedWeights | None = None
         if args.ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
-            self.add_callback(AveragingCallback(self.averaged_policy))
-        self._may_step = True
-        self._samples: Samples | None = None
-        names = [[reward.name for reward in asked] for asked in (rewards, monitors)]
-        self.run_log = RunLog(actor_critic.config._name_or_path, *names)
+        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
+        self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
-        self.throughput = Throughput(actor_critic, self.plan, args.device)
-
-    # ---- data: one dataloader batch is the prompts of a whole rollout, repeated for each of its micro-batches ----
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Dataloader whose batches are rollouts of prompts."""
-        if self.train_dataset is None:
-            raise ValueError("`train()` needs a `train_dataset`; pass one to PPOTrainer.")
-        self.updates.forget()  # what an earlier `train()` left unfinished is no part of this one
-        self.throughput.restart()
-        dataset = self.train_dataset
-        if isinstance(dataset, IterableDataset):
-            plan = self.plan
-            dataset = RolloutStream(dataset, plan.prompts, plan.num_generations, plan.micro_steps)
-        return self._get_dataloader(
-            dataset, "Training", self.plan.completions_per_process, self._get_train_sampler, is_training=True
-        )
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
-        plan, args = self.plan, self.args
-        seed = args.seed if args.data_seed is None else args.data_seed
-        rows = len(train_dataset if train_dataset is not None else self.train_dataset)
-        return RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, args.shuffle_dataset, seed)
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, given to the trainer or to `evaluate`."""
-        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
-            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        return super().get_eval_dataloader(eval_dataset)
+        self._samples: Samples | None = None  # of the last batch, to be shown with the next log
+        self._takes_step = True
+        self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        self.signals = resume.StopSignals()
+        self.preempted = False
+        self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
+        self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """One micro-batch; the first of a rollout collects it."""
-        updates = self.updates
-        micro_batch = next(updates.micro_batches, None)
+        """Run one micro-batch; the first one of a rollout collects it."""
+        # 1. Collect: sample, score, log-probs and values, KL-shaped rewards, advantages.
+        micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
-            micro_batch = next(updates.micro_batches)
+            micro_batch = next(self.updates.micro_batches)
+
+        # 2. Update: the loss of a micro-batch, and its backward, unless `target_kl` has ended the rollout's updates.
         start = time.perf_counter()
-        if updates.stopped_early:
+        is_last = self.accelerator.sync_gradients  # of its optimizer step
+        if self.updates.stopped_early:
             loss = torch.zeros((), device=self.args.device)
-            self._may_step = not self.accelerator.sync_gradients or updates.may_step()
+            self._takes_step = not is_last or self.updates.may_step()
         else:
-            loss = super().training_step(model, micro_batch, num_items_in_batch)
-        if self.accelerator.sync_gradients:
-            self._before_optimizer_step(model)
+            loss = super().training_step(model, micro_batch, num_items_in_batch)  # calls `compute_loss`
+
+        # 3. Step: the Trainer takes it, unless it is skipped here.
+        if is_last and not self._takes_step:
+            self._skip_step(model)
+        elif is_last and self.state.global_step < self.args.value_warmup_steps:
+            for parameter in self.actor_critic.policy_parameters().values():
+                parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
         seconds = (time.perf_counter() - start) * self.plan.micro_steps
         self._metrics["train"].mean("time/update", torch.tensor(seconds, device=loss.device))
         return loss
 
-    def _before_optimizer_step(self, model: nn.Module) -> None:
-        """The gradients of an optimizer step are there: see whether it may be taken, and by whom."""
-        if not self._may_step:
-            self._skip_step(model)
-        elif self.state.global_step < self.args.value_warmup_steps:
-            for parameter in self.actor_critic.policy_parameters().values():
-                parameter.grad = None  # no gradient, no step: neither momentum nor weight decay touch it
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        """The norm of a gradient that is about to be applied; one that is not finite is not."""
-        if not self.accelerator.sync_gradients:  # no step is taken, and a gradient scaler must not hear of one
-            return torch.zeros((), device=self.args.device)
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        # a gradient scaler looks for itself, and needs the step to adapt
-        if self.accelerator.scaler is None:
-            finite = math.isfinite(float(grad_norm))
-            counted = torch.tensor(float(not finite and self.is_world_process_zero()), device=self.args.device)
-            self._metrics["train"].total("skipped_steps", counted)
-            step = self.state.global_step + 1
-            self.guard.see(finite, step, self.updates.rollout, self.updates.suspects)
-            if not finite:
-                self._skip_step(model)
-        return grad_norm
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        return super()._clip_grad_norm(model)
-
-    def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
-        return inputs  # on the device already
-
-    def _collect(self, rows: Rows) -> None:
-        """Collect a rollout and begin its updates."""
-        metrics = self._metrics["train"]
+    def _collect(self, numbers: Rows) -> None:
+        unique = sorted(set(numbers))
+        rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
         self.actor_critic.eval()
-        rollout, self._samples, coefficients = self.experience.collect(rows, metrics, self.state)
-        metrics.mean("kl_coef", torch.tensor(coefficients.kl, device=self.args.device))
-        metrics.mean("entropy_coef", torch.tensor(coefficients.entropy, device=self.args.device))
-        self._count_tokens(self._samples.sequences)
-        self.updates.start(rollout, coefficients, self.state.global_step)
-
-    def _count_tokens(self, sequences: Sequences) -> None:
+        metrics = self._metrics["train"]
+        rollout, self._samples = self.collector.collect([rows[number] for number in numbers], metrics, self.state)
+        self.updates.start(rollout, self.state.global_step)
+        sequences = self._samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
-        prompt_tokens, completion_tokens = self.experience.all_sum(lengths.to(self.args.device)).tolist()
+        prompt_tokens, completion_tokens = self.collector.all_sum(lengths.to(self.args.device)).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
-        self.throughput.add(prompt_tokens, completion_tokens)
+        self._tokens_since_log += completion_tokens
 
     def compute_loss(
         self,
@@ -303,39 +277,106 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all processes."""
-        # gradients are averaged over processes, the loss is a sum
+        """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
+        # gradients are averaged over ranks, the loss is a sum
         loss = self.updates.loss(model, inputs) * self.accelerator.num_processes
         if self.accelerator.sync_gradients:  # the last micro-batch of its optimizer step
-            self._may_step = self.updates.may_step()
-            if self.is_deepspeed_enabled and not self._may_step:
-                loss = without_step(loss, model(inputs.rollout.sequences).logprobs)
+            self._takes_step = self.updates.may_step()
+            if self.is_deepspeed_enabled and not self._takes_step:
+                loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not see it
+            return torch.zeros((), device=self.args.device)
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+        """Gradient norm. A step with a non-finite gradient is skipped."""
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        if self.accelerator.scaler is None:  # a gradient scaler checks itself, and adapts by its step
+            finite = math.isfinite(float(grad_norm))
+            skipped = float(not finite and self.is_world_process_zero())
+            self._metrics["train"].total("skipped_steps", torch.tensor(skipped, device=self.args.device))
+            rollout = self.updates.rollout
+            if rollout is not None:
+                suspects = {} if finite else self.updates.suspects()
+                self.guard.check_gradient(
+                    finite, self.state.global_step + 1, suspects, rollout.sequences, rollout.tensors
+                )
+            if not finite:
+                self._skip_step(model)
+        return grad_norm
+
+    def _skip_step(self, model: nn.Module) -> None:
+        """Skip the optimizer step whose gradient is computed; the learning rate moves on as after any step."""
+        model.zero_grad()
+        if self.is_deepspeed_enabled:  # it has skipped the step, and the Trainer would keep the learning rate
+            self.optimizer.optimizer.overflow = False
+        # to Accelerate this is an accumulation step, so momentum moves nothing
+        self.accelerator.gradient_state._set_sync_gradients(False)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        made = self.optimizer is not None
+        """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
+        exists = self.optimizer is not None
         optimizer = super().create_optimizer(model)
-        if self.args.critic_learning_rate is not None and not made:
+        if self.args.critic_learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), self.args.critic_learning_rate)
         return optimizer
+
+    # ---- data ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
+        args, plan, dataset = self.args, self.plan, self.train_dataset
+        if dataset is None:
+            raise ValueError("`train_dataset` must be given to PPOTrainer to train, got None.")
+        self.updates.reset()  # drop what an earlier `train()` left unfinished
+        self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        seed = args.seed if args.data_seed is None else args.data_seed
+
+        def steps() -> tuple[int, int]:
+            return self.state.global_step, self.state.max_steps
+
+        if isinstance(dataset, IterableDataset):
+            if args.max_steps < 1:
+                raise ValueError("`max_steps` must be set for a streaming `train_dataset`, whose length is unknown.")
+            self._train_rows = StreamedRows(dataset, plan.prompts)
+            num_rows = -(-args.max_steps // plan.optimizer_steps) * plan.prompts
+            sampler = RolloutSampler(num_rows, plan, False, seed, steps)
+        else:
+            self._train_rows, num_rows = dataset, len(dataset)
+            sampler = RolloutSampler(num_rows, plan, args.shuffle_dataset, seed, steps)
+        return self._get_dataloader(
+            cast(Dataset, range(num_rows)), "Training", plan.completions_per_process, lambda _: sampler, True
+        )
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        """Dataloader of an evaluation set, which is tokenized if it was not given to the constructor."""
+        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        return super().get_eval_dataloader(eval_dataset)
 
     # ---- evaluation and logging ----
 
     def prediction_step(
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
-        """Sample, score, and add to the metrics."""
+        """Sample and score, and add to the metrics."""
         gradient_state, counted = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
-            # the last batch is filled up with rows from the beginning, which count once
+            # the last batch is filled with rows from the beginning, which count once
             counted = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples = self.experience.evaluate(inputs, self._metrics["eval"], self.state, counted)
+        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, counted)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
-        """The Trainer's loop, with the metrics of what was sampled."""
-        with seeded_apart(self.args.seed, self.args.process_index, self.args.device):
+        """Run the Trainer's loop with its own random numbers, and add the metrics of what was sampled."""
+        with _fixed_seed(self.args.seed + self.args.process_index, self.args.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -345,27 +386,157 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         def all_max(values: Tensor) -> Tensor:
             return self.accelerator.gather(values[None]).amax(0)
 
-        return self._metrics[mode].compute(self.experience.all_sum, all_max)
+        return self._metrics[mode].compute(self.collector.all_sum, all_max)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics since the last log."""
+        """Log, with the metrics since the last log."""
         if self._metrics["train"] and "loss" in logs:
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            logs |= self.throughput.since_last()
+            if self._tokens_since_log:
+                now = time.perf_counter()
+                logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
+                self._tokens_since_log, self._last_log = 0, now
         super().log(logs, start_time)
-        if self._samples is not None and self.accelerator.is_main_process:
-            evaluated = any(name.startswith("eval_") for name in logs)
-            self.run_log.completions(self._samples, self.state, "eval" if evaluated else "train")
-            if self.args.log_completions:
-                self._show_completions(self._samples, "eval/completions" if evaluated else "completions")
-            self._samples = None
+        samples, self._samples = self._samples, None
+        if samples is None or not self.accelerator.is_main_process:
+            return
+        evaluated = any(name.startswith("eval_") for name in logs)
+        self.run_log.completions(samples, self.state, "eval" if evaluated else "train")
+        if self.args.log_completions:
+            step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
+            print_completions(samples, rewards, step, self.args.num_completions_to_print)
+            key = "eval/completions" if evaluated else "completions"
+            log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
 
-    def _show_completions(self, samples: Samples, key: str) -> None:
-        """On the terminal, and in the trackers that have tables."""
-        step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
-        print_completions(samples, rewards, step, self.args.num_completions_to_print)
-        log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
+    # ---- training, from the beginning or from a checkpoint ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
+        """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
+
+        Exits with code 75 after SIGTERM or SIGINT, once a checkpoint is saved.
+        """
+        self._resumed, self.preempted, checkpoint = {}, False, None
+        if resume_from_checkpoint:
+            checkpoint, self._resumed = resume.find_checkpoint(
+                resume_from_checkpoint,
+                self.args.output_dir,
+                self.args.should_save,
+                self.args.process_index,
+                lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
+            )
+        with self.signals.watched():
+            output = super().train(checkpoint, *args, **kwargs)
+        if self.preempted:
+            if self.args.world_size > 1:
+                self.end()  # a rank that leaves the group in silence may abort the others, and change their exit code
+            raise SystemExit(resume.PREEMPTED)
+        if self.signals.received is not None:  # after the last step, when no step could handle it
+            signal.raise_signal(self.signals.received)
+        return output
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        prepare = super()._prepare_for_training
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            distributed.forget_evaluation(self)
+            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
+        groups = []
+        if self.is_fsdp_enabled:
+            optimizer = self.create_optimizer()
+            groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        model, train_dataloader = prepare(max_steps, train_dataloader, None)
+        for group, parameters in groups:
+            # Accelerate finds parameters by address, and all empty shards of a rank have the same
+            group["params"] = parameters
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+            if self.is_fsdp_enabled:
+                self.is_fsdp_enabled = False  # the optimizer's state was saved unsharded
+                try:
+                    self._load_optimizer_and_scheduler(resume_from_checkpoint)
+                finally:
+                    self.is_fsdp_enabled = True
+                distributed.shard_optimizer_state(optimizer)
+            else:
+                # not strict: the frozen base is not in it
+                model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
+                self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return model, train_dataloader
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint)
+        self.collector.load_state_dict(files.load_state(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load_weights(cast(str, self.state.best_model_checkpoint))
+
+    def _load_weights(self, directory: str) -> None:
+        files.load_actor_critic_weights(self.actor_critic, directory)
+        if self.averaged_policy is None:
+            return
+        averaged = os.path.join(directory, files.AVERAGED)
+        if self.args.resume_with_changed_settings and not os.path.isdir(
+            averaged
+        ):  # start the average from the weights
+            weights = distributed.unsharded_weights(self.actor_critic.policy_parameters())
+        else:
+            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+            weights = files.read_averages(policy, name, averaged)
+        self.averaged_policy.load_state_dict(weights)
+
+    def _run_state(self) -> dict[str, Tensor]:
+        """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
+        losses = [self._tr_loss.item(), self._globalstep_last_logged]
+        parts = {
+            "rollout": self.updates.state_dict(self.state.global_step),
+            "metrics": self._metrics["train"].state_dict(),
+            "guard": {"skipped": torch.tensor(self.guard.skipped)},
+            "trainer": {"loss": torch.tensor(losses, dtype=torch.float64)},
+        }
+        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
+        return {name: x.detach().cpu().contiguous() for name, x in named.items()}
+
+    def _load_run_state(self) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "guard": {}, "trainer": {}}
+        for key, x in self._resumed.items():
+            part, _, name = key.partition(".")
+            parts[part][name] = x
+        self._resumed = {}
+        loss, last_logged = parts["trainer"]["loss"].tolist()
+        self._tr_loss, self._globalstep_last_logged = torch.tensor(loss, device=self.args.device), int(last_logged)
+        self._total_loss_scalar = -loss  # the final mean is that of this `train()`
+        if parts["rollout"]:
+            self.updates.load_state_dict(parts["rollout"], self.state.global_step)
+        self._metrics["train"].load_state_dict(parts["metrics"], self.args.device)
+        self.guard.skipped = int(parts["guard"]["skipped"])
+
+    def _finalize_training(self, *args, **kwargs) -> Any:
+        """Finalize training, without deleting what was saved on a signal, and without a damaged best checkpoint."""
+        if self.preempted:
+            step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            if self._validity.get(Path(self.args.output_dir, step)) is None:
+                self._save_checkpoint(self.model, None)  # with `save_strategy="best"` an evaluation decides otherwise
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self._finish_current_push()
+            self.is_in_train = False
+            return None
+        best = self.state.best_model_checkpoint
+        if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
+            try:
+                distributed.on_every_rank(
+                    partial(verify, best) if self.args.should_save else bool, *resume.READ_ERRORS
+                )
+            except resume.READ_ERRORS as error:
+                logger.warning(
+                    "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and no "
+                    "checkpoint is deleted for the best one.",
+                    best,
+                    error,
+                )
+                self.state.best_model_checkpoint = None
+        return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""
@@ -375,3 +546,143 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         self.model_wrapped = self.model
         self.accelerator.free_memory()
         super().end()
+
+    # ---- saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save adapters, critic, tokenizer and model card."""
+        output_dir = output_dir or self.args.output_dir
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        weights = self.actor_critic.trained_weights() if sharded else None
+        if self.args.should_save:
+            self._write_model(output_dir, output_dir, weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor] | None) -> None:
+        os.makedirs(directory, exist_ok=True)
+        files.save_actor_critic(self.actor_critic, directory, weights)
+        if self.averaged_policy is not None:
+            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+            files.save_adapter(
+                policy, name, os.path.join(directory, files.AVERAGED), self.averaged_policy.state_dict()
+            )
+        files.save_state(self.collector.state_dict() | {"settings": files.run_settings(self.args)}, directory)
+        self.processing_class.save_pretrained(directory)
+        self._card(final_directory).save(os.path.join(directory, "README.md"))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write everything the run needs to continue bit for bit: aside first, then renamed."""
+        args, state = self.args, self.state
+        final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self.store_flos()
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(final)
+        # sharded weights and optimizer states are gathered by all ranks together, before one of them can fail to write
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        weights = self.actor_critic.trained_weights() if sharded else None
+        optimizer_state = None
+        if self.is_fsdp_enabled:
+            optimizer_state = distributed.unsharded_optimizer_state(self.optimizer)
+
+        def write(directory: str) -> None:
+            if args.should_save:
+                self._write_model(directory, str(final), weights)
+            if self.is_deepspeed_enabled:
+                self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
+            elif args.should_save:
+                optimizer = self.optimizer.state_dict() if optimizer_state is None else optimizer_state
+                torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
+            if args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
+            self._save_scaler(directory)
+            self._save_rng_state(directory)
+            if args.should_save:
+                callbacks = [*self.callback_handler.callbacks, self.control]
+                for callback in (x for x in callbacks if isinstance(x, ExportableState)):
+                    saved, name = callback.state(), type(callback).__name__
+                    if isinstance(state.stateful_callbacks[name], list):
+                        state.stateful_callbacks[name].append(saved)
+                    else:
+                        state.stateful_callbacks[name] = saved
+                state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+            save_file(self._run_state(), os.path.join(directory, resume.run_state_file(args.process_index)))
+
+        resume.write_checkpoint(
+            final, write, args.should_save, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone
+        )
+        self._validity[final] = True
+        if args.should_save:
+            rotate(final, args.save_total_limit, state.best_model_checkpoint, self._validity)
+        if args.push_to_hub:
+            hub.push_in_background(self, str(final))
+
+    def _card(self, output_dir: str, **metadata: Any) -> Any:
+        return model_card(
+            self.args,
+            self.actor_critic.config._name_or_path or None,
+            self.hub_model_id or output_dir,
+            [reward.name for reward in self.collector.rewards],
+            self.state.log_history,
+            self.state.global_step,
+            self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
+            self.actor_critic.reference_adapter is not None,
+            **hub.provenance(self) | metadata,
+        )
+
+    def create_model_card(self, **metadata: Any) -> None:
+        """Write the model card of the run to its output directory; `metadata` are fields of the card."""
+        if self.is_world_process_zero():
+            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **metadata: Any,
+    ) -> Any:
+        """Save adapters, critic, card and report to `args.output_dir`, and push that folder without checkpoints."""
+        return hub.push_run(self, commit_message, blocking, token, revision, private, metadata)
+
+
+class _StepCallback(TrainerCallback):
+    """Restores progress when training begins; after every step updates the average and stops on a signal."""
+
+    def __init__(self, trainer: PPOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Restore the run state, now that the Trainer has set up its own."""
+        if self.trainer._resumed:
+            self.trainer._load_run_state()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Update the average; agree on all ranks whether to stop."""
+        trainer = self.trainer
+        if trainer.averaged_policy is not None:
+            trainer.averaged_policy.update()
+        received = trainer.signals.received is not None
+        if args.world_size > 1:
+            anywhere = torch.tensor(float(received), device=args.device)
+            received = trainer.accelerator.reduce(anywhere, reduction="sum").item() > 0
+        if received:
+            trainer.preempted = True
+            control.should_save = control.should_training_stop = True
+
+
+@contextmanager
+def _fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = () if device.type == "cpu" else range(torch.get_device_module(device).device_count())
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            set_seed(seed)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

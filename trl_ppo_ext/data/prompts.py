@@ -1,8 +1,9 @@
 """Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
 
+import itertools
 import reprlib
 from collections import UserList
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
+from ..ppo.batch_plan import BatchPlan
 from ..redaction import shortened
 
 PROMPT_IDS = "prompt_ids"
@@ -146,94 +148,94 @@ def tokenize_prompts(
 
 
 class Rows(UserList):
-    """A batch of rows as they are, text and all: the collator of [`PPOTrainer`].
+    """A batch as it is, the collator of [`PPOTrainer`]: not a tensor, list or mapping that would be walked and moved."""
 
-    No `list`: whatever moves batches to a device takes it as one object and does not look for tensors in every row.
-    """
+    def pin_memory(self) -> "Rows":
+        """Return itself; torch would walk every token id of every row in Python."""
+        return self
 
 
 class RolloutSampler(Sampler[int]):
-    """Draw the prompts of one rollout after the other, each rollout repeated for all its micro-batches.
+    """Row numbers of the prompts of one rollout after the other, each rollout repeated for its micro-batches.
 
-    The Trainer asks its dataloader for a batch at every micro-batch; a rollout needs prompts once. So each rollout's
-    prompts come `repeats` times in a row. An incomplete last rollout is filled with prompts from the next permutation:
-    no prompt is dropped, and a dataset may be smaller than a rollout.
+    The Trainer asks its dataloader for a batch per micro-batch; a rollout needs its prompts once. So each rollout's
+    row numbers come `plan.micro_steps` times. An incomplete last rollout is filled from the next permutation: no
+    prompt is dropped, and a dataset may be smaller than a rollout.
+
+    The epoch follows from the optimizer steps so far (`global_step`), so that resuming needs no state. From
+    `max_steps` on there is nothing to draw.
     """
 
-    def __init__(self, num_rows: int, prompts: int, num_generations: int, repeats: int, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        num_rows: int,
+        plan: BatchPlan,
+        shuffle: bool,
+        seed: int,
+        steps: Callable[[], tuple[int, int]] = lambda: (0, 1),
+    ):
         self.num_rows = num_rows
-        self.prompts = prompts
-        self.num_generations = num_generations
-        self.repeats = repeats
+        self.plan = plan
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-
-    @property
-    def rollouts(self) -> int:
-        """Rollouts in one epoch."""
-        return -(-self.num_rows // self.prompts)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation."""
-        self.epoch = epoch
+        self.steps = steps  # returns (global_step, max_steps)
+        self.rollouts = -(-num_rows // plan.prompts)  # per epoch
 
     def __len__(self) -> int:
-        return self.rollouts * self.prompts * self.num_generations * self.repeats
+        return self.rollouts * self.plan.completions * self.plan.micro_steps
 
-    def _order(self) -> list[int]:
-        wanted = self.rollouts * self.prompts
+    def order(self, epoch: int) -> list[int]:
+        """Row numbers of an epoch, without repetitions for completions and micro-batches."""
+        wanted = self.rollouts * self.plan.prompts
         order: list[int] = []
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
         while len(order) < wanted:
             rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
             order += rows.tolist()
         return order[:wanted]
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
-        for start in range(0, len(order), self.prompts):
-            rollout = [row for row in order[start : start + self.prompts] for _ in range(self.num_generations)]
-            for _ in range(self.repeats):
+        global_step, max_steps = self.steps()
+        if global_step >= max_steps:
+            return
+        order = self.order(global_step // (self.rollouts * self.plan.optimizer_steps))
+        for start in range(0, len(order), self.plan.prompts):
+            prompts = order[start : start + self.plan.prompts]
+            rollout = [row for row in prompts for _ in range(self.plan.num_generations)]
+            for _ in range(self.plan.micro_steps):
                 yield from rollout
 
 
-class RolloutStream(torch.utils.data.IterableDataset):
-    """What [`RolloutSampler`] does, for a dataset that can only be read in its order.
+class StreamedRows:
+    """Rows of a stream by number, read once and in order.
 
-    A stream that ends within a rollout is begun anew to fill it.
+    A stream that ends within a rollout is read from its beginning to fill it; then its next epoch begins.
     """
 
-    def __init__(self, dataset: IterableDataset, prompts: int, num_generations: int, repeats: int):
+    def __init__(self, dataset: IterableDataset, prompts_per_rollout: int):
         self.dataset = dataset
-        self.prompts = prompts
-        self.num_generations = num_generations
-        self.repeats = repeats
+        self.prompts_per_rollout = prompts_per_rollout
+        self._rows = self._read()
+        self._next = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, so that the stream's own shuffling changes."""
-        self.dataset.set_epoch(epoch)
+    def _read(self) -> Iterator[dict]:
+        for epoch in itertools.count():
+            self.dataset.set_epoch(epoch)
+            rows = 0
+            for rows, row in enumerate(self.dataset, 1):
+                yield row
+            if rows == 0:
+                raise PromptError("The training stream has no rows; PPO needs at least one prompt.")
+            missing = -rows % self.prompts_per_rollout
+            while missing > 0:
+                for row in itertools.islice(self.dataset, missing):
+                    yield row
+                    missing -= 1
 
-    def _rollouts(self) -> Iterator[list[dict]]:
-        rollout: list[dict] = []
-        for row in self.dataset:
-            rollout.append(row)
-            if len(rollout) == self.prompts:
-                yield rollout
-                rollout = []
-        while rollout:  # the last one, incomplete
-            for row in self.dataset:
-                rollout.append(row)
-                if len(rollout) == self.prompts:
-                    yield rollout
-                    return
-
-    def __iter__(self) -> Iterator[dict]:
-        empty = True
-        for rollout in self._rollouts():
-            empty = False
-            for _ in range(self.repeats):
-                for row in rollout:
-                    yield from [row] * self.num_generations
-        if empty:
-            raise PromptError("The training stream gave no row; PPO needs at least one prompt.")
+    def __getitems__(self, numbers: list[int]) -> list[dict]:
+        """Rows of increasing numbers, as of a `datasets.Dataset`."""
+        rows = []
+        for number in numbers:
+            rows.append(next(itertools.islice(self._rows, number - self._next, None)))
+            self._next = number + 1
+        return rows

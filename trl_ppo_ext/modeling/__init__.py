@@ -1,26 +1,29 @@
-"""Models: loading, and the actor-critic on one shared base."""
+"""One frozen base and its roles: loading, adapters, log-probs."""
 
-from ..distributed import as_sharded, is_sharded, set_weights, whole_weights
 from .actor_critic import ActorCritic
 from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
-from .loading import check_model_arguments, compute_dtype, default_peft_config, hub_kwargs, load_actor_critic
-from .logprobs import TokenOutputs, token_logprobs
+from .loading import (
+    check_model_arguments,
+    check_optimizers,
+    compute_dtype,
+    default_peft_config,
+    hub_kwargs,
+    load_actor_critic,
+)
+from .logprobs import TokenScores, token_logprobs
 
 __all__ = [
     "ActorCritic",
-    "TokenOutputs",
+    "TokenScores",
     "adapter_weights",
-    "as_sharded",
     "check_fit",
     "check_model_arguments",
+    "check_optimizers",
     "compute_dtype",
     "default_peft_config",
     "hub_kwargs",
-    "is_sharded",
     "load_actor_critic",
     "load_adapter_weights",
     "parameter_names",
-    "set_weights",
     "token_logprobs",
-    "whole_weights",
 ]

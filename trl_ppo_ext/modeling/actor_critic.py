@@ -12,10 +12,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ..distributed import gathered, is_sharded, whole_weights
+from ..distributed import gathered, unsharded_weights
 from ..sequences import Sequences
-from .adapters import adapter_parameters, add_adapter, keeping_trained, load_adapter_weights
-from .logprobs import TokenOutputs, TokenStatistics, token_logprobs
+from .adapters import AdapterSwitch, adapter_parameters, add_adapter, load_adapter_weights
+from .logprobs import TokenScores, token_logprobs
 
 
 class ActorCritic(nn.Module):
@@ -25,17 +25,17 @@ class ActorCritic(nn.Module):
     float32 and starts at zero, so the first values are 0. Adapters are switched here and nowhere else.
 
     Args:
-        policy (`PeftModel`): Causal language model with an adapter, as [`load_actor_critic`] makes it.
+        policy (`PeftModel`): Causal language model with an adapter, as returned by [`load_actor_critic`].
         reference_adapter (`str`, *optional*):
-            Name of the frozen adapter that is the reference. By default the reference is the base alone.
-        has_critic (`bool`, *optional*, defaults to `True`): Whether there is a value head.
+            Name of the frozen adapter that is the reference. Defaults to the base without an adapter.
+        has_critic (`bool`, *optional*, defaults to `True`): Whether to add a value head.
         critic_adapter (`str`, *optional*):
-            Name of the adapter on which the value head sits. By default it sits on the policy's.
+            Name of the adapter that the value head reads. Defaults to the policy's.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
 
     Raises:
-        `ValueError`: If an adapter sits on the output projection, or the model changes its logits after it.
+        `ValueError`: If the model has no output projection, or an adapter is on it.
     """
 
     def __init__(
@@ -52,10 +52,17 @@ class ActorCritic(nn.Module):
         self.reference_adapter = reference_adapter
         self.critic_adapter = critic_adapter
         self.critic_backprop = critic_backprop
-        base = policy.get_base_model()
-        self._check_output_projection(base.get_output_embeddings())
-        if not is_sharded(self.embedding):  # then the trainer has it checked, once it can run
-            self.check_logits()
+        self.active_adapter: str | None = self.policy_adapter
+        self._switch = AdapterSwitch(policy)
+        head = policy.get_base_model().get_output_embeddings()
+        if head is None:
+            raise ValueError("The model has no output projection; PPO needs a causal language model.")
+        if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            raise ValueError(
+                "The adapter must not be on the output projection (`lm_head`): log-probs are computed from the frozen "
+                "projection in chunks and would not see it. Remove `lm_head` from `target_modules` and "
+                '`modules_to_save` (`target_modules="all-linear"` excludes it).'
+            )
         self.value_head: nn.Linear | None = None
         if has_critic:
             hidden_size = policy.config.get_text_config().hidden_size
@@ -63,41 +70,19 @@ class ActorCritic(nn.Module):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
-    @staticmethod
-    def _check_output_projection(head: nn.Module | None) -> None:
-        if head is None:
-            raise ValueError("The model has no output projection; PPO needs a causal language model.")
-        if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            raise ValueError(
-                "The adapter sits on the output projection (`lm_head`), but log-probabilities are computed from the "
-                "frozen projection in chunks and would not see it. Take `lm_head` out of `target_modules` and "
-                '`modules_to_save` (`target_modules="all-linear"` leaves it out).'
-            )
-
-    @torch.no_grad()
-    def check_logits(self) -> None:
-        """Check that log-probabilities can be computed from hidden states and the output projection alone."""
-        base: PreTrainedModel = self.policy.get_base_model()
-        ids = torch.arange(4, device=base.get_input_embeddings().weight.device)[None]
-        training = base.training
-        base.eval()
-        hidden = getattr(base, base.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
-        logits = base(input_ids=ids, use_cache=False).logits
-        base.train(training)
-        if not torch.equal(base.get_output_embeddings()(hidden), logits):
-            raise ValueError(
-                f"{type(base).__name__} changes its logits after the output projection (a cap or a scale), which "
-                "log-probabilities computed from hidden states would not see; use a model that does not."
-            )
-
     @property
     def config(self):
         """Config of the base model."""
         return self.policy.config
 
     @property
+    def embedding(self) -> Tensor:
+        """Input embedding of the base, which is never quantized."""
+        return self.policy.get_base_model().get_input_embeddings().weight
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the base computes, also a quantised one."""
+        """Dtype in which the base computes."""
         return self.embedding.dtype
 
     @property
@@ -106,89 +91,61 @@ class ActorCritic(nn.Module):
         return self.embedding.device
 
     @property
-    def embedding(self) -> Tensor:
-        """The base's weight that is never quantised."""
-        return self.policy.get_base_model().get_input_embeddings().weight
-
-    @property
     def trunk(self) -> nn.Module:
-        """The base model without its output projection."""
+        """Base model without its output projection."""
         base = self.policy.get_base_model()
         return getattr(base, base.base_model_prefix)
+
+    # ---- parameters ----
 
     def policy_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the policy's adapter.
 
         Returns:
-            `dict[str, nn.Parameter]`: By name.
+            `dict[str, nn.Parameter]`: Parameters by name.
         """
         return adapter_parameters(self.policy, self.policy_adapter)
-
-    def freeze_policy(self) -> None:
-        """From now on only the critic is trained."""
-        for parameter in self.policy_parameters().values():
-            parameter.requires_grad_(False)
 
     def critic_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the value head and, if it has one, of its adapter.
 
         Returns:
-            `dict[str, nn.Parameter]`: By name; empty without a critic.
+            `dict[str, nn.Parameter]`: Parameters by name; empty without a critic.
         """
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
         return head if self.critic_adapter is None else head | adapter_parameters(self.policy, self.critic_adapter)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Weights of policy and critic, whole also where they are sharded; all processes must call it."""
+        """Unsharded weights of policy and critic by name; all ranks must call it."""
         trained = {id(x) for x in (*self.policy_parameters().values(), *self.critic_parameters().values())}
-        return whole_weights({name: x for name, x in self.named_parameters() if id(x) in trained})
+        return unsharded_weights({name: x for name, x in self.named_parameters() if id(x) in trained})
 
-    def _recomputing(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Keyword arguments of checkpointing with which each layer is recomputed under the adapter it ran with."""
-        kwargs = {"use_reentrant": False} | (kwargs or {})
-        if self.critic_adapter is None:
-            return kwargs
-        if kwargs["use_reentrant"]:
-            raise ValueError(
-                "Reentrant activation checkpointing would recompute the critic's layers with the policy's adapter; "
-                "set `use_reentrant` to False in `gradient_checkpointing_kwargs`."
-            )
+    # ---- roles ----
 
-        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-            active = self.policy.active_adapter
-            # in the backward the policy's adapter is active
-            return nullcontext(), nullcontext() if active == self.policy_adapter else self.adapter(active)
+    @contextmanager
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Activate another adapter within a context, or none (`None`)."""
+        previous, self.active_adapter = self.active_adapter, name
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self.active_adapter = previous
+            self._switch(previous)
 
-        return kwargs | {"context_fn": contexts}
+    def reference(self) -> AbstractContextManager[None]:
+        """Context in which the model is the reference: the base without an adapter, or its frozen adapter."""
+        return self.adapter(self.reference_adapter)
 
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
-    ) -> None:
-        """Recompute activations in the backward; called by the Trainer."""
-        self.policy.get_base_model().activation_checkpointing_enable(
-            activation_checkpointing_kwargs=self._recomputing(activation_checkpointing_kwargs), **kwargs
-        )
+    def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
+        """Load a frozen adapter onto the base and return its name; raise a `ValueError` if it does not fit."""
+        name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
+        name = add_adapter(self.policy, name, config)
+        load_adapter_weights(self.policy, name, weights)
+        self._switch = AdapterSwitch(self.policy)  # it may be on layers that had none
+        return name
 
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs
-    ) -> None:
-        """The same, under the name that transformers before 5.23 calls."""
-        self.policy.get_base_model().gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs=self._recomputing(gradient_checkpointing_kwargs), **kwargs
-        )
-
-    def _hidden_states(self, sequences: Sequences) -> Tensor:
-        """Last hidden states at the positions that predict response tokens, `[batch, response, hidden]`."""
-        attention_mask = sequences.attention_mask
-        hidden = self.trunk(
-            input_ids=sequences.input_ids,
-            attention_mask=attention_mask,
-            # positions count real tokens: padding on the left must not shift them
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state
-        # the state at the prompt's last token predicts the first response token, and holds its value
-        return hidden[:, sequences.prompt_ids.shape[1] - 1 : -1]
+    # ---- forwards ----
 
     def forward(
         self,
@@ -197,8 +154,8 @@ class ActorCritic(nn.Module):
         with_entropy: bool = False,
         with_kl: bool = False,
         with_values: bool = True,
-    ) -> TokenOutputs:
-        """Score the response tokens. Gradients flow through everything that is asked for.
+    ) -> TokenScores:
+        """Score the response tokens. Gradients flow through everything that is computed.
 
         Args:
             sequences ([`Sequences`]): Prompts and completions.
@@ -208,83 +165,79 @@ class ActorCritic(nn.Module):
             with_values (`bool`, *optional*, defaults to `True`): Whether to compute values, if there is a critic.
 
         Returns:
-            [`TokenOutputs`]: Log-probabilities, values, entropies and KLs.
+            [`TokenScores`]: Log-probs, entropies, KLs and values, `[batch, response]`.
         """
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
-                ref_hidden = sequences.pick(self._hidden_states(sequences))
-        hidden = sequences.pick(self._hidden_states(sequences))  # [tokens, hidden]: nothing is projected for padding
-        statistics = self.project(
+                ref_hidden = self._hidden_states(sequences)
+        hidden = self._hidden_states(sequences)
+        scores = self._project(
             hidden,
-            sequences.pick(sequences.completion_ids),
+            sequences,
             temperature,
             with_entropy=with_entropy,
             entropy_needs_grad=with_entropy and torch.is_grad_enabled(),
             ref_hidden=ref_hidden,
             kl_needs_grad=with_kl and torch.is_grad_enabled(),
         )
-        values = self._values(hidden, sequences) if with_values else None
-        others = (None if x is None else sequences.spread(x) for x in (values, statistics.entropies, statistics.kls))
-        return TokenOutputs(sequences.spread(statistics.logprobs), *others)
+        if with_values and self.value_head is not None:
+            if self.critic_adapter is not None:
+                with self.adapter(self.critic_adapter):
+                    hidden = self._hidden_states(sequences)
+            elif not self.critic_backprop:
+                hidden = hidden.detach()
+            with torch.autocast(hidden.device.type, enabled=False):
+                # DeepSpeed casts the weights that it trains
+                values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
+            scores = scores._replace(values=values)
+        return TokenScores(*(None if x is None else sequences.spread(x) for x in scores))
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities of the response tokens under the reference."""
+        """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at padding."""
         with self.reference():
-            hidden = sequences.pick(self._hidden_states(sequences))
-        return sequences.spread(self.project(hidden, sequences.pick(sequences.completion_ids), temperature).logprobs)
-
-    def project(self, hidden: Tensor, tokens: Tensor, temperature: float, **kwargs: Any) -> TokenStatistics:
-        """Log-probabilities of tokens from hidden states."""
-        head = self.policy.get_base_model().get_output_embeddings()
-        with gathered([head.weight, head.bias]):
-            return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
-
-    def values_of(self, hidden: Tensor) -> Tensor:
-        """Values from hidden states."""
-        if self.value_head is None:
-            raise ValueError("There is no critic; `critic='none'` leaves the value head out.")
-        with torch.autocast(hidden.device.type, enabled=False):
-            # DeepSpeed casts what it trains
-            return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
-
-    def _values(self, hidden: Tensor, sequences: Sequences) -> Tensor | None:
-        """Values at the positions that predict response tokens, `[tokens]`."""
-        if self.value_head is None:
-            return None
-        if self.critic_adapter is not None:
-            with self.adapter(self.critic_adapter):
-                hidden = sequences.pick(self._hidden_states(sequences))
-        elif not self.critic_backprop:
-            hidden = hidden.detach()
-        return self.values_of(hidden)
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Within this context the model is the reference: the base alone, or its frozen adapter."""
-        return self.adapter(self.reference_adapter)
-
-    @contextmanager
-    def adapter(self, name: str | None) -> Iterator[None]:
-        """Within this context another adapter is active, or none."""
-        with keeping_trained(self.policy):
-            if name is None:
-                with self.policy.disable_adapter():
-                    yield
-            else:
-                self.policy.set_adapter(name)
-                yield
+            hidden = self._hidden_states(sequences)
+        return sequences.spread(self._project(hidden, sequences, temperature).logprobs)
 
     def read_trunk(self, read: Callable[[nn.Module], Tensor], adapter: str) -> Tensor:
-        """What a function reads from the trunk under an adapter."""
+        """Run a function on the trunk under an adapter."""
         with self.adapter(adapter):
             return read(self.trunk)
 
-    def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
-        """Load another adapter onto the base; it is never trained."""
-        name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
-        name = add_adapter(self.policy, name, config)
-        load_adapter_weights(self.policy, name, weights)
-        return name
+    def _hidden_states(self, sequences: Sequences) -> Tensor:
+        """Last hidden states at the positions that predict response tokens, `[tokens, hidden]`."""
+        attention_mask = sequences.attention_mask
+        hidden = self.trunk(
+            input_ids=sequences.input_ids,
+            attention_mask=attention_mask,
+            # left padding must not shift positions
+            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+        ).last_hidden_state
+        # the state at the prompt's last token predicts the first response token, and holds its value
+        return sequences.pick(hidden[:, sequences.prompt_ids.shape[1] - 1 : -1])
+
+    def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
+        head = self.policy.get_base_model().get_output_embeddings()
+        tokens = sequences.pick(sequences.completion_ids)
+        with gathered([head.weight, head.bias]):
+            return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
+
+    @torch.no_grad()
+    def check_logits(self) -> None:
+        """Raise a `ValueError` if the model changes its logits after the output projection."""
+        base: PreTrainedModel = self.policy.get_base_model()
+        ids = torch.arange(4, device=self.device)[None]
+        hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        logits = base(input_ids=ids, use_cache=False).logits
+        head = base.get_output_embeddings()
+        with gathered([head.weight, head.bias]):
+            projected = head(hidden)
+        if not torch.equal(projected, logits):
+            raise ValueError(
+                f"{type(base).__name__} changes its logits after the output projection (a cap or a scale), which "
+                "log-probs computed from hidden states would not see; use a model that does not."
+            )
 
     @torch.no_grad()
     def generate(
@@ -299,19 +252,19 @@ class ActorCritic(nn.Module):
 
         Args:
             input_ids (`Tensor` of shape `[batch, prompt]`): Token ids, padded on the left.
-            attention_mask (`Tensor` of shape `[batch, prompt]`): 1 at real tokens.
-            generation_config ([`~transformers.GenerationConfig`]): How to sample.
+            attention_mask (`Tensor` of shape `[batch, prompt]`): 1 at tokens that are not padding.
+            generation_config ([`~transformers.GenerationConfig`]): Sampling parameters.
             stopping_criteria (`list[StoppingCriteria]`, *optional*): Called after every token.
-            kwargs (`dict`): Passed on to `generate` of transformers.
+            kwargs (`dict`): Passed to `generate` of transformers.
 
         Returns:
-            `Tensor` of shape `[batch, prompt + response]`: The prompts with their completions.
+            `Tensor` of shape `[batch, prompt + response]`: Prompts with their completions.
         """
-        # what a config leaves open, transformers would fill in from the model's own: sampling would differ from what
-        # is scored, and nobody had said so
+        # transformers would fill unset fields from the model's own generation config, and the policy would be sampled
+        # from another distribution than the one that is scored; which model it asks depends on the adapter's task type
         models = (self.policy, self.policy.get_base_model())
-        of_models = [model.generation_config for model in models]
-        for model in models:  # which of them it asks depends on the adapter's `task_type`
+        configs = [model.generation_config for model in models]
+        for model in models:
             model.generation_config = GenerationConfig()
         try:
             return self.policy.generate(
@@ -322,5 +275,36 @@ class ActorCritic(nn.Module):
                 **kwargs,
             )
         finally:
-            for model, own in zip(models, of_models):
-                model.generation_config = own
+            for model, config in zip(models, configs):
+                model.generation_config = config
+
+    # ---- activation checkpointing, called by the Trainer ----
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+        """Recompute activations in the backward, each layer under the adapter it ran with."""
+        self.policy.get_base_model().activation_checkpointing_enable(
+            activation_checkpointing_kwargs=self._recompute_kwargs(activation_checkpointing_kwargs), **kwargs
+        )
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+        """Same as [`activation_checkpointing_enable`], called by transformers before 5.23."""
+        self.policy.get_base_model().gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=self._recompute_kwargs(gradient_checkpointing_kwargs), **kwargs
+        )
+
+    def _recompute_kwargs(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        kwargs = {"use_reentrant": False} | (kwargs or {})
+        if self.critic_adapter is None:
+            return kwargs
+        if kwargs["use_reentrant"]:
+            raise ValueError(
+                "`use_reentrant` in `gradient_checkpointing_kwargs` must be False with a critic adapter: reentrant "
+                "checkpointing would recompute the critic's layers under the policy's adapter."
+            )
+
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            active = self.active_adapter
+            # the backward runs under the policy's adapter
+            return nullcontext(), nullcontext() if active == self.policy_adapter else self.adapter(active)
+
+        return kwargs | {"context_fn": contexts}

@@ -93,7 +93,7 @@ def _from_reward_adapter(path: str, critic: str, base: str, label: int | None) -
 def load_value_head(value_head: nn.Linear, head: dict[str, Tensor], path: str) -> None:
     """Set the weights of the value head."""
     try:
-        check_fit(needed=value_head.state_dict(), given=head)
+        check_fit(value_head.state_dict(), head)
     except ValueError as error:
         raise ValueError(f"The value head of `{path}` does not fit the model: {error}") from None
     value_head.load_state_dict(head)

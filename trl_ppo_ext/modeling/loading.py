@@ -1,4 +1,4 @@
-"""From what a user passes as `model` to a PEFT policy on a frozen base."""
+"""Loading: from the `model` argument to an actor-critic on a frozen base."""
 
 import os
 from collections.abc import Iterable
@@ -20,14 +20,14 @@ CRITIC_ADAPTER = "critic"
 
 
 def compute_dtype(args: Any) -> torch.dtype:
-    """The dtype in which a frozen base is kept and computes."""
+    """Dtype in which a frozen base is stored and computes."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer but the output projection."""
+    """LoRA of rank 16 on every linear layer except the output projection."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -39,17 +39,17 @@ def _targets_output_projection(peft_config: PeftConfig) -> bool:
 def check_model_arguments(
     model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | None
 ) -> None:
-    """Refuse combinations that could not be honoured, before anything is loaded."""
+    """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
         raise TypeError(
             f"`model` must be a model id or path, a `PreTrainedModel`, or a `PeftModel`, got {type(model).__name__}."
         )
     if not isinstance(model, str):
-        given = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-        for name in (name for name, value in given.items() if value is not None):
+        settings = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name in (name for name, value in settings.items() if value is not None):
             raise ValueError(
-                f"`{name}` says how to load a model, but `model` is loaded already ({type(model).__name__}); pass the "
-                "model as a string, or load it with these settings yourself."
+                f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's id, "
+                "or load it with these settings yourself."
             )
     if isinstance(model, str) and os.path.isfile(os.path.join(model, "adapter_config.json")):
         raise ValueError(
@@ -58,13 +58,13 @@ def check_model_arguments(
         )
     if isinstance(model, PeftModel) and peft_config is not None:
         raise ValueError(
-            "`model` is a `PeftModel`: its adapter starts the policy. Leave `peft_config` out, or pass the base model "
-            "(`model.merge_and_unload()` keeps what the adapter learned) to start a new adapter."
+            "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start a new "
+            "adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
         )
     if not isinstance(model, str) and model.get_output_embeddings() is None:
         raise ValueError(
-            f"`model` is a {type(model).__name__} without an output projection; PPO needs a causal language model, "
-            "such as `AutoModelForCausalLM` loads."
+            f"`model` must be a causal language model with an output projection, got {type(model).__name__}; load it "
+            "with `AutoModelForCausalLM`."
         )
     if not isinstance(peft_config, PeftConfig | None):
         raise TypeError(
@@ -78,32 +78,32 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
         peft_config = model.peft_config[model.active_adapter]
     elif getattr(peft_config, "init_lora_weights", True) not in (True, "gaussian"):
         raise ValueError(
-            f"`init_lora_weights={getattr(peft_config, 'init_lora_weights', None)!r}` changes the base or starts away "
-            "from it, so the reference would not be your model; use True or 'gaussian'."
+            f"`init_lora_weights={getattr(peft_config, 'init_lora_weights', None)!r}` changes the base or starts "
+            "away from it, so the reference would not be your model; use True or 'gaussian'."
         )
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
-            f"The adapter is {peft_config.peft_type}, which adds virtual tokens; PPO on a shared base needs an "
-            "adapter in the layers, such as `LoraConfig`."
+            f"`peft_config` must put the adapter into the layers, got {peft_config.peft_type}, which adds virtual "
+            "tokens; use `LoraConfig`."
         )
     if getattr(peft_config, "bias", "none") != "none":
         raise ValueError(
-            f"The adapter has `bias={getattr(peft_config, 'bias', None)!r}`: it trains biases of the base, which the "
-            "reference and every other adapter on that base would change with. Set `bias='none'`."
+            f"`bias` of the adapter must be 'none', got {getattr(peft_config, 'bias', None)!r}: biases of the base are "
+            "shared by the reference and all other adapters."
         )
     if peft_config is not None and _targets_output_projection(peft_config):
         raise ValueError(
-            "`peft_config` puts an adapter on the output projection (`lm_head`), but log-probabilities are computed "
-            "from the frozen projection in chunks and would not see it. Take `lm_head` out of `target_modules` and "
-            '`modules_to_save` (`target_modules="all-linear"` leaves it out).'
+            "`peft_config` must not put an adapter on the output projection (`lm_head`): log-probs are computed from "
+            "the frozen projection in chunks and would not see it. Remove `lm_head` from `target_modules` and "
+            '`modules_to_save` (`target_modules="all-linear"` excludes it).'
         )
 
 
 def hub_kwargs(args: Any) -> dict[str, Any]:
-    """What says where a model's files are: the same for its weights, config and tokenizer."""
-    places = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
-    given = args.model_init_kwargs or {}
-    return {"trust_remote_code": args.trust_remote_code} | {key: given[key] for key in places if key in given}
+    """Keyword arguments of `from_pretrained` that locate a model's files."""
+    names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
+    kwargs = args.model_init_kwargs or {}
+    return {"trust_remote_code": args.trust_remote_code} | {key: kwargs[key] for key in names if key in kwargs}
 
 
 def _load_base(
@@ -114,7 +114,7 @@ def _load_base(
         quantization_config = copy(quantization_config)
         if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
             quantization_config.bnb_4bit_compute_dtype = kwargs["dtype"]
-        # quantised weights cannot be moved afterwards
+        # quantized weights cannot be moved afterwards
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
     return AutoModelForCausalLM.from_pretrained(model_id, **kwargs | (args.model_init_kwargs or {}))
 
@@ -122,8 +122,8 @@ def _load_base(
 def _keep_gradients_on_cpu(model: nn.Module) -> None:
     """Keep 4-bit layers of a trained base on the kernel that has a backward.
 
-    On CPUs with AVX512-BF16 bitsandbytes repacks `Linear4bit` weights at the first forward without gradients, and
-    later training forwards silently lose the gradient that should pass through them.
+    On CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients, and
+    later training forwards lose their gradient in silence.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -131,7 +131,7 @@ def _keep_gradients_on_cpu(model: nn.Module) -> None:
 
 
 class _OutsideAutocast:
-    """True where nothing but PEFT casts the input of an adapter to the adapter's dtype."""
+    """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
 
     def __bool__(self) -> bool:
         accelerator = torch.accelerator.current_accelerator()
@@ -140,7 +140,7 @@ class _OutsideAutocast:
 
 
 def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """Under autocast PEFT would cast inputs to float32, and autocast back again: as much time as the adapter takes."""
+    """Stop PEFT from casting inputs to float32 under autocast, which takes as long as the adapter itself."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = _OutsideAutocast()
@@ -150,7 +150,7 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # dropout that is a function, of numbers or of whole layers: its rate is an attribute, or read off the config
+        # functional dropout and layer dropout: the rate is an attribute, or read from the config
         config = getattr(module, "config", None)
         for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
             for name, value in vars(owner).items():
@@ -160,7 +160,7 @@ def _disable_dropout(model: nn.Module) -> None:
 
 def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        # adapters learn in float32, whatever the base is kept in: Adam's steps vanish in bfloat16
+        # float32 whatever the base's dtype: Adam's steps vanish in bfloat16
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
 
@@ -168,13 +168,13 @@ def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
 def _check_trunk(base: PreTrainedModel) -> None:
     if not hasattr(base, base.base_model_prefix):
         raise ValueError(
-            f"{type(base).__name__} has no `{base.base_model_prefix}`, the model below its output projection that it "
-            "names itself, so hidden states cannot be taken there; use a model whose class has it."
+            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), from "
+            "which hidden states are read; use a model whose class has it."
         )
 
 
 def _add_critic_adapter(policy: PeftModel, start: CriticStart | None, path: str) -> str:
-    """An adapter for the critic, of the policy's kind, or of the kind it starts from."""
+    """Add the critic's adapter: of the policy's config, or of the one it starts from."""
     own = start.config if start is not None and start.config is not None else policy.peft_config[policy.active_adapter]
     name = add_adapter(policy, CRITIC_ADAPTER, own)
     if start is not None and start.weights is not None:
@@ -193,7 +193,6 @@ def load_actor_critic(
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that `args.critic` names."""
-    check_model_arguments(model, args, quantization_config, peft_config)
     if isinstance(model, str):
         model = _load_base(model, args, quantization_config, torch.device(device))
     _check_trunk(model.get_base_model() if isinstance(model, PeftModel) else model)
@@ -221,3 +220,24 @@ def load_actor_critic(
     if start is not None and actor_critic.value_head is not None:
         load_value_head(actor_critic.value_head, start.head, args.critic_init)
     return actor_critic
+
+
+def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
+    """Raise a `ValueError` if a given optimizer lacks a trained weight, or the scheduler is of another optimizer."""
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "The scheduler in `optimizers` must belong to the optimizer in it, or the learning rate would not follow "
+            "it; use `lr_scheduler_type` and `lr_scheduler_kwargs` instead."
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return
+    present = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {name: x for name, x in actor_critic.named_parameters() if x.requires_grad}
+    missing = [name for name, x in trained.items() if id(x) not in present]
+    if missing:
+        raise ValueError(
+            f"`optimizers` must hold all weights that are trained, but {len(missing)} of {len(trained)} are missing, "
+            f"such as `{missing[-1]}`: the trainer creates adapters and value head itself. Choose with `optim`, "
+            "`optim_args`, `learning_rate` and `critic_learning_rate`, or override `create_optimizer` in a subclass."
+        )

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens, entropies and KL divergences, straight from hidden states.
+"""Log-probs, entropies and KL divergences from hidden states.
 
-Logits over the vocabulary exist for a chunk of rows at a time, in the forward and in the backward.
+Logits over the vocabulary exist for one chunk of rows at a time, in the forward and in the backward.
 """
 
 from typing import Any, NamedTuple
@@ -8,36 +8,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Logits that exist at a time, in numbers. On a CPU a chunk should stay near the caches, a GPU wants large products.
+# Logits per chunk. On a CPU a chunk should fit the caches; a GPU needs large products.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
-class TokenStatistics(NamedTuple):
-    """What [`token_logprobs`] says about each row: `[rows]` in float32, in nats."""
+class TokenScores(NamedTuple):
+    """Scores of sampled tokens in float32 and nats: `[batch, response]` with 0 at padding, or `[tokens]`."""
 
-    logprobs: Tensor  # log-probability of the row's token
-    entropies: Tensor | None  # entropy of the row's distribution, if asked for
-    kls: Tensor | None  # kL(π ‖ π_ref) over the vocabulary, if hidden states of the reference were given
-
-
-class TokenOutputs(NamedTuple):
-    """What the actor-critic says about each response token: `[batch, response]` in float32, 0 at padding."""
-
-    logprobs: Tensor  # log-probability of the token at the sampling temperature
-    values: Tensor | None  # value of the state in which the token was sampled, if there is a critic
-    entropies: Tensor | None  # entropy of the distribution it was sampled from, in nats, if asked for
-    kls: Tensor | None  # kL of that distribution from the reference's, in nats, if asked for
+    logprobs: Tensor  # log-prob of the token at the sampling temperature
+    entropies: Tensor | None = None  # entropy of the distribution it was sampled from
+    kls: Tensor | None = None  # exact KL of that distribution from the reference's
+    values: Tensor | None = None  # value of the state in which it was sampled
+    ref_logprobs: Tensor | None = None  # log-prob under the reference
 
 
 class _Projection:
-    """From hidden states to log-probabilities over the vocabulary, and derivatives back, a chunk of rows at a time.
+    """Projection of a chunk of hidden states to the vocabulary, and of derivatives back.
 
-    Every chunk works in the same buffers: memory fresh from the system costs a CPU as much as the arithmetic on it.
+    All chunks share buffers: on a CPU, fresh memory costs as much as the arithmetic on it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, rows: int, references: bool):
         device = weight.device
-        # products with `out` are none of autocast's business
+        # autocast does not apply to products with `out`
         autocast = torch.is_autocast_enabled(device.type)
         self.weight = weight.to(torch.get_autocast_dtype(device.type)) if autocast else weight
         self.bias, self.temperature = bias, temperature
@@ -176,7 +169,7 @@ def token_logprobs(
     entropy_needs_grad: bool = False,
     ref_hidden: Tensor | None = None,
     kl_needs_grad: bool = False,
-) -> TokenStatistics:
+) -> TokenScores:
     """Log-probabilities of `tokens` under `softmax((hidden @ weight.T + bias) / temperature)`.
 
     Gradients flow to `hidden` only: the projection is part of the frozen base, and the reference is a constant.
@@ -200,7 +193,7 @@ def token_logprobs(
         kl_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the KL.
 
     Returns:
-        [`TokenStatistics`]: Log-probabilities, entropies and KLs; `None` for what was not asked for.
+        [`TokenScores`]: Log-probabilities, entropies and KLs; `None` for what was not asked for.
 
     Raises:
         `ValueError`: If `ref_hidden` has another shape than `hidden`.
@@ -210,7 +203,7 @@ def token_logprobs(
             f"`ref_hidden` must hold the reference's hidden states at the positions of `hidden`, of shape "
             f"{tuple(hidden.shape)}, got {tuple(ref_hidden.shape)}; select the same rows of both."
         )
-    return TokenStatistics(
+    return TokenScores(
         *_TokenLogprobs.apply(
             hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy, entropy_needs_grad, kl_needs_grad
         )

@@ -1,13 +1,13 @@
-"""The mathematics of PPO for language models: pure functions on tensors.
+"""The mathematics of PPO for language models: advantages, losses, KL, group baselines, controllers.
 
-Every tensor is `[batch, response]` unless said otherwise, and `response_mask` is 1 where the policy sampled a token
-that counts. Masked positions may hold anything finite: they never influence a result.
+Tensors are `[batch, response]` unless noted otherwise, and `response_mask` is 1 where the policy sampled a token that
+counts. Masked positions may hold anything finite: they never influence a result.
 
-Statistics take an optional `all_sum`, a function that sums a tensor over all processes: with it they are the
-statistics of the whole batch, however it is spread over processes.
+Statistics take an optional `all_sum`, which sums a tensor over ranks: with it they are statistics of the global batch.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
 
-# A gradient norm squares the ratio: float32 overflows from e^44 on, and one infinity times a mask's zero makes a step
-# NaN. A token that became e^20 (5e8) times as likely only says "far away", so nothing meaningful is lost.
+# A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
+# became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
 
 
@@ -31,18 +31,18 @@ def _local(total: Tensor) -> Tensor:
     return total
 
 
-def _counted(x: Tensor, mask: Tensor) -> Tensor:
-    """0 where nothing counts, whatever stands there: a product with the mask would keep NaN."""
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    """Zero outside the mask; a product with the mask would keep NaN."""
     return x.masked_fill(mask == 0, 0)
 
 
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Generalised advantage estimation over the response tokens.
+    r"""Generalized advantage estimation over the response tokens.
 
-    δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where t + 1 is the next position that is
-    not masked, and the value after the last one is 0 (the episode ends there).
+    δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where t + 1 is the next unmasked
+    position, and the value after the last one is 0 (the episode ends there).
 
     Args:
         rewards (`Tensor`): Reward of each token.
@@ -71,17 +71,17 @@ def gae(
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
-    r"""GAE's λ for each response, nearer to 1 the longer it is: the reward at its end is felt at its start.
+    r"""GAE's λ per response, closer to 1 the longer the response, so that its first tokens see the reward at its end.
 
-    λ = 1 − 1/(α·length), where the length is the number of tokens that count; 0 for responses shorter than 1/α. The
-    sum of GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
+    λ = 1 − 1/(α·length), where length is the number of tokens that count; 0 for responses shorter than 1/α. The sum of
+    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
 
     Args:
         response_mask (`Tensor`): 1 where a token counts.
         alpha (`float`): α, above 0; the paper takes 0.05. Infinity gives λ = 1, which is Monte Carlo.
 
     Returns:
-        `Tensor` of shape `[batch]`: λ of each response, 0 where no token counts.
+        `Tensor` of shape `[batch]`: λ of each response, 0 if no token counts.
 
     Raises:
         ValueError: If `alpha` is not above 0.
@@ -97,18 +97,18 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
 
 
 def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    r"""Log-probabilities whose ratio to the old ones is one number for a whole response (GSPO).
+    r"""Log-probs whose ratio to the old ones is the same for all tokens of a response (GSPO).
 
     sₜ = log π_oldₜ + mean over the response's tokens of (log π − log π_old), so that exp(sₜ − log π_oldₜ) is, at every
-    token, the length-normalised ratio of the sequence. Give the result to [`clipped_policy_loss`] as `logprobs`.
+    token, the length-normalized ratio of the sequence. Pass the result to [`clipped_policy_loss`] as `logprobs`.
 
     Args:
-        logprobs (`Tensor`): Log-probabilities under the policy that is trained (gradients flow through their mean).
-        old_logprobs (`Tensor`): Log-probabilities under the policy that sampled.
+        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their mean).
+        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
         response_mask (`Tensor`): 1 where a token counts.
 
     Returns:
-        `Tensor`: Log-probabilities with the ratio of the sequence; the old ones where no token of a response counts.
+        `Tensor`: Log-probs with the ratio of the sequence; the old ones if no token of a response counts.
 
     Source: https://huggingface.co/papers/2507.18071
     """
@@ -126,22 +126,22 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    r"""PPO's clipped surrogate, negated, for each token.
+    r"""PPO's clipped surrogate loss per token.
 
     Lₜ = max(−ρₜ·Âₜ, −clip(ρₜ, 1 − clip_low, 1 + clip_high)·Âₜ) with ρₜ = exp(logprobsₜ − old_logprobsₜ). With
-    `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ. The log-ratio is bounded to
-    ±`LOG_RATIO_BOUND`; beyond it the gradient is 0.
+    `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ. The log-ratio is clamped to
+    ±`LOG_RATIO_BOUND`, beyond which the gradient is 0.
 
     Args:
-        logprobs (`Tensor`): Log-probabilities under the policy that is trained (gradients flow through these).
-        old_logprobs (`Tensor`): Log-probabilities under the policy that sampled.
+        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through these).
+        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
         advantages (`Tensor`): Advantages.
         clip_low (`float`): Lower clip range.
         clip_high (`float`): Upper clip range.
         dual_clip (`float`, *optional*): Bound c of the dual clip, above 1.
 
     Returns:
-        `Tensor`: Loss of each token.
+        `Tensor`: Loss per token.
 
     Source: https://huggingface.co/papers/1707.06347; dual clip: https://huggingface.co/papers/1912.09729
     """
@@ -151,23 +151,23 @@ def clipped_policy_loss(
     if dual_clip is None:
         return loss
     if dual_clip <= 1:
-        raise ValueError(f"`dual_clip` bounds the ratio from above where the advantage is negative: {dual_clip} <= 1.")
+        raise ValueError(f"`dual_clip` must be above 1, got {dual_clip}; use 3.0, or None for no dual clip.")
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> Tensor:
-    r"""Half the squared error of the values, for each token, with the step from the old value clipped.
+    r"""Half the squared error of the values per token, with the step from the old value clipped.
 
     Lₜ = ½·max((Vₜ − Rₜ)², (clip(Vₜ, V_oldₜ − c, V_oldₜ + c) − Rₜ)²)
 
     Args:
-        values (`Tensor`): Values that are trained (gradients flow through these).
+        values (`Tensor`): Current values (gradients flow through these).
         old_values (`Tensor`): Values at the time of sampling.
         returns (`Tensor`): Targets.
-        cliprange (`float`, *optional*): c; `None` leaves the step unclipped.
+        cliprange (`float`, *optional*): c; `None` does not clip.
 
     Returns:
-        `Tensor`: Loss of each token.
+        `Tensor`: Loss per token.
 
     Source: https://huggingface.co/papers/1707.06347
     """
@@ -180,14 +180,14 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    r"""Estimate KL(π ‖ π_ref) at each token from the sampled token alone.
+    r"""Estimate KL(π ‖ π_ref) per token from the sampled token only.
 
     With d = log π − log π_ref: k1 = d (unbiased, may be negative), k2 = ½d² (biased, low variance),
     k3 = exp(−d) − 1 + d (unbiased, never negative).
 
     Args:
-        logprobs (`Tensor`): Log-probabilities under the policy.
-        ref_logprobs (`Tensor`): Log-probabilities under the reference.
+        logprobs (`Tensor`): Log-probs under the policy.
+        ref_logprobs (`Tensor`): Log-probs under the reference.
         estimator (`str`): `"k1"`, `"k2"` or `"k3"`.
 
     Returns:
@@ -202,24 +202,24 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     if estimator == "k2":
         return 0.5 * difference**2
     if estimator == "k3":
-        # expm1 keeps the precision where the two policies nearly agree
+        # expm1 is precise where the two policies nearly agree
         return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
-    raise ValueError(f"The KL estimator must be one of 'k1', 'k2', 'k3', got {estimator!r}.")
+    raise ValueError(f"`estimator` must be one of 'k1', 'k2', 'k3', got {estimator!r}.")
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     r"""KL(π ‖ π_ref) from the whole distributions: Σₐ π(a)·(log π(a) − log π_ref(a)).
 
     Args:
-        logprobs (`Tensor` of shape `[..., vocabulary]`): Normalised log-probabilities under the policy.
-        ref_logprobs (`Tensor` of shape `[..., vocabulary]`): Normalised log-probabilities under the reference.
+        logprobs (`Tensor` of shape `[..., vocabulary]`): Normalized log-probs under the policy.
+        ref_logprobs (`Tensor` of shape `[..., vocabulary]`): Normalized log-probs under the reference.
 
     Returns:
-        `Tensor` of shape `[...]`: KL in nats. Tokens with π(a) = 0 add 0; it is infinite where only π_ref(a) is 0.
+        `Tensor` of shape `[...]`: KL in nats. Tokens with π(a) = 0 add 0; the KL is infinite if only π_ref(a) is 0.
     """
     _same_shape("[..., vocabulary]", logprobs=logprobs, ref_logprobs=ref_logprobs)
     probabilities = logprobs.exp()
-    # filled before the product: 0 · (−∞) is NaN, in the value and in the gradient
+    # masked before the product: 0 · (−inf) is NaN, in the value and in the gradient
     difference = (logprobs - ref_logprobs).masked_fill(probabilities == 0, 0)
     return (probabilities * difference).sum(-1)
 
@@ -230,13 +230,13 @@ def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _
     Args:
         x (`Tensor`): Values.
         mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Scalar mean.
     """
     _same_shape(x=x, mask=mask)
-    total, count = all_sum(torch.stack([_counted(x, mask).sum(), mask.to(x.dtype).sum()]))
+    total, count = all_sum(torch.stack([_masked(x, mask).sum(), mask.to(x.dtype).sum()]))
     return total / count.clamp(min=1)
 
 
@@ -246,14 +246,14 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _l
     Args:
         x (`Tensor`): Values.
         mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Scalar variance.
     """
-    x = _counted(x, mask)
+    x = _masked(x, mask)
     squares = (x - masked_mean(x, mask, all_sum)) ** 2
-    total, count = all_sum(torch.stack([_counted(squares, mask).sum(), mask.to(x.dtype).sum()]))
+    total, count = all_sum(torch.stack([_masked(squares, mask).sum(), mask.to(x.dtype).sum()]))
     return total / (count - 1).clamp(min=1)
 
 
@@ -263,44 +263,44 @@ def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local
     Args:
         x (`Tensor`): Values.
         mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Whitened values, 0 at masked positions.
     """
-    x = _counted(x, mask)
-    centred = x - masked_mean(x, mask, all_sum)
-    return _counted(centred * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8), mask)
+    x = _masked(x, mask)
+    centered = x - masked_mean(x, mask, all_sum)
+    return _masked(centered * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8), mask)
 
 
 def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Scale the deviations of `x` from its mean to unit variance over the mask and leave the mean where it is.
+    """Scale `x` around its mean to unit variance over the mask; the mean stays.
 
     Args:
         x (`Tensor`): Values.
         mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Scaled values, 0 at masked positions.
     """
-    return _counted(whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum), mask)
+    return _masked(whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum), mask)
 
 
 def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 where one of them is constant.
+    """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant.
 
     Args:
         x (`Tensor`): Values.
         y (`Tensor`): Values, same shape.
         mask (`Tensor`): 1 where a pair counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Scalar between -1 and 1.
     """
     _same_shape(x=x, y=y, mask=mask)
-    x, y = (_counted(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
+    x, y = (_masked(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
     together, of_x, of_y = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
     return together / (of_x * of_y).sqrt().clamp(min=1e-12)
 
@@ -312,9 +312,9 @@ def explained_variance(
 
     Args:
         values (`Tensor`): Values.
-        returns (`Tensor`): What they should have been.
+        returns (`Tensor`): Targets of the values.
         mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over processes; the default is this process alone.
+        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
         `Tensor`: Scalar, at most 1.
@@ -329,21 +329,21 @@ def aggregate_loss(
     """Reduce per-token losses to a scalar.
 
     `"token"`: mean over tokens. `"sequence_mean"`: mean over sequences of each sequence's mean. `"sequence_sum"`: mean
-    over sequences of each sequence's sum. Sequences without a token that counts are no sequences.
+    over sequences of each sequence's sum. Sequences in which no token counts are excluded.
 
     Args:
-        per_token (`Tensor`): Loss of each token.
+        per_token (`Tensor`): Loss per token.
         response_mask (`Tensor`): 1 where a token counts.
         mode (`str`): `"token"`, `"sequence_mean"` or `"sequence_sum"`.
         denominator (`float` or `Tensor`, *optional*):
-            What the sum is divided by: tokens for `"token"`, sequences otherwise. Defaults to their number in this
-            tensor. Give the number over the whole optimizer step, and the loss does not depend on how it is cut up.
+            Divisor of the sum: tokens for `"token"`, sequences otherwise. Defaults to their number in this tensor.
+            With the number over the whole optimizer step, the loss does not depend on micro-batches and ranks.
 
     Returns:
         `Tensor`: Scalar loss.
     """
     _same_shape(per_token=per_token, response_mask=response_mask)
-    per_sequence, lengths = _counted(per_token, response_mask).sum(1), response_mask.to(per_token.dtype).sum(1)
+    per_sequence, lengths = _masked(per_token, response_mask).sum(1), response_mask.to(per_token.dtype).sum(1)
     if mode == "token":
         total, count = per_sequence.sum(), lengths.sum()
     elif mode == "sequence_mean":
@@ -351,5 +351,252 @@ def aggregate_loss(
     elif mode == "sequence_sum":
         total, count = per_sequence.sum(), (lengths > 0).sum()
     else:
-        raise ValueError(f"The loss aggregation must be 'token', 'sequence_mean' or 'sequence_sum', got {mode!r}.")
+        raise ValueError(f"`mode` must be one of 'token', 'sequence_mean', 'sequence_sum', got {mode!r}.")
     return total / torch.as_tensor(count if denominator is None else denominator).clamp(min=1)
+
+
+# ---- rewards and advantages ----
+
+
+def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
+    r"""Rewards per token: −kl_coef·KLₜ at every token, and the score at the last one.
+
+    Scores that enter before the last token stay at their token; shaping changes the last token's reward, so that a
+    completion's rewards sum to `score` minus its KL penalty.
+
+    Args:
+        token_scores (`Tensor`): Weighted sum of the rewards, at the tokens where they enter.
+        score (`Tensor` of shape `[batch]`): Score to optimize; the sum of `token_scores` if nothing shapes it.
+        kl (`Tensor`): KL per token.
+        completion_mask (`Tensor`): 1 at sampled tokens.
+        kl_coef (`float`): Coefficient of the penalty.
+
+    Returns:
+        `Tensor`: Rewards, 0 at padding.
+    """
+    rewards = token_scores - kl_coef * _masked(kl, completion_mask)
+    last = completion_mask.sum(1) - 1  # EOS, or the token at which the completion was truncated
+    rows = torch.arange(len(rewards), device=rewards.device)
+    rewards[rows, last] += (score - token_scores.sum(1)) * (last >= 0)
+    return rewards
+
+
+# ---- advantages without a critic: a completion's score against the others sampled for its prompt ----
+
+
+def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Deviations from the group's mean, `[groups, group_size]`, and the number of members that count, `[groups, 1]`."""
+    _same_shape("[batch]", scores=scores, counts=counts)
+    if group_size < 1 or len(scores) % group_size:
+        raise ValueError(
+            f"`scores` must hold whole groups of {group_size} (`group_size`, at least 1), got {len(scores)} completions; "
+            "all completions of a prompt must be in consecutive rows."
+        )
+    scores, counts = scores.reshape(-1, group_size), counts.bool().reshape(-1, group_size)
+    # relative to a member, so that equal scores deviate by exactly 0: GRPO would amplify the rounding of a mean
+    lowest = scores.masked_fill(~counts, torch.inf).amin(1, keepdim=True)
+    above = (scores - lowest).masked_fill(~counts, 0)
+    members = counts.sum(1, keepdim=True)
+    mean = above.sum(1, keepdim=True) / members.clamp(min=1)
+    return (above - mean).masked_fill(~counts, 0), members
+
+
+def grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+    r"""GRPO: (Rᵢ − mean) / (std + 1e-4) over the group, with Bessel's correction, as in TRL's `GRPOTrainer`.
+
+    Args:
+        scores (`Tensor` of shape `[batch]`): Score of each completion.
+        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
+        group_size (`int`): Completions of a prompt, in consecutive rows.
+
+    Returns:
+        `Tensor` of shape `[batch]`: Advantage of each completion.
+
+    Raises:
+        `ValueError`: If the batch is not a multiple of `group_size`, or the shapes differ.
+
+    Source: https://huggingface.co/papers/2402.03300
+    """
+    deviations, members = _deviations(scores, counts, group_size)
+    variance = (deviations**2).sum(1, keepdim=True) / (members - 1).clamp(min=1)
+    return (deviations / (variance.sqrt() + 1e-4)).reshape(-1)
+
+
+def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+    r"""Dr. GRPO: Rᵢ − mean over the group; not divided by the deviation, so that no prompt weighs more than another.
+
+    Args:
+        scores (`Tensor` of shape `[batch]`): Score of each completion.
+        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
+        group_size (`int`): Completions of a prompt, in consecutive rows.
+
+    Returns:
+        `Tensor` of shape `[batch]`: Advantage of each completion.
+
+    Raises:
+        `ValueError`: If the batch is not a multiple of `group_size`, or the shapes differ.
+
+    Source: https://huggingface.co/papers/2503.20783
+    """
+    deviations, _ = _deviations(scores, counts, group_size)
+    return deviations.reshape(-1)
+
+
+def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+    r"""RLOO: Rᵢ − mean over the other members of the group, an unbiased baseline.
+
+    Args:
+        scores (`Tensor` of shape `[batch]`): Score of each completion.
+        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
+        group_size (`int`): Completions of a prompt, in consecutive rows.
+
+    Returns:
+        `Tensor` of shape `[batch]`: Advantage of each completion.
+
+    Raises:
+        `ValueError`: If the batch is not a multiple of `group_size`, or the shapes differ.
+
+    Source: https://huggingface.co/papers/2402.14740
+    """
+    deviations, members = _deviations(scores, counts, group_size)
+    # Rᵢ − (ΣR − Rᵢ)/(n − 1) = n/(n − 1)·(Rᵢ − mean)
+    return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
+
+
+# ---- controllers: coefficients that follow a measurement ----
+
+
+class FixedCoefficient:
+    """Coefficient that never changes.
+
+    It has no state: the config's value applies, also when a run resumes with another one.
+
+    Args:
+        value (`float`): The coefficient.
+    """
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def update(self, measured: float, completions: int) -> None:
+        """Ignore the measurement."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Check that the state is empty."""
+        _check_state(self, state)
+
+
+class AdaptiveKL:
+    r"""KL coefficient that rises while the KL is above its target and falls while it is below.
+
+    error = clip(measured/target − 1, −0.2, 0.2),  value ← value·(1 + error·completions/horizon)
+
+    Args:
+        value (`float`): Initial coefficient, above 0.
+        target (`float`): Target of a completion's mean KL (the sum over its tokens), in nats, above 0.
+        horizon (`float`): Completions over which a full error multiplies the coefficient by about e^±0.2, above 0.
+
+    Raises:
+        `ValueError`: If one of them is not above 0.
+
+    Source: https://huggingface.co/papers/1909.08593
+    """
+
+    MAX_ERROR = 0.2
+
+    def __init__(self, value: float, target: float, horizon: float):
+        for name, number in (("value", value), ("target", target), ("horizon", horizon)):
+            if not 0 < number < math.inf:
+                raise ValueError(f"`{name}` must be a finite number above 0, got {number}.")
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, measured: float, completions: int) -> None:
+        """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
+        # raised at the first update, before an error of the wrong sign comes
+        if completions * self.MAX_ERROR >= self.horizon:
+            raise ValueError(
+                f"`horizon` must be above {completions * self.MAX_ERROR:g} for updates of {completions} completions, "
+                f"got {self.horizon}: the coefficient could turn negative. Use many times the completions of a rollout."
+            )
+        if math.isfinite(measured):
+            error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
+            self.value *= 1 + error * completions / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state returned by [`state_dict`]."""
+        _check_state(self, state)
+        self.value = float(state["value"])
+
+
+class AdaptiveEntropy:
+    r"""Entropy coefficient that keeps the policy's entropy above a target.
+
+    c rises by `step` (to at most 1) after an entropy below the target and falls by `step` (to at least 0) after one
+    above. It is applied only while the last measured entropy is at or below the target: `value` is c then, and 0
+    otherwise.
+
+    Args:
+        value (`float`): Initial c, applied until an entropy is measured; the authors' runs start at 0.
+        target (`float`): Target of a token's mean entropy, in nats, at least 0.
+        step (`float`, *optional*, defaults to `0.005`): Change of c per update, above 0.
+
+    Raises:
+        `ValueError`: If `value` or `target` is negative, or `step` is not above 0.
+
+    Source: https://huggingface.co/papers/2505.22312
+    """
+
+    MAX_VALUE = 1.0  # a target out of reach must not let the bonus grow without bound
+
+    def __init__(self, value: float, target: float, step: float = 0.005):
+        for name, number in (("value", value), ("target", target)):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"`{name}` must be a finite number of at least 0, got {number}.")
+        if not 0 < step < math.inf:
+            raise ValueError(f"`step` must be a finite number above 0, got {step}.")
+        self.coefficient, self.target, self.step = value, target, step
+        self.applied = True
+
+    @property
+    def value(self) -> float:
+        """Coefficient c if it is applied, else 0."""
+        return self.coefficient if self.applied else 0.0
+
+    def update(self, measured: float, completions: int) -> None:
+        """Update c by a token's mean entropy; a non-finite one changes nothing."""
+        if not math.isfinite(measured):
+            return
+        if measured < self.target:
+            self.coefficient = min(self.coefficient + self.step, max(self.MAX_VALUE, self.coefficient))
+        elif measured > self.target:
+            self.coefficient = max(self.coefficient - self.step, 0.0)
+        self.applied = measured <= self.target
+
+    def state_dict(self) -> dict[str, float]:
+        """Return c and if it is applied."""
+        return {"coefficient": self.coefficient, "applied": float(self.applied)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state returned by [`state_dict`]."""
+        _check_state(self, state)
+        self.coefficient, self.applied = float(state["coefficient"]), bool(state["applied"])
+
+
+Coefficient = FixedCoefficient | AdaptiveKL | AdaptiveEntropy
+
+
+def _check_state(coefficient: Coefficient, state: Mapping[str, float]) -> None:
+    expected = sorted(coefficient.state_dict())
+    if sorted(state) != expected:
+        raise ValueError(
+            f"The saved state of a coefficient must have the entries {expected} of {type(coefficient).__name__}, got "
+            f"{sorted(state)}; resume with the coefficient settings of the saved run."
+        )

@@ -1,16 +1,21 @@
-"""Metrics that add up exactly over micro-batches, rollouts and processes."""
+"""Metrics that add up exactly over micro-batches, rollouts and ranks."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ..modeling import TokenScores
+from ..rewards import Scored
+from . import math as ppo_math
+
 
 class Metrics:
-    """Running sums on the device: nothing is synchronised until [`Metrics.compute`] is called.
+    """Running sums on the device, synchronized only in [`compute`].
 
-    A mean is kept as numerator and denominator, so that tokens, not batches, are averaged, and ranks with more tokens
-    weigh more. All processes must add the same names.
+    A mean is kept as numerator and denominator, so that tokens are averaged and not batches, and ranks with more
+    tokens weigh more. All ranks must add the same names.
     """
 
     def __init__(self):
@@ -19,7 +24,7 @@ class Metrics:
         self._maxima: dict[str, Tensor] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Average `values` over the mask."""
+        """Average values over a mask."""
         values = values.detach().float()
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum
@@ -27,12 +32,12 @@ class Metrics:
         self._sums[name] = self._sums[name] + entry if name in self._sums else entry
 
     def total(self, name: str, values: Tensor) -> None:
-        """Sum `values`."""
+        """Sum values."""
         entry = values.detach().float().sum()
         self._totals[name] = self._totals[name] + entry if name in self._totals else entry
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Keep the largest of `values` over the mask."""
+        """Keep the largest value over a mask."""
         values = values.detach().float()
         if mask is not None:
             values = values.masked_fill(~mask.bool(), -torch.inf)
@@ -40,16 +45,16 @@ class Metrics:
         self._maxima[name] = torch.maximum(self._maxima[name], entry) if name in self._maxima else entry
 
     def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Keep the smallest of `values` over the mask."""
+        """Keep the smallest value over a mask."""
         self.maximum(f"-{name}", -values, mask)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was added since the last [`Metrics.compute`], on this process."""
+        """Running sums of this rank since the last [`compute`]."""
         kinds = {"sum": self._sums, "total": self._totals, "max": self._maxima}
         return {f"{kind}:{name}": x for kind, entries in kinds.items() for name, x in entries.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | str) -> None:
-        """Take up what [`Metrics.state_dict`] gave."""
+        """Restore the state returned by [`state_dict`]."""
         kinds: dict[str, dict[str, Tensor]] = {"sum": {}, "total": {}, "max": {}}
         for key, x in state.items():
             kind, _, name = key.partition(":")
@@ -60,7 +65,7 @@ class Metrics:
         return bool(self._sums or self._totals or self._maxima)
 
     def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Reduce over processes, give every metric as a number, and start anew."""
+        """Reduce over ranks, return every metric that has a value, and reset."""
         computed: dict[str, float] = {}
         if self._sums:
             totals = all_sum(torch.stack(list(self._sums.values()))).tolist()
@@ -74,3 +79,68 @@ class Metrics:
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
         self._sums, self._totals, self._maxima = {}, {}, {}
         return computed
+
+
+def log_rewards(
+    metrics: Metrics,
+    names: Sequence[str],
+    scored: Scored,
+    counted: Tensor,
+    all_sum: Callable[[Tensor], Tensor],
+) -> None:
+    """Log each reward over the completions it applies to, and their sum; `counted` is `[batch]`."""
+    for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
+        applies = counted & ~scores.isnan() & ~failed
+        metrics.mean(f"rewards/{name}/mean", scores, applies)
+        metrics.mean(f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt())
+        metrics.total(f"rewards/{name}/failed", failed & counted)
+    counted = counted & scored.usable
+    metrics.mean("reward", scored.totals, counted)
+    metrics.mean("reward_std", ppo_math.masked_var(scored.totals, counted, all_sum).sqrt())
+
+
+def log_completions(
+    metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, counted: Tensor
+) -> None:
+    """Log KL, entropy, and lengths; `stopped` and `counted` are `[batch]`."""
+    mask, lengths = completion_mask & counted[:, None], completion_mask.sum(1)
+    kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
+    metrics.mean("kl", kl, mask)
+    metrics.mean("kl_per_completion", (kl * mask).sum(1), counted)
+    metrics.mean("entropy", tokens.entropies, mask)
+    metrics.mean("completions/mean_length", lengths, counted)
+    metrics.maximum("completions/max_length", lengths, counted)
+    metrics.minimum("completions/min_length", lengths, counted)
+    metrics.mean("completions/clipped_ratio", ~stopped, counted)
+    metrics.mean("completions/mean_terminated_length", lengths, stopped & counted)
+
+
+def log_reward_hacking(
+    metrics: Metrics,
+    completions: Sequence,
+    lengths: Tensor,
+    scored: Scored,
+    monitors: Mapping[str, Tensor],
+    counted: Tensor,
+    all_sum: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
+) -> None:
+    """Log signs that the reward rises without its purpose: length, repetition, disagreement, monitors."""
+    metrics.mean(
+        "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), counted, all_sum)
+    )
+    # share of completions, over all ranks, that occurred before; digests travel, not texts
+    digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
+    numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
+    everyone = gather(torch.tensor(numbers, device=counted.device))[gather(counted)]
+    repeated = 1 - len(everyone.unique()) / max(len(everyone), 1)
+    metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=counted.device))
+    if scored.rewards.shape[1] > 1:
+        applies = (~scored.rewards.isnan()).sum(1)
+        mean = scored.rewards.nanmean(1, keepdim=True)
+        squares = ((scored.rewards - mean) ** 2).nansum(1) / (applies - 1).clamp(min=1)
+        metrics.mean("rewards/disagreement", squares.sqrt(), counted & (applies > 1))
+    for name, scores in monitors.items():
+        applies = counted & ~scores.isnan()
+        metrics.mean(f"monitor/{name}/mean", scores, applies)
+        metrics.mean(f"monitor/{name}/gap", scored.totals - scores, applies)

@@ -1,9 +1,11 @@
-"""From prompts to a rollout: generate, score, log-probabilities and values, rewards, advantages."""
+"""Collect a rollout: sample, score, log-probs and values, KL-shaped rewards, advantages."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,28 +17,108 @@ from trl import is_conversational
 
 from ..data.prompts import PROMPT_IDS
 from ..generation import Generator
-from ..modeling import ActorCritic, TokenOutputs
-from ..rewards import Reward, RewardShaping, ScoringBatch, monitor, score_all
-from ..sequences import Rollout, Sequences, longest_first
+from ..modeling import ActorCritic, TokenScores
+from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
+from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import critic_advantages, group_advantages, token_rewards, warning_of_far_scores
-from .coefficients import entropy_coefficient, kl_coefficient
-from .metrics import Metrics
-from .nonfinite import Inspection, RolloutGuard
-from .sample_metrics import SampleMetrics
-from .samples import Coefficients, Collected, Samples, TokenScores
+from .guards import NonFiniteGuard
+from .metrics import Metrics, log_completions, log_reward_hacking, log_rewards
 
 logger = logging.get_logger(__name__)
 
-Outputs: TypeAlias = dict[str, Tensor]
+GROUP_ADVANTAGES = {
+    "grpo": ppo_math.grpo_advantages,
+    "dr_grpo": ppo_math.dr_grpo_advantages,
+    "rloo": ppo_math.rloo_advantages,
+}
 
 
-def _given(outputs: TokenOutputs) -> Outputs:
-    return {name: x for name, x in outputs._asdict().items() if x is not None}
+class Samples(NamedTuple):
+    """Completions of a batch of prompts with their scores."""
+
+    sequences: Sequences
+    stopped: Tensor  # [batch], 1 if the completion ended by itself
+    batch: ScoringBatch  # input of the rewards
+    scored: Scored  # output of the rewards
+    monitored: Tensor  # [batch, monitors]
+    extra: dict[str, list]  # columns that reward functions added to the table of completions
+    tokens: TokenScores  # [batch, response]
+    excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
 
 
-class Experience:
-    """Collects rollouts."""
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled sequences with all that the updates need; tensors are `[batch, response]`."""
+
+    sequences: Sequences
+    response_mask: Tensor  # 1 where the policy sampled a token that counts
+    old_logprobs: Tensor  # under the policy that sampled
+    ref_logprobs: Tensor  # under the reference
+    advantages: Tensor
+    old_values: Tensor | None = None  # None without a critic
+    returns: Tensor | None = None  # targets of the values
+    kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
+    entropy_coef: float = 0.0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors but the token ids, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def __post_init__(self):
+        expected = self.sequences.completion_ids.shape
+        for name, tensor in self.tensors.items():
+            if tensor.shape != expected:
+                raise ValueError(
+                    f"`{name}` must have the shape [batch, response] of the completions, {tuple(expected)}, got "
+                    f"{tuple(tensor.shape)}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def _with(self, sequences: Sequences, change: Callable[[Tensor], Tensor]) -> "Rollout":
+        changed = {name: change(x) for name, x in self.tensors.items()}
+        return Rollout(sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> "Rollout":
+        """Move all tensors except lengths."""
+        return self._with(self.sequences.to(device), lambda x: x.to(device))
+
+    def rows(self, index: Tensor) -> "Rollout":
+        """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
+        sequences = self.sequences.rows(index)
+        on_device = index.to(self.response_mask.device, non_blocking=True)
+        end = sequences.completion_ids.shape[1]
+        return self._with(sequences, lambda x: x[on_device, :end])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything in the rollout as named tensors, for a checkpoint."""
+        token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
+        coefficients = torch.tensor([self.kl_coef, self.entropy_coef], dtype=torch.float64)
+        return (
+            {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"coefficients": coefficients}
+        )
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], device: torch.device | str) -> "Rollout":
+        """Restore the state returned by [`state_dict`]."""
+        tensors = dict(state)
+        kl_coef, entropy_coef = tensors.pop("coefficients").tolist()
+        prefix = "sequences."
+        token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
+        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef)  # type: ignore[arg-type]
+        return rollout.to(device)
+
+
+def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Sort the rows of each minibatch, `[minibatches, rows]`, by length, so that micro-batches need little padding."""
+    return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
+
+
+class RolloutCollector:
+    """Collects rollouts from a policy, its reference and critic, and rewards."""
 
     def __init__(
         self,
@@ -47,48 +129,178 @@ class Experience:
         tokenizer: PreTrainedTokenizerBase,
         args: Any,
         accelerator: Accelerator,
+        guard: NonFiniteGuard,
     ):
         self.actor_critic = actor_critic
         self.generator = generator
         self.rewards = rewards
-        self.monitors = monitors
+        self.monitors = monitors  # scored and logged, never optimized
         self.tokenizer = tokenizer
         self.args = args
         self.accelerator = accelerator
+        self.guard = guard
         self.shaping = RewardShaping(args)
-        self.kl_coef = kl_coefficient(args)
-        self.entropy_coef = entropy_coefficient(args)
-        self.sample_metrics = SampleMetrics(rewards, monitors, self.all_sum, accelerator.gather)
-        inspection = Inspection(args.output_dir, accelerator.process_index, tokenizer)
-        self.guard = RolloutGuard(inspection, self.all_sum, accelerator.gather)
-        self.exact_kl = args.kl_estimator == "exact" and args.kl_placement != "loss"
+        self.kl_coef: ppo_math.Coefficient = ppo_math.FixedCoefficient(args.kl_coef)
+        if args.kl_target is not None:
+            self.kl_coef = ppo_math.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+        self.entropy_coef: ppo_math.Coefficient = ppo_math.FixedCoefficient(args.entropy_coef)
+        if args.entropy_target is not None:
+            self.entropy_coef = ppo_math.AdaptiveEntropy(args.entropy_coef, args.entropy_target)
+        self.logits_are_checked = False
 
-    def all_sum(self, total: Tensor) -> Tensor:
-        """Sum over all processes."""
-        return self.accelerator.reduce(total, reduction="sum")
+    def all_sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return self.accelerator.reduce(x, reduction="sum")
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: running statistics of the rewards, coefficients."""
-        return {
-            "rewards": self.shaping.state_dict(),
-            "kl_coef": self.kl_coef.state_dict(),
-            "entropy_coef": self.entropy_coef.state_dict(),
-        }
+    # ---- steps 1 to 3, for training and evaluation ----
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what [`Experience.state_dict`] gave."""
-        self.shaping.load_state_dict(state["rewards"])
-        for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
-            if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
-                logger.warning("`%s` is steered otherwise than in the checkpoint: it starts from the config.", name)
-            else:
-                coefficient.load_state_dict(state[name])
+    def sample(
+        self,
+        rows: Sequence[dict],
+        metrics: Metrics,
+        state: TrainerState,
+        counted: int | None = None,
+        training: bool = False,
+    ) -> Samples:
+        """Sample and score a completion for each row of the dataset; only the first `counted` enter metrics."""
+        args, device = self.args, self.accelerator.device
+        if not self.logits_are_checked:  # not in a constructor, where device and dtype are not settled
+            with self.accelerator.autocast():
+                self.actor_critic.check_logits()
+            self.logits_are_checked = True
 
-    @contextmanager
-    def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
+        # 1. Sample a completion for each prompt.
+        prompt_ids = [row[PROMPT_IDS] for row in rows]
+        with self._timed("generate", metrics):
+            completion_ids = self.generator.generate(prompt_ids)
+        stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
+        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
+
+        # 2. Log-probs and values, from the forward that is trained.
+        with self._timed("forward", metrics):
+            tokens = self.score_tokens(sequences)
+
+        # 3. Score the completions.
+        extra: dict[str, list] = {}
+        with self._timed("score", metrics):
+            batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
+            scored = score_all(
+                self.rewards,
+                batch,
+                args.reward_weights,
+                args.reward_on_error,
+                args.max_reward_failures,
+                self.all_sum,
+                device,
+            )
+            monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
+
+        is_counted = torch.arange(len(rows), device=device) < (len(rows) if counted is None else counted)
+        step = state.global_step + 1 if training else None
+        excluded = self.guard.find_nonfinite(sequences, tokens, is_counted, metrics, step)
+        if excluded is not None:
+            tokens = TokenScores(*(None if x is None else x.masked_fill(excluded[:, None], 0) for x in tokens))
+            usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
+            scored = scored._replace(usable=usable, tokens=token_scores)
+        log_rewards(metrics, [reward.name for reward in self.rewards], scored, is_counted, self.all_sum)
+        is_counted = is_counted & scored.usable
+        completion_mask = sequences.completion_mask
+        log_completions(metrics, tokens, completion_mask, stopped, is_counted)
+        log_reward_hacking(
+            metrics,
+            batch.completions,
+            completion_mask.sum(1),
+            scored,
+            {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))},
+            is_counted,
+            self.all_sum,
+            self.accelerator.gather,
+        )
+        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded)
+
+    # ---- all five steps ----
+
+    def collect(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> tuple[Rollout, Samples]:
+        """Collect one rollout from rows of the dataset."""
+        args = self.args
+        samples = self.sample(rows, metrics, state, training=True)
+        sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
+        completion_mask, usable = sequences.completion_mask, scored.usable
+        response_mask = completion_mask & usable[:, None]
+        if args.mask_truncated_completions:
+            response_mask = response_mask & samples.stopped[:, None]
+        if state.global_step == 0:
+            self._warn_about_far_scores(scored)
+
+        # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
+        kl_coef = self.kl_coef.value  # follows the rollouts before this one; the entropy's follows this one, too
+        if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
+            self._update_coefficients(tokens, response_mask, usable)
+        score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
+        kl = torch.zeros_like(tokens.logprobs)
+        if args.kl_placement != "loss":
+            exact = args.kl_estimator == "exact"
+            kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
+        rewards = ppo_math.token_rewards(scored.tokens, score, kl, completion_mask, kl_coef)
+        metrics.mean("objective", rewards.sum(1), usable)
+        if args.whiten_rewards:
+            rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
+
+        # 5. Advantages for the policy and, with a critic, returns for the values.
+        returns = None
+        if tokens.values is not None:
+            advantages, returns = self._gae(rewards, tokens.values, response_mask)
+            explained = ppo_math.explained_variance(tokens.values, returns, response_mask, self.all_sum)
+            metrics.mean("value/explained_variance", explained)
+        else:
+            advantages = self._group_advantages(rewards.sum(1), usable)[:, None] * response_mask
+        if args.whiten_advantages:
+            advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
+
+        if samples.excluded is not None:
+            sequences = self.guard.stand_ins(sequences, samples.excluded)
+        entropy_coef = self.entropy_coef.value
+        metrics.mean("kl_coef", torch.tensor(kl_coef, device=advantages.device))
+        metrics.mean("entropy_coef", torch.tensor(entropy_coef, device=advantages.device))
+        ref_logprobs = tokens.ref_logprobs
+        rollout = Rollout(
+            sequences,
+            response_mask,
+            tokens.logprobs,
+            ref_logprobs,
+            advantages,
+            tokens.values,
+            returns,
+            kl_coef,
+            entropy_coef,
+        )
+        return rollout, samples
+
+    # ---- parts of the steps ----
+
+    @torch.no_grad()
+    def score_tokens(self, sequences: Sequences) -> TokenScores:
+        """Score tokens in the code, micro-batches and dtype of the updates.
+
+        So the ratio of the first update is exactly 1, and with a fresh adapter the KL is exactly 0.
+        """
+        args, exact_kl = self.args, self.args.kl_estimator == "exact" and self.args.kl_placement != "loss"
+        size = args.per_device_train_batch_size
+        minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
+        ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
+        index = [part for rows in ordered for part in rows.split(size)]
+        quiet = args.disable_tqdm or not self.accelerator.is_main_process
+        outputs: dict[str, Tensor] = {}
+        with self.accelerator.autocast():
+            for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
+                part = sequences.rows(rows)
+                scores = self.actor_critic(part, args.temperature, with_entropy=True, with_kl=exact_kl)
+                scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, args.temperature))
+                for name, x in scores._asdict().items():
+                    if x is not None:
+                        out = outputs.setdefault(name, x.new_zeros(sequences.completion_ids.shape))
+                        out[rows.to(x.device), : x.shape[1]] = x
+        return TokenScores(**outputs)
 
     def _scoring_batch(
         self,
@@ -105,170 +317,102 @@ class Experience:
         completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        kept = [key for key in rows[0] if key not in ("prompt", PROMPT_IDS)]
+        columns = [key for key in rows[0] if key not in ("prompt", PROMPT_IDS)]
         return ScoringBatch(
             prompts,
             completions,
             completion_ids,
-            columns={key: [row[key] for row in rows] for key in kept},
+            columns={key: [row[key] for row in rows] for key in columns},
             prompt_ids=[row[PROMPT_IDS] for row in rows],
             trainer_state=state,
             log_extra=extra.__setitem__,
             log_metric=log_metric,
         )
 
-    def sample(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Samples:
-        """Generate a completion for each row, and score it and its tokens."""
-        device = self.accelerator.device
-        prompt_ids = [row[PROMPT_IDS] for row in rows]
-        with self._timed("generate", metrics):
-            completion_ids = self.generator.generate(prompt_ids)
-        stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
-        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
-        extra: dict[str, list] = {}
-        batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
-        args = self.args
-        with self._timed("forward", metrics):
-            tokens = self.score_tokens(sequences)
-        with self._timed("score", metrics):
-            on_failure = (args.reward_on_error, args.max_reward_failures)
-            scored = score_all(self.rewards, batch, args.reward_weights, *on_failure, self.all_sum, device)
-            monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
-        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens)
-
-    def _forward(self, run: Callable[[Tensor], Outputs], sequences: Sequences, name: str) -> Outputs:
-        """Run a forward on the rows of each micro-batch of the first epoch, and put the outputs in their places."""
-        args, whole = self.args, cast(Outputs, {})
-        no_bar = args.disable_tqdm or not self.accelerator.is_main_process
-        batches = self._micro_batches(sequences.lengths)
-        bar = tqdm(batches, desc=name, leave=False, delay=3, disable=no_bar)  # where it takes more than a few seconds
-        with self.accelerator.autocast():  # as around the forward that is trained
-            for index in bar:
-                for key, x in run(index).items():
-                    place = whole.setdefault(key, x.new_zeros(sequences.completion_ids.shape))
-                    place[index.to(x.device), : x.shape[1]] = x
-        return whole
-
-    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
-        """Rows of each micro-batch, as [`schedule`] makes them for the first epoch."""
-        size = self.args.per_device_train_batch_size
-        minibatches = torch.arange(len(lengths)).split(size * self.args.gradient_accumulation_steps)
-        return [part for rows in minibatches for part in longest_first(rows[None], lengths)[0].split(size)]
-
-    @torch.no_grad()
-    def score_tokens(self, sequences: Sequences) -> TokenScores:
-        """Log-probabilities, values and entropies, from the very forward that is trained.
-
-        The same code, micro-batches and dtype as in the updates: the ratio of the first update is exactly 1, and
-        with a fresh adapter the KL is exactly 0.
-        """
-        temperature, exact_kl = self.args.temperature, self.exact_kl
-
-        def policy(index: Tensor) -> Outputs:
-            return _given(self.actor_critic(sequences.rows(index), temperature, with_entropy=True, with_kl=exact_kl))
-
-        def reference(index: Tensor) -> Outputs:
-            return {"ref_logprobs": self.actor_critic.reference_logprobs(sequences.rows(index), temperature)}
-
-        scores = self._forward(policy, sequences, "Log-probabilities")
-        scores |= self._forward(reference, sequences, "Reference")
-        return TokenScores(**scores)
-
-    def _log(self, samples: Samples, metrics: Metrics, counted: Tensor) -> None:
-        """Add the metrics of a batch; `counted`, `[batch]`, leaves out rows that only fill a batch up."""
-        scored, tokens, completion_mask = samples.scored, samples.tokens, samples.sequences.completion_mask
-        self.sample_metrics.log_rewards(scored, counted, metrics)
-        counted = counted & scored.usable
-        lengths = completion_mask.sum(1)
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
-        self.sample_metrics.log_tokens(kl, tokens.entropies, completion_mask & counted[:, None], counted, metrics)
-        self.sample_metrics.log_completions(lengths, samples.stopped, counted, metrics)
-        completions = samples.batch.completions
-        self.sample_metrics.log_hacking(completions, scored, samples.monitored, lengths.float(), counted, metrics)
-
-    def collect(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState) -> Collected:
-        """Collect one rollout."""
-        args = self.args
-        samples = self.sample(rows, metrics, state)
-        everyone = torch.ones_like(samples.scored.usable)
-        samples = self.guard.leave_out(samples, everyone, metrics, state.global_step + 1)
-        tokens, usable = samples.tokens, samples.scored.usable
-        self._log(samples, metrics, everyone)
-        if state.global_step == 0:
-            self._see_first_scores(samples)
-
-        completion_mask = samples.sequences.completion_mask
-        response_mask = completion_mask & usable[:, None]
-        if args.mask_truncated_completions:
-            response_mask = response_mask & samples.stopped[:, None]
-        kl_coef = self.kl_coef.value  # steered by the rollouts before; the entropy's by this one too
-        if state.global_step >= args.value_warmup_steps:  # before, the policy stands still whatever they are
-            self._steer(tokens, response_mask, usable)
-        coefficients = Coefficients(kl_coef, self.entropy_coef.value)
-        rewards = self._rewards(samples, tokens, coefficients.kl)
-        metrics.mean("objective", rewards.sum(1), usable)
-        if args.whiten_rewards:
-            rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
-        advantages, returns = self._advantages(rewards, tokens.values, response_mask, usable)
-        if returns is not None and tokens.values is not None:
-            explained = ppo_math.explained_variance(tokens.values, returns, response_mask, self.all_sum)
-            metrics.mean("value/explained_variance", explained)
-        if args.whiten_advantages:
-            advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
-        sequences = self.guard.stand_ins(samples)
-        rollout = Rollout(
-            sequences, response_mask, tokens.logprobs, tokens.ref_logprobs, advantages, tokens.values, returns
-        )
-        return Collected(rollout, samples, coefficients)
-
-    def _see_first_scores(self, samples: Samples) -> None:
-        """Warn where the first updates would teach the policy something else than the reward."""
-        scored = samples.scored
-        said = warning_of_far_scores(scored.totals, scored.usable, self.args, self.all_sum)
-        if said is None or not self.accelerator.is_main_process:
-            return
-        if any(x.requires_grad for x in self.actor_critic.policy_parameters().values()):  # else a critic is pretrained
-            logger.warning(said)
-
-    def _steer(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
-        """Let the controllers see a rollout."""
+    def _update_coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
         completions = int(self.all_sum(usable.sum()))
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
         if completions:
             self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
         if self.all_sum(response_mask.sum()):
-            self.entropy_coef.update(
-                float(ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)), completions
+            entropy = ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)
+            self.entropy_coef.update(float(entropy), completions)
+
+    def _gae(self, rewards: Tensor, values: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages for the policy and returns for the critic, each with its own λ.
+
+        Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
+        """
+        gamma, lam, alpha = self.args.gamma, self.args.lam, self.args.lam_length_alpha
+        lam_critic = lam if self.args.lam_critic is None else self.args.lam_critic
+        lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
+        advantages, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_policy)
+        if alpha is not None or lam_critic != lam:
+            _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic)
+        return advantages, returns
+
+    def _group_advantages(self, scores: Tensor, usable: Tensor) -> Tensor:
+        """Advantages of completions, `[batch]`, from their scores with KL; a group may span ranks."""
+        if self.args.advantage_estimator == "reinforce":
+            return scores.masked_fill(~usable, 0)
+        advantages = GROUP_ADVANTAGES[self.args.advantage_estimator](
+            self.accelerator.gather(scores), self.accelerator.gather(usable), self.args.num_generations
+        )
+        first = self.accelerator.process_index * len(scores)
+        return advantages[first : first + len(scores)]
+
+    def _warn_about_far_scores(self, scored: Scored) -> None:
+        """Warn if a new critic, whose values start at 0, meets scores far from 0.
+
+        With λ < 1 a token sees the score at the completion's end through the values in between, which are 0 at first:
+        only the last tokens see it.
+        """
+        args = self.args
+        moments = RunningMoments()
+        moments.update(scored.totals, scored.usable, self.all_sum)
+        mean, deviation = moments.mean, math.sqrt(moments.squares / max(moments.count - 1, 1))
+        shifted = args.normalize_rewards or args.reward_baseline is not None
+        sees_all = args.lam == 1 and args.lam_length_alpha is None
+        trained = any(x.requires_grad for x in self.actor_critic.policy_parameters().values())
+        if args.critic == "none" or args.critic_init is not None or shifted or sees_all or not trained:
+            return
+        # equal scores may differ by rounding
+        if moments.count < 8 or not 1e-6 * abs(mean) < deviation < abs(mean) / 3:
+            return
+        ending, lengths = ("worse", "grow") if mean < 0 else ("better", "shrink")
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
+                "their mean, only a completion's last tokens see it, and ending looks %s than continuing: completions "
+                "%s, whatever the reward is for. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
+                "start from a `critic_init` (see `trl-ppo pretrain-critic`).",
+                mean,
+                deviation,
+                ending,
+                lengths,
             )
 
-    def _rewards(self, samples: Samples, tokens: TokenScores, kl_coef: float) -> Tensor:
-        """Rewards of the tokens, the KL penalty among them if that is its place."""
-        args, scored = self.args, samples.scored
-        shaped = self.shaping(scored.totals, samples.stopped, scored.usable, self.all_sum)
-        if args.kl_placement == "loss":
-            kl, kl_coef = torch.zeros_like(tokens.logprobs), 0.0
-        elif tokens.kls is not None:
-            kl = tokens.kls
-        else:
-            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
-        return token_rewards(scored.tokens, shaped, kl, samples.sequences.completion_mask, kl_coef)
+    @contextmanager
+    def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
 
-    def _advantages(
-        self, rewards: Tensor, values: Tensor | None, response_mask: Tensor, usable: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Advantages and, where there is a critic, its targets."""
-        if values is not None:
-            return critic_advantages(rewards, values, response_mask, self.args)
-        # a group may lie across processes
-        everyone, counted = self.accelerator.gather(rewards.sum(1)), self.accelerator.gather(usable)
-        advantages = group_advantages(everyone, counted, self.args)
-        first = self.accelerator.process_index * len(rewards)
-        return advantages[first : first + len(rewards), None] * response_mask, None
+    # ---- checkpoints ----
 
-    def evaluate(self, rows: Sequence[dict], metrics: Metrics, state: TrainerState, counted: int) -> Samples:
-        """Sample and score without learning."""
-        samples = self.sample(rows, metrics, state)
-        rows_that_count = torch.arange(len(rows), device=samples.stopped.device) < counted
-        samples = self.guard.leave_out(samples, rows_that_count, metrics, step=None)
-        self._log(samples, metrics, rows_that_count)
-        return samples
+    def state_dict(self) -> dict[str, Any]:
+        """Running statistics of the rewards and coefficients, as plain numbers."""
+        return {
+            "rewards": self.shaping.state_dict(),
+            "kl_coef": self.kl_coef.state_dict(),
+            "entropy_coef": self.entropy_coef.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state returned by [`state_dict`]."""
+        self.shaping.load_state_dict(state["rewards"])
+        for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
+            if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
+                logger.warning("`%s` has another controller than in the checkpoint; it starts from the config.", name)
+            else:
+                coefficient.load_state_dict(state[name])

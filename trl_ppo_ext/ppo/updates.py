@@ -1,21 +1,129 @@
-"""The optimizer steps that one rollout feeds."""
+"""Learn from a rollout: minibatches, the loss, and when an optimizer step is taken."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.supervised import PTXSampler
-from ..sequences import MicroBatch, Rollout, micro_batches, rollout_from_tensors, rollout_tensors, schedule
+from ..modeling import TokenScores
+from ..sequences import Sequences
+from . import math as ppo_math
 from .batch_plan import BatchPlan
+from .guards import finite_rows
 from .metrics import Metrics
-from .objective import LossTerms, Objective, loss_denominators
-from .samples import Coefficients
+from .rollouts import Rollout, longest_first
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward and backward, and the divisors of their optimizer step."""
+
+    rollout: Rollout
+    step: int  # optimizer step within the rollout
+    denominator: Tensor  # tokens or completions of the optimizer step, over all its micro-batches and ranks
+    ptx: Sequences | None = None  # supervised rows
+    ptx_denominator: Tensor | None = None  # their tokens in the optimizer step
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+
+def loss_denominators(
+    response_mask: Tensor,
+    rows: Tensor,
+    aggregation: str,
+    max_completion_length: int,
+    all_sum: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Divisor of each optimizer step's loss, `[steps]`, from the rows of its micro-batches, `[steps, accumulation, micro]`.
+
+    Source: constant length: https://huggingface.co/papers/2503.20783
+    """
+    lengths = response_mask.sum(1)
+    counts = lengths if aggregation == "token" else (lengths > 0).long()
+    if aggregation == "constant":
+        counts = counts * max_completion_length
+    return all_sum(counts[rows.to(counts.device)].sum((1, 2)))
+
+
+def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
+    """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
+
+    The first epoch takes the rows in order, so its micro-batches are those in which the old log-probs were computed
+    and its first ratios are exactly 1; later epochs are shuffled.
+    """
+    size = len(lengths)
+    epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
+    minibatches = longest_first(torch.stack(epochs).reshape(plan.optimizer_steps, plan.mini_batch_size), lengths)
+    return minibatches.reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+
+
+def ppo_loss(
+    scores: TokenScores,
+    rollout: Rollout,
+    denominator: Tensor | float | None = None,
+    *,
+    cliprange: tuple[float, float],
+    aggregation: ppo_math.Aggregation = "token",
+    dual_clip: float | None = None,
+    sequence_ratio: bool = False,
+    vf_coef: float = 0.0,
+    cliprange_value: float | None = None,
+    kl_estimator: str | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's loss of a micro-batch: policy, values, KL (with `kl_estimator`) and entropy (if it was computed).
+
+    Returns the scalar loss and its metrics per token, `[batch, response]`; `per_token` is the loss itself.
+    """
+    logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
+    # 1. Clipped surrogate of the policy, with the ratio per token or per sequence.
+    if sequence_ratio:
+        logprobs = ppo_math.sequence_logprobs(logprobs, old_logprobs, rollout.response_mask)
+    policy = ppo_math.clipped_policy_loss(logprobs, old_logprobs, advantages, *cliprange, dual_clip)
+    loss, metrics = policy, {"loss/policy": policy}
+
+    # 2. Squared error of the values.
+    if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
+        value = ppo_math.clipped_value_loss(scores.values, rollout.old_values, rollout.returns, cliprange_value)
+        loss = loss + vf_coef * value
+        unclipped = 0.5 * (scores.values.detach() - rollout.returns) ** 2
+        metrics |= {"loss/value": value, "value/clip_ratio": value.detach() > unclipped}
+
+    # 3. KL from the reference, if it is in the loss, and the entropy bonus.
+    if kl_estimator is not None:
+        kl = scores.kls
+        if kl is None:
+            kl = ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)  # type: ignore[arg-type]
+        loss = loss + rollout.kl_coef * kl
+        metrics["loss/kl"] = kl
+    if scores.entropies is not None:
+        loss = loss - rollout.entropy_coef * scores.entropies
+
+    with torch.no_grad():
+        bound = ppo_math.LOG_RATIO_BOUND
+        ratio = (logprobs - old_logprobs).clamp(-bound, bound).exp()
+        too_low = (ratio < 1 - cliprange[0]) & (advantages < 0)
+        too_high = (ratio > 1 + cliprange[1]) & (advantages > 0)
+        metrics |= {
+            "ratio/mean": ratio,
+            "ratio/max": ratio,
+            "clip_ratio/low_mean": too_low,
+            "clip_ratio/high_mean": too_high,
+            "clip_ratio/region_mean": too_low | too_high,
+            # distance from the policy that sampled, which `target_kl` bounds
+            "approx_kl": ppo_math.kl_estimate(old_logprobs, scores.logprobs, "k3"),
+            "per_token": loss,
+        }
+        if dual_clip is not None:
+            metrics["clip_ratio/dual_mean"] = (ratio > dual_clip) & (advantages < 0)
+    return ppo_math.aggregate_loss(loss, rollout.response_mask, aggregation, denominator), metrics
 
 
 class Updates:
-    """Cuts a rollout into micro-batches, computes their losses, and says when its steps are over."""
+    """The optimizer steps of a rollout: its micro-batches, their losses, and whether a step is taken."""
 
     def __init__(
         self,
@@ -30,119 +138,145 @@ class Updates:
         self.metrics = metrics
         self.all_sum = all_sum
         self.ptx = ptx
-        self.objective = Objective(args, metrics)
-        self.forget()
+        # "constant" is a sum over tokens with its own denominator
+        aggregation = args.loss_aggregation
+        self.with_entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        kl_in_loss = args.kl_placement != "reward"
+        self.exact_kl = kl_in_loss and args.kl_estimator == "exact"
+        self.loss_settings = {
+            "cliprange": (args.cliprange, args.cliprange if args.cliprange_high is None else args.cliprange_high),
+            "aggregation": "sequence_sum" if aggregation == "constant" else aggregation,
+            "dual_clip": args.dual_clip,
+            "sequence_ratio": args.importance_sampling_level == "sequence",
+            "vf_coef": args.vf_coef,
+            "cliprange_value": args.cliprange_value,
+            "kl_estimator": args.kl_estimator if kl_in_loss else None,
+        }
+        self.reset()
 
-    def forget(self) -> None:
-        """Drop what is left of a rollout."""
+    def reset(self) -> None:
+        """Drop the rollout."""
         self.rollout: Rollout | None = None
         self.rows = torch.zeros(0)
         self.micro_batches: Iterator[MicroBatch] = iter(())
-        self.terms: LossTerms | None = None
-        self.moved = torch.zeros(2, device=self.args.device)
+        self.kl_sum = torch.zeros(2, device=self.args.device)  # approx_kl of the optimizer step, and its tokens
         self.stopped_early = False
-        self.empty = [False]
         self.step = 0
-        self.finite: list[dict[str, Tensor]] = []
+        self.is_empty = [False]  # per optimizer step
+        self.finite: list[dict[str, Tensor]] = []  # per micro-batch of the optimizer step
 
-    def start(self, rollout: Rollout, coefficients: Coefficients, optimizer_step: int) -> None:
-        """Begin with a rollout."""
-        self._begin(rollout, schedule(rollout.sequences.lengths, self.plan), coefficients, optimizer_step)
+    def start(self, rollout: Rollout, global_step: int) -> None:
+        """Begin the updates of a rollout."""
+        self._start(rollout, schedule(rollout.sequences.lengths, self.plan), global_step)
 
-    def _begin(self, rollout: Rollout, rows: Tensor, coefficients: Coefficients, optimizer_step: int) -> None:
-        self.forget()
-        args, plan, length = self.args, self.plan, self.args.max_completion_length
-        number, done = divmod(optimizer_step, plan.optimizer_steps)
-        self.rollout, self.rows = rollout, rows
-        self.terms = LossTerms(
-            coefficients, loss_denominators(rollout.response_mask, rows, args.loss_aggregation, length, self.all_sum)
-        )
-        ptx = None
+    def _start(self, rollout: Rollout, rows: Tensor, global_step: int) -> None:
+        self.reset()
+        args, self.rows = self.args, rows
+        number, done = divmod(global_step, self.plan.optimizer_steps)
+        sizes = (args.max_completion_length, self.all_sum)
+        denominators = loss_denominators(rollout.response_mask, rows, args.loss_aggregation, *sizes)
+        counts, ptx, ptx_denominators = denominators.float(), None, None
         if self.ptx is not None:
             ptx = self.ptx.draw(number)
-            tokens = loss_denominators(ptx.completion_mask, rows, "token", length, self.all_sum)
-            self.terms = self.terms._replace(ptx_denominators=tokens)
-        self.empty = self._empty(self.terms)
-        if args.offload_rollout:
-            self.rollout = rollout.to("cpu")
-        cut = micro_batches(self.rollout, rows, done * plan.gradient_accumulation_steps, ptx)
-        self.micro_batches = (micro_batch.to(args.device) for micro_batch in cut)
+            ptx_denominators = loss_denominators(ptx.completion_mask, rows, "token", *sizes)
+            counts = counts + args.ptx_coef * ptx_denominators
+        self.is_empty = (counts == 0).tolist()
+        self.rollout = rollout.to("cpu") if args.offload_rollout else rollout
+        self.micro_batches = self._cut(self.rollout, done, denominators, ptx, ptx_denominators)
 
-    def _empty(self, terms: LossTerms) -> list[bool]:
-        """Which optimizer steps have nothing to learn from, over all processes: their denominators are counts."""
-        counts = terms.denominators.float()
-        if terms.ptx_denominators is not None:
-            counts = counts + self.args.ptx_coef * terms.ptx_denominators
-        return (counts == 0).tolist()
+    def _cut(
+        self,
+        rollout: Rollout,
+        done: int,
+        denominators: Tensor,
+        ptx: Sequences | None,
+        ptx_denominators: Tensor | None,
+    ) -> Iterator[MicroBatch]:
+        device = self.args.device
+        for step in range(done, len(self.rows)):
+            for index in self.rows[step]:
+                yield MicroBatch(
+                    rollout.rows(index).to(device),
+                    step,
+                    denominators[step],
+                    None if ptx is None else ptx.rows(index).to(device),
+                    None if ptx_denominators is None else ptx_denominators[step],
+                )
 
-    def state_dict(self, optimizer_step: int) -> dict[str, Tensor]:
-        """The rollout in progress, for a checkpoint; empty if there is none."""
-        if self.rollout is None or self.terms is None or optimizer_step % self.plan.optimizer_steps == 0:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
+        rollout, mask = micro_batch.rollout, micro_batch.rollout.response_mask
+        if micro_batch.step != self.step:
+            self.step, self.finite = micro_batch.step, []
+        scores = model(rollout.sequences, self.args.temperature, self.with_entropy, self.exact_kl)
+        loss, metrics = ppo_loss(scores, rollout, micro_batch.denominator, **self.loss_settings)
+        named = {"log-prob": scores.logprobs, "value": scores.values, "loss": metrics.pop("per_token")}
+        self.finite.append({name: finite_rows([x]) for name, x in named.items() if x is not None})
+        for name, values in metrics.items():
+            (self.metrics.maximum if name.endswith("/max") else self.metrics.mean)(name, values, mask)
+        approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
+        self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
+        if micro_batch.ptx is not None and micro_batch.ptx_denominator is not None:
+            # negative log-likelihood, at temperature 1 whatever completions are sampled at; 0 at padding
+            nll = -model(micro_batch.ptx, with_values=False).logprobs
+            self.metrics.mean("loss/ptx", nll, micro_batch.ptx.completion_mask)
+            loss = loss + self.args.ptx_coef * nll.sum() / micro_batch.ptx_denominator.clamp(min=1)
+        return loss
+
+    def may_step(self) -> bool:
+        """Decide on all ranks together if the optimizer step whose losses are computed is taken.
+
+        It is not once `target_kl` is exceeded, for the rest of the rollout, nor if no rank has a token to learn from:
+        momentum and weight decay would move the weights for nothing.
+        """
+        if self.args.target_kl is not None and not self.stopped_early:
+            approx_kl, tokens = self.all_sum(self.kl_sum).tolist()
+            self.stopped_early = approx_kl > self.args.target_kl * tokens
+        self.kl_sum = torch.zeros_like(self.kl_sum)
+        empty = not self.stopped_early and self.is_empty[self.step]
+        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.args.device))
+        counted = empty and self.args.process_index == 0  # totals are summed over ranks
+        self.metrics.total("empty_steps", torch.full((), float(counted), device=self.args.device))
+        return not (self.stopped_early or empty)
+
+    def suspects(self) -> dict[str, list[int]]:
+        """Rows whose forward was not finite in the last optimizer step, by the name of what was not."""
+        suspects: dict[str, list[int]] = {}
+        for rows, finite in zip(self.rows[self.step], self.finite):
+            for name, is_finite in finite.items():
+                suspects.setdefault(name, []).extend(rows[~is_finite.cpu()].tolist())
+        return {name: sorted(rows) for name, rows in suspects.items() if rows}
+
+    def state_dict(self, global_step: int) -> dict[str, Tensor]:
+        """Rollout in progress, for a checkpoint; empty between two rollouts."""
+        if self.rollout is None or global_step % self.plan.optimizer_steps == 0:
             return {}
-        numbers = [*self.terms.coefficients, float(self.stopped_early)]
-        numbers_and_rows = {"rows": self.rows, "numbers": torch.tensor(numbers, dtype=torch.float64)}
-        return rollout_tensors(self.rollout) | numbers_and_rows
+        stopped = torch.tensor(float(self.stopped_early), dtype=torch.float64)
+        return self.rollout.state_dict() | {"rows": self.rows, "stopped_early": stopped}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], optimizer_step: int) -> None:
-        """Go on with the rollout that [`Updates.state_dict`] gave."""
+    def load_state_dict(self, state: Mapping[str, Tensor], global_step: int) -> None:
+        """Restore the state returned by [`state_dict`]."""
         tensors = dict(state)
-        rows, numbers = tensors.pop("rows"), tensors.pop("numbers").tolist()
+        rows, stopped_early = tensors.pop("rows"), tensors.pop("stopped_early")
         plan = self.plan
         sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
         if tuple(rows.shape) != sizes:
             raise ValueError(
-                f"The checkpoint lies within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
-                f"completions, and the config makes them {sizes}; resume with the sizes it had, or from a checkpoint "
+                f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
+                f"completions, but the config's sizes are {sizes}; resume with the saved sizes, or from a checkpoint "
                 "between two rollouts."
             )
-        rollout = rollout_from_tensors(tensors, self.args.device)
-        self._begin(rollout, rows, Coefficients(*numbers[:-1]), optimizer_step)
-        self.stopped_early = bool(numbers[-1])
-
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Loss of a micro-batch, as its share of the optimizer step's loss over all processes."""
-        if self.terms is None:
-            raise RuntimeError("There is no rollout to learn from; `start` begins with one.")
-        if micro_batch.step != self.step:
-            self.step, self.finite = micro_batch.step, []
-        outputs = self.objective(model, micro_batch, self.terms)
-        self.moved = self.moved + outputs.moved
-        self.finite.append(outputs.finite)
-        return outputs.loss
-
-    def suspects(self) -> dict[str, list[int]]:
-        """Rows for which the forwards of the newest optimizer step were not finite."""
-        found: dict[str, list[int]] = {}
-        for rows, finite in zip(self.rows[self.step], self.finite):
-            for name, fine in finite.items():
-                found.setdefault(name, []).extend(rows[~fine.cpu()].tolist())
-        return {name: sorted(rows) for name, rows in found.items() if rows}
-
-    def may_step(self) -> bool:
-        """Whether an optimizer step, whose losses are there now, may be taken.
-
-        Not once the policy has moved too far, and not where no process has a token to learn from: momentum and weight
-        decay would move the weights for nothing.
-        """
-        target = self.args.target_kl
-        if target is not None and not self.stopped_early:
-            moved, tokens = self.all_sum(self.moved).tolist()
-            self.stopped_early = moved > target * tokens
-        self.moved = torch.zeros_like(self.moved)
-        empty = not self.stopped_early and self.empty[self.step]
-        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.args.device))
-        once = empty and self.args.process_index == 0  # it is the same on all processes, and they are summed
-        self.metrics.total("empty_steps", torch.full((), float(once), device=self.args.device))
-        return not (self.stopped_early or empty)
+        self._start(Rollout.from_state_dict(tensors, self.args.device), rows, global_step)
+        self.stopped_early = bool(stopped_early)
 
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
 ) -> None:
-    """Give some parameters of an optimizer that has not stepped yet a learning rate of their own."""
+    """Give some parameters of an optimizer that has not stepped yet their own learning rate."""
     chosen = {id(parameter) for parameter in parameters.values()}
     for group in list(optimizer.param_groups):
-        theirs = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-        if theirs:
-            optimizer.add_param_group(group | {"params": theirs, "lr": learning_rate})
+        if moved:
+            optimizer.add_param_group(group | {"params": moved, "lr": learning_rate})
