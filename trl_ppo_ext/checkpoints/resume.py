@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from ..agreement import on_every_process
-from .atomic import STAGING, heal, newest_whole, publish, rotate, verify
+from .atomic import STAGING, latest_valid_checkpoint, publish, restore_replaced, rotate, verify
 from .files import CheckpointError
 from .hub import push_in_background
 
@@ -161,7 +161,7 @@ class ResumableTrainer(Trainer):
 
     def _whole_checkpoint(self, given: str | bool) -> str:
         if given is True:
-            found = newest_whole(self.args.output_dir)
+            found = latest_valid_checkpoint(self.args.output_dir)
             if found is None:
                 raise CheckpointError(
                     f"There is no checkpoint in `{self.args.output_dir}` to resume from; call `train()` without "
@@ -169,7 +169,7 @@ class ResumableTrainer(Trainer):
                 )
             return os.path.join(self.args.output_dir, found.name)
         named = str(given)
-        heal(Path(named).parent)
+        restore_replaced(Path(named).parent)
         verify(named)
         return named
 

@@ -17,7 +17,6 @@ from ..sharded import ShardedTrainer
 from . import files as checkpoint
 from .model_card import model_card
 from .resume import ResumableTrainer
-from .settings import check_settings, run_settings
 
 
 class SavingTrainer(ShardedTrainer, ResumableTrainer):
@@ -41,7 +40,7 @@ class SavingTrainer(ShardedTrainer, ResumableTrainer):
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             averages = self.averaged_policy.state_dict()
             checkpoint.save_adapter(policy, name, os.path.join(output_dir, checkpoint.AVERAGED), averages)
-        state = self.experience.state_dict() | {"settings": run_settings(self.args)}
+        state = self.experience.state_dict() | {"settings": checkpoint.run_settings(self.args)}
         checkpoint.save_state(state, output_dir)
         self.processing_class.save_pretrained(output_dir)
         self._card(self.final_place(output_dir)).save(os.path.join(output_dir, "README.md"))
@@ -62,7 +61,7 @@ class SavingTrainer(ShardedTrainer, ResumableTrainer):
         self.experience.load_state_dict(checkpoint.load_state(resume_from_checkpoint))
 
     def _check_resumed(self, directory: str) -> None:
-        check_settings(directory, checkpoint.load_state(directory).get("settings", {}), self.args)
+        checkpoint.check_settings(directory, checkpoint.load_state(directory).get("settings", {}), self.args)
 
     def _run_state(self) -> dict[str, Tensor]:
         rollout, metrics = self.updates.state_dict(self.state.global_step), self._metrics["train"].state_dict()
