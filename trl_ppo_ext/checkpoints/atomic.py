@@ -63,37 +63,33 @@ def restore_replaced(output_dir: str | os.PathLike) -> None:
             os.replace(replaced, Path(output_dir) / replaced.name)
 
 
-def verify(directory: str | os.PathLike) -> None:
-    """Raise [`CheckpointError`] unless every file of a checkpoint matches its manifest."""
-    path = Path(directory)
+def find_damage(directory: str | os.PathLike) -> str | None:
+    """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
+    path, remedy = Path(directory), "Resume from another checkpoint."
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
         if not entries:
             raise ValueError("it lists no file")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"`{directory}` is not a complete checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). "
-            "Resume from another checkpoint."
-        ) from None
+        return (
+            f"`{path}` is not a complete checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). {remedy}"
+        )
     for name, (size, digest) in entries.items():
         try:
             actual = (path / name).stat().st_size
-            valid = actual == size and _digest(path / name) == digest
-            damage = f"{name} ({actual} bytes) differs from its entry in {MANIFEST} ({size} bytes)"
+            if actual != size or _digest(path / name) != digest:
+                return f"`{path}` is damaged: {name} ({actual} bytes) differs from {MANIFEST} ({size} bytes). {remedy}"
         except OSError as error:  # missing, or on a failing disk
-            valid, damage = False, f"{name} cannot be read ({error})"
-        if not valid:
-            raise CheckpointError(f"`{directory}` is damaged: {damage}. Resume from another checkpoint.")
+            return f"`{path}` is damaged: {name} cannot be read ({error}). {remedy}"
+    return None
 
 
-def is_valid(directory: str | os.PathLike) -> bool:
-    """Return `True` if every file of a checkpoint matches its manifest."""
-    try:
-        verify(directory)
-    except CheckpointError:
-        return False
-    return True
+def verify(directory: str | os.PathLike) -> None:
+    """Raise [`CheckpointError`] unless every file of a checkpoint matches its manifest."""
+    damage = find_damage(directory)
+    if damage is not None:
+        raise CheckpointError(damage)
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -108,12 +104,10 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
     restore_replaced(output_dir)
     candidates = checkpoints(output_dir)
     for path in candidates:
-        try:
-            verify(path)
-        except CheckpointError as error:
-            logger.warning("%s Falling back to an older checkpoint.", error)
-        else:
+        damage = find_damage(path)
+        if damage is None:
             return path
+        logger.warning("%s Falling back to an older checkpoint.", damage)
     if candidates:
         raise CheckpointError(
             f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; the latest is "
@@ -133,7 +127,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Pat
     kept = {latest} | {path for path in candidates if best is not None and path.resolve() == Path(best).resolve()}
     for path in candidates:
         if path not in validity:
-            validity[path] = is_valid(path)
+            validity[path] = find_damage(path) is None
     others = [path for path in candidates if path not in kept]
     # by time, not by step: a run that went back writes lower steps later; the sort keeps ties latest step first
     others.sort(key=lambda path: (validity[path], path.stat().st_mtime), reverse=True)

@@ -85,7 +85,7 @@ class SavingTrainer(ShardedTrainer, ResumableTrainer):
         return model_card(
             self.args,
             self.actor_critic.config._name_or_path or None,
-            self.hub_model_id or output_dir,
+            self.hub_model_id or os.path.abspath(output_dir),
             [reward.name for reward in self.experience.rewards],
             self.state.log_history,
             self.state.global_step,
