@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints import resume as resumable
-from trl_ppo_ext.checkpoints.atomic import checkpoints, is_whole
+from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 18
 BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
@@ -225,7 +225,7 @@ class Killer:
     def fail(self, name, **settings):
         """Train with something that fails on one process."""
         codes = self.finished(self.start(self.folder / name, **settings))
-        whole = [path.name for path in checkpoints(self.folder / name) if is_whole(path)]
+        whole = [path.name for path in checkpoints(self.folder / name) if find_damage(path) is None]
         return {"codes": codes, "checkpoints": whole}
 
 

@@ -14,7 +14,16 @@ from transformers import TrainerCallback
 
 from trl_ppo_ext import agreement
 from trl_ppo_ext.checkpoints import atomic as whole_checkpoints
-from trl_ppo_ext.checkpoints.atomic import MANIFEST, REPLACED, STAGING, checkpoints, newest_whole, rotate, seal, verify
+from trl_ppo_ext.checkpoints.atomic import (
+    MANIFEST,
+    REPLACED,
+    STAGING,
+    checkpoints,
+    latest_valid_checkpoint,
+    rotate,
+    seal,
+    verify,
+)
 from trl_ppo_ext.checkpoints.files import CheckpointError
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "critic": "adapter", "ema_decay": 0.5}
@@ -72,15 +81,15 @@ def test_these_are_all_files_of_a_checkpoint(run):
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(copy, file, damage, caplog):
-    assert newest_whole(copy).name == "checkpoint-2" and not caplog.records
+    assert latest_valid_checkpoint(copy).name == "checkpoint-2" and not caplog.records
     damage(copy / "checkpoint-2" / file)
     with pytest.raises(CheckpointError, match=file):
         verify(copy / "checkpoint-2")
-    assert newest_whole(copy).name == "checkpoint-1"
+    assert latest_valid_checkpoint(copy).name == "checkpoint-1"
     assert file in caplog.text and "checkpoint-2" in caplog.text
     damage(copy / "checkpoint-1" / file)
     with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
-        newest_whole(copy)
+        latest_valid_checkpoint(copy)
 
 
 def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
@@ -94,7 +103,7 @@ def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
 
 def test_a_manifest_that_lists_nothing_is_damage(copy):
     (copy / "checkpoint-2" / MANIFEST).write_text("{}")
-    assert newest_whole(copy).name == "checkpoint-1"
+    assert latest_valid_checkpoint(copy).name == "checkpoint-1"
 
 
 def test_a_run_falls_back_and_goes_on_and_a_damaged_checkpoint_that_is_named_is_refused(run, copy):
@@ -120,9 +129,9 @@ def weights_of(directory):
 def test_what_was_being_written_is_never_taken_for_a_checkpoint(copy):
     (copy / STAGING).mkdir()
     os.rename(copy / "checkpoint-2", copy / STAGING / "checkpoint-2")
-    assert newest_whole(copy).name == "checkpoint-1"
+    assert latest_valid_checkpoint(copy).name == "checkpoint-1"
     trainer(copy, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
-    assert newest_whole(copy).name == "checkpoint-2" and not (copy / STAGING).exists()
+    assert latest_valid_checkpoint(copy).name == "checkpoint-2" and not (copy / STAGING).exists()
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_ppo_ext.checkpoints.atomic import newest_whole
+from trl_ppo_ext.checkpoints.atomic import latest_valid_checkpoint
 
 HERE = Path(__file__).parent
 TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
@@ -42,4 +42,4 @@ def test_a_signal_under_a_launcher(tmp_path, whom, number, said):
     told = (tmp_path / "stderr").read_text()
     for part in said:
         assert part in told, told[-3000:]
-    assert newest_whole(tmp_path / "run") is not None
+    assert latest_valid_checkpoint(tmp_path / "run") is not None

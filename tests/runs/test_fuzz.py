@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny import CHAT_TEMPLATE, WORDS, tokenizer
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.checkpoints.settings import run_settings
+from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.config_checks import check_values
 from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, tokenize_prompts

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, flushed, renamed, and verified before they are read."""
+"""Checkpoint directories: written aside, sealed with checksums, renamed when complete, verified before reading."""
 
 import hashlib
 import json
@@ -14,17 +14,13 @@ from .files import CheckpointError
 logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
-STAGING = ".saving"  # no name that anything takes for a checkpoint
+STAGING = ".saving"  # neither matches the name of a checkpoint
 REPLACED = ".replaced"
 
 
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def _flush(path: Path) -> None:
@@ -36,25 +32,23 @@ def _flush(path: Path) -> None:
 
 
 def seal(staged: Path) -> None:
-    """List the files of a directory with what is in them, and flush all of it to the disk."""
-    files = {
-        str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)}
-        for path in _files(staged)
+    """Write the manifest of a directory, and flush its files and folders to the disk."""
+    files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST)
+    manifest = {
+        str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)} for path in files
     }
-    (staged / MANIFEST).write_text(json.dumps(files, indent=1))
-    for path in [*_files(staged), staged / MANIFEST]:
+    (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*staged.rglob("*"), staged):
         _flush(path)
-    for folder in {path.parent for path in staged.rglob("*")} | {staged}:
-        _flush(folder)
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Make a directory that was written aside a checkpoint: seal it, and rename it."""
+    """Seal a directory, and rename it to its final name, in place of an older checkpoint of that name."""
     seal(staged)
-    heal(final.parent)
+    restore_replaced(final.parent)
     aside = final.parent / REPLACED
     shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
+    if final.exists():  # a directory cannot be renamed over another one
         aside.mkdir()
         os.replace(final, aside / final.name)
     os.replace(staged, final)
@@ -62,99 +56,81 @@ def publish(staged: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def heal(output_dir: str | os.PathLike) -> None:
-    """Put back a checkpoint whose replacement was cut short between two renames."""
+def restore_replaced(output_dir: str | os.PathLike) -> None:
+    """Rename an older checkpoint back if `publish` was killed between its two renames."""
     for replaced in Path(output_dir).glob(f"{REPLACED}/{PREFIX_CHECKPOINT_DIR}-*"):
         if not (Path(output_dir) / replaced.name).exists():
             os.replace(replaced, Path(output_dir) / replaced.name)
 
 
-def verify(directory: str | os.PathLike) -> None:
-    """Check that a checkpoint is what was written."""
-    path = Path(directory)
+def find_damage(directory: str | os.PathLike) -> str | None:
+    """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
+    path, remedy = Path(directory), "Resume from another checkpoint."
     try:
-        listed = json.loads((path / MANIFEST).read_text())
-        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
+        manifest = json.loads((path / MANIFEST).read_text())
+        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
         if not entries:
             raise ValueError("it lists no file")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"`{directory}` is no whole checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). Resume "
-            "from another checkpoint."
-        ) from None
-    for name, written in entries.items():
-        _verify_file(path, name, *written)
-
-
-def _verify_file(directory: Path, name: str, size: int, digest: str) -> None:
-    file = directory / name
-    if not file.is_file():
-        raise CheckpointError(f"`{directory}` is damaged: {name} is missing. Resume from another checkpoint.")
-    try:
-        as_written = file.stat().st_size == size and _digest(file) == digest
-    except OSError as error:  # of a disk that fails
-        raise CheckpointError(
-            f"`{directory}` is damaged: {name} cannot be read ({error}). Resume from another checkpoint."
-        ) from None
-    if not as_written:
-        raise CheckpointError(
-            f"`{directory}` is damaged: {name} ({file.stat().st_size} bytes) is not what was written ({size} bytes, "
-            f"by its {MANIFEST}). Resume from another checkpoint."
+        return (
+            f"`{path}` is not a complete checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). {remedy}"
         )
+    for name, (size, digest) in entries.items():
+        try:
+            actual = (path / name).stat().st_size
+            if actual != size or _digest(path / name) != digest:
+                return f"`{path}` is damaged: {name} ({actual} bytes) differs from {MANIFEST} ({size} bytes). {remedy}"
+        except OSError as error:  # missing, or on a failing disk
+            return f"`{path}` is damaged: {name} cannot be read ({error}). {remedy}"
+    return None
 
 
-def is_whole(directory: str | os.PathLike) -> bool:
-    """Whether a checkpoint is what was written."""
-    try:
-        verify(directory)
-    except CheckpointError:
-        return False
-    return True
+def verify(directory: str | os.PathLike) -> None:
+    """Raise [`CheckpointError`] unless every file of a checkpoint matches its manifest."""
+    damage = find_damage(directory)
+    if damage is not None:
+        raise CheckpointError(damage)
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """Directories that are named as checkpoints."""
-    numbered = []
-    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if path.is_dir() and number.isdecimal():
-            numbered.append((int(number), path))
-    return [path for _, path in sorted(numbered, reverse=True)]
+    """Directories named as checkpoints, the latest step first."""
+    paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbered = [(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"), path) for path in paths if path.is_dir()]
+    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
 
 
-def newest_whole(output_dir: str | os.PathLike) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named in a warning and left where they are."""
-    heal(output_dir)
-    found = checkpoints(output_dir)
-    for path in found:
-        try:
-            verify(path)
-        except CheckpointError as error:
-            logger.warning("%s Falling back to an older checkpoint.", error)
-        else:
+def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
+    """The latest checkpoint that passes verification; a damaged one is kept, and named in a warning."""
+    restore_replaced(output_dir)
+    candidates = checkpoints(output_dir)
+    for path in candidates:
+        damage = find_damage(path)
+        if damage is None:
             return path
-    if found:
+        logger.warning("%s Falling back to an older checkpoint.", damage)
+    if candidates:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in `{output_dir}` is whole; the newest is {found[0].name}. Start "
-            "anew in another directory, or restore one of them."
+            f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; the latest is "
+            f"{candidates[0].name}. Start again in another directory, or restore one of them."
         )
     return None
 
 
-def rotate(latest: Path, limit: int | None, best: str | None, whole: dict[Path, bool]) -> None:
-    """Delete checkpoints beyond a number: damaged ones first, then those that were written first.
+def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:
+    """Delete checkpoints beyond `limit`, damaged and old ones first, never the latest or the best.
 
-    The latest and the best are kept in any case.
+    `validity` caches the result of verification, which reads every byte.
     """
-    found = checkpoints(latest.parent)
-    if not limit or len(found) <= limit:
+    candidates = checkpoints(latest.parent)
+    if not limit or len(candidates) <= limit:
         return
-    kept = {latest} | {path for path in found if best is not None and path.resolve() == Path(best).resolve()}
-    for path in found:
-        if path not in whole:
-            whole[path] = is_whole(path)
-    others = [path for path in found if path not in kept]
-    others.sort(key=lambda path: (whole[path], path.stat().st_mtime), reverse=True)  # equal ones stay newest first
+    kept = {latest} | {path for path in candidates if best is not None and path.resolve() == Path(best).resolve()}
+    for path in candidates:
+        if path not in validity:
+            validity[path] = find_damage(path) is None
+    others = [path for path in candidates if path not in kept]
+    # by time, not by step: a run that went back writes lower steps later; the sort keeps ties latest step first
+    others.sort(key=lambda path: (validity[path], path.stat().st_mtime), reverse=True)
     for path in others[max(limit - len(kept), 0) :]:
         shutil.rmtree(path, ignore_errors=True)
-        whole.pop(path)
+        validity.pop(path)

@@ -1,24 +1,34 @@
-"""Saving and loading: a plain PEFT adapter, and the critic beside it as safetensors."""
+"""Contents of a checkpoint: plain PEFT adapters, the critic beside them as safetensors, state and settings."""
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import TrainingArguments
 
+from ..fsdp import is_asked_for
 from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names, set_weights
 from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
+CRITIC_ADAPTER = [os.path.join(CRITIC_FOLDER, file) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+CRITIC_FILES = {"none": [], "head": [VALUE_HEAD], "adapter": [VALUE_HEAD, *CRITIC_ADAPTER]}  # by `PPOConfig.critic`
 
 
 class CheckpointError(ValueError):
-    """Raised when a checkpoint lacks a file, or its tensors do not fit the model."""
+    """Raised when a checkpoint is damaged, lacks a file, or does not fit the model or the run."""
+
+
+# ---- adapters and critic ----
 
 
 def _write(tensors: dict[str, Tensor], path: str) -> None:
@@ -29,12 +39,28 @@ def _write(tensors: dict[str, Tensor], path: str) -> None:
 def _read(directory: str, file: str) -> dict[str, Tensor]:
     path = os.path.join(directory, file)
     if not os.path.isfile(path):
-        raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint that PPOTrainer wrote.")
+        raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint written by PPOTrainer.")
     return load_file(path)
 
 
+@contextmanager
+def _fitting(file: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
+        ) from None
+
+
+def _critic_kind(actor_critic: ActorCritic) -> str:
+    if actor_critic.value_head is None:
+        return "none"
+    return "head" if actor_critic.critic_adapter is None else "adapter"
+
+
 def save_adapter(policy: PeftModel, name: str, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write one adapter as PEFT does."""
+    """Write an adapter as PEFT does."""
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True
@@ -43,8 +69,10 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, state_dict: dict
 
 
 def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write the value head and, in a folder of its own, the critic's adapter, whatever of these there is."""
-    _remove_other_critic(actor_critic, output_dir)
+    """Write the value head, and the critic's adapter in its own folder, if the run has them."""
+    # files of a run with another kind of critic would be read as part of this one
+    for file in set(CRITIC_FILES["adapter"]) - set(CRITIC_FILES[_critic_kind(actor_critic)]):
+        Path(output_dir, file).unlink(missing_ok=True)
     if actor_critic.value_head is None:
         return
     os.makedirs(output_dir, exist_ok=True)
@@ -54,28 +82,10 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str
     _write(head, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
-        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _of_policy(state_dict))
+        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(state_dict))
 
 
-def _remove_other_critic(actor_critic: ActorCritic, output_dir: str) -> None:
-    """Remove what a run with a critic of another kind left there: it would pass for a part of this one."""
-    kind = _kind(actor_critic)
-    stale = [VALUE_HEAD] if kind == "none" else []
-    if kind != "adapter":
-        stale += [os.path.join(CRITIC_FOLDER, file) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
-    for file in stale:
-        with suppress(FileNotFoundError):
-            os.remove(os.path.join(output_dir, file))
-
-
-def _kind(actor_critic: ActorCritic) -> str:
-    """What `PPOConfig.critic` calls it."""
-    if actor_critic.value_head is None:
-        return "none"
-    return "head" if actor_critic.critic_adapter is None else "adapter"
-
-
-def _of_policy(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+def _policy_part(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
     if state_dict is None:
         return None
     return {key.removeprefix("policy."): x for key, x in state_dict.items() if key.startswith("policy.")}
@@ -83,76 +93,108 @@ def _of_policy(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None
 
 def save_actor_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
     """Write the policy's adapter, and the critic beside it."""
-    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _of_policy(state_dict))
+    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(state_dict))
     save_critic(actor_critic, output_dir, state_dict)
 
 
 def load_adapter(policy: PeftModel, name: str, directory: str) -> None:
-    """Read what [`save_adapter`] wrote."""
+    """Load an adapter saved by [`save_adapter`]."""
     weights = _read(directory, ADAPTER_WEIGHTS)
-    try:
+    with _fitting(ADAPTER_WEIGHTS):
         load_adapter_weights(policy, name, weights)
-    except ValueError as error:
-        raise _unfit(ADAPTER_WEIGHTS, error) from None
 
 
 def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
-    """Read averaged weights of an adapter, without setting them."""
-    names, weights = parameter_names(policy, name), _read(directory, ADAPTER_WEIGHTS)
-    if names.keys() != weights.keys():
-        other = sorted(names.keys() ^ weights.keys())[0]
-        raise _unfit(ADAPTER_WEIGHTS, ValueError(f"`{other}` is in one of the two alone."))
+    """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
+    weights, names = _read(directory, ADAPTER_WEIGHTS), parameter_names(policy, name)
+    with _fitting(ADAPTER_WEIGHTS):
+        check_fit(needed=adapter_weights(policy, name, dict(policy.named_parameters())), given=weights)
     return {names[key]: x for key, x in weights.items()}
 
 
-def _unfit(file: str, error: ValueError) -> CheckpointError:
-    return CheckpointError(
-        f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
-    )
-
-
-def _check_kind(actor_critic: ActorCritic, directory: str) -> None:
-    """A critic in a checkpoint must be of the run's kind; one that lacks files is told by the file."""
-    needed, given = _kind(actor_critic), "none"
-    if os.path.isfile(os.path.join(directory, VALUE_HEAD)):
-        given = "adapter" if os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG)) else "head"
-    if given not in ("none", needed):
-        raise CheckpointError(
-            f"`{directory}` holds a critic of the kind {given!r}, and `critic` is {needed!r}; set `critic={given!r}` "
-            "to go on with it."
-        )
-
-
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
-    """Read what [`save_actor_critic`] wrote."""
-    _check_kind(actor_critic, directory)
-    head = None
+    """Load what [`save_actor_critic`] saved."""
+    kind, saved_kind = _critic_kind(actor_critic), "none"
+    if os.path.isfile(os.path.join(directory, VALUE_HEAD)):
+        saved_kind = "adapter" if os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG)) else "head"
+    if saved_kind not in ("none", kind):  # without any critic, the error below names the missing file
+        raise CheckpointError(
+            f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."
+        )
     if actor_critic.value_head is not None:
-        head = _read(directory, VALUE_HEAD)
-        try:
-            check_fit(needed=dict(actor_critic.value_head.named_parameters()), given=head)
-        except ValueError as error:
-            raise _unfit(VALUE_HEAD, error) from None
+        parameters, head = dict(actor_critic.value_head.named_parameters()), _read(directory, VALUE_HEAD)
+        with _fitting(VALUE_HEAD):
+            check_fit(needed=parameters, given=head)
+        set_weights(parameters, head)
     load_adapter(actor_critic.policy, actor_critic.policy_adapter, directory)
     if actor_critic.critic_adapter is not None:
         load_adapter(actor_critic.policy, actor_critic.critic_adapter, os.path.join(directory, CRITIC_FOLDER))
-    if actor_critic.value_head is not None and head is not None:
-        set_weights(dict(actor_critic.value_head.named_parameters()), head)
+
+
+# ---- state and settings ----
+
+# fields of TrainingArguments that change what is learned
+TRAINER_SETTINGS = (
+    "adam_beta1 adam_beta2 adam_epsilon bf16 data_seed fp16 gradient_accumulation_steps learning_rate "
+    "lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps num_train_epochs optim optim_args "
+    "per_device_train_batch_size seed warmup_ratio warmup_steps weight_decay"
+).split()
+# fields of PPOConfig that change nothing, or must not be written to a file
+NOT_COMPARED = set(
+    "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures max_skipped_steps "
+    "model_init_kwargs num_completions_to_print per_device_reward_batch_size resume_with_changed_settings "
+    "trust_remote_code".split()
+)
 
 
 def save_state(state: dict[str, Any], output_dir: str) -> None:
-    """Write what the run remembers besides weights: running statistics of the rewards, coefficients."""
-    with open(os.path.join(output_dir, STATE), "w") as file:
-        json.dump(state, file, indent=2)
+    """Write the run's state besides weights: running reward statistics, coefficients, settings."""
+    Path(output_dir, STATE).write_text(json.dumps(state, indent=2))
 
 
 def load_state(directory: str) -> dict[str, Any]:
-    """Read what [`save_state`] wrote."""
-    path = os.path.join(directory, STATE)
+    """Read the state written by [`save_state`]."""
+    path = Path(directory, STATE)
     try:
-        with open(path) as file:
-            return json.load(file)
+        return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"`{path}` cannot be read ({error}); it is not a checkpoint that PPOTrainer wrote."
+            f"`{path}` cannot be read ({error}); it is not a checkpoint written by PPOTrainer."
         ) from None
+
+
+def run_settings(args: Any) -> dict[str, Any]:
+    """Settings that determine the course of a run, as JSON."""
+    own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
+    values, deepspeed = args.to_dict(), args.deepspeed_plugin
+    settings = {name: values[name] for name in sorted(own | set(TRAINER_SETTINGS)) if name in values}
+    settings |= {
+        "num_processes": args.world_size,
+        "zero_stage": None if deepspeed is None else deepspeed.zero_stage,
+        "fsdp_version": 2 if is_asked_for(args) else None,
+    }
+    return json.loads(json.dumps(settings, default=str))
+
+
+def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
+    """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
+    current = run_settings(args)
+    was, now = _processes(current | saved), _processes(current)
+    if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
+        raise CheckpointError(
+            f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version); "
+            f"resume with {was}."
+        )
+    changed = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+    if changed and not args.resume_with_changed_settings:
+        listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in changed)
+        raise CheckpointError(
+            f"`{directory}` was saved under other settings, and the run would differ from the interrupted one: "
+            f"{listed}. Restore them, or set `resume_with_changed_settings=True`."
+        )
+
+
+def _processes(settings: dict[str, Any]) -> str:
+    number, stage, fsdp = (settings[name] for name in ("num_processes", "zero_stage", "fsdp_version"))
+    backend = "without DeepSpeed or FSDP" if stage is None else f"under DeepSpeed's ZeRO-{stage}"
+    return f"{number} process{'es' * (number > 1)} {backend if fsdp is None else f'under FSDP{fsdp}'}"

@@ -168,14 +168,11 @@ def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeyp
         def create_repo(self, name, **kwargs):
             return type("Url", (), {"repo_id": f"me/{name}"})
 
-        def upload_folder(self, folder_path, **kwargs):
-            uploads.append(set(os.listdir(folder_path)))
-            return type(
-                "Job", (), {"done": lambda self: True, "is_done": lambda self: True, "result": lambda self: 0}
-            )()
+    def record(folder_path, **kwargs):
+        uploads.append(set(os.listdir(folder_path)))
 
     monkeypatch.setattr("transformers.trainer.hf_api", Recorder)
-    monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.HfApi", Recorder)
+    monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.upload_folder", record)
     settings = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
     built = PPOTrainer(base, length_reward, config(tmp_path / "run", **settings), prompts())
     (tmp_path / "run" / "critic").mkdir(parents=True)
