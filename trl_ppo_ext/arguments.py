@@ -1,22 +1,19 @@
 """Checks of what is passed to [`PPOTrainer`], before anything is loaded."""
 
 import os
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from datasets import IterableDataset
-from packaging.version import Version
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from .config import PPOConfig
-from .fsdp import check_fsdp, is_asked_for
+from .distributed import check_deepspeed, check_fsdp, uses_deepspeed, uses_fsdp
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments, check_reward_columns
 
-DEEPSPEED = Version("0.19.8")  # it discards steps whose gradient is not finite, in every dtype
 # arguments of the PPOTrainer that TRL had until 1.12, and what they have become
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
@@ -64,10 +61,10 @@ def _check_launch(
             "all would write to the same directory. Without a GPU set `use_cpu=True`; otherwise see that each process "
             "has a GPU (`accelerate launch --num_processes`)."
         )
-    if is_asked_for(args):
+    if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
-    if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        _check_deepspeed(args)
+    if uses_deepspeed(args):
+        check_deepspeed(args)
     if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
         raise ValueError(
             f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
@@ -78,34 +75,6 @@ def _check_launch(
             "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; leave "
             "one of the two out (`optim` chooses the kind of the trainer's own)."
         )
-
-
-def _check_deepspeed(args: PPOConfig) -> None:
-    """DeepSpeed takes an optimizer step within the backward, unless its gradient is no number."""
-    plugin, installed = args.deepspeed_plugin, version("deepspeed")
-    config = plugin.hf_ds_config.config
-    applies_all = plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False
-    refused = {
-        "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of its "
-        "own; leave its section `optimizer` out, or `critic_learning_rate`.": (
-            args.critic_learning_rate is not None and "optimizer" in config
-        ),
-        "DeepSpeed would apply gradients that are not finite without ZeRO, or with `check_grad_overflow` False; set "
-        "ZeRO's `stage` to 1, 2 or 3 and leave that out, or use DDP, which does the same as stage 0.": applies_all,
-        f"DeepSpeed {installed} may apply gradients that are not finite; install {DEEPSPEED} or newer.": (
-            Version(installed) < DEEPSPEED
-        ),
-        "`fp16=True` with DeepSpeed scales the loss by what the last steps bore, and steps that are left out on "
-        "purpose would lower it; use `bf16`.": args.fp16,
-        "DeepSpeed's config has a `scheduler`, which would not go on at steps that are left out; leave it out, and "
-        "set `lr_scheduler_type`.": "scheduler" in config,
-        f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer step, "
-        "and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo pretrain-critic` makes "
-        "one), or use DDP.": bool(args.value_warmup_steps),
-    }
-    for message, given in refused.items():
-        if given:
-            raise ValueError(message)
 
 
 def check_trainer_arguments(

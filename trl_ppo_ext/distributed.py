@@ -137,7 +137,7 @@ def check_deepspeed(args: Any) -> None:
         "`critic_learning_rate` needs the trainer's optimizer, but DeepSpeed's config has one; remove its section "
         "`optimizer`, or `critic_learning_rate`.": args.critic_learning_rate is not None and "optimizer" in config,
         "DeepSpeed would apply non-finite gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
-        "`stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP, which is the same as stage 0.": applies_all,
+        "`stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP, which equals stage 0.": applies_all,
         f"DeepSpeed {installed} may apply non-finite gradients; install {DEEPSPEED} or newer.": (
             Version(installed) < DEEPSPEED
         ),

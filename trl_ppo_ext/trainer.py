@@ -40,7 +40,7 @@ from . import distributed
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
 from .checkpoints import files, hub, resume
 from .checkpoints.atomic import rotate, verify
-from .checkpoints.model_card import model_card
+from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
@@ -477,9 +477,7 @@ class PPOTrainer(Trainer):
         if self.averaged_policy is None:
             return
         averaged = os.path.join(directory, files.AVERAGED)
-        if self.args.resume_with_changed_settings and not os.path.isdir(
-            averaged
-        ):  # start the average from the weights
+        if self.args.resume_with_changed_settings and not os.path.isdir(averaged):
             weights = distributed.unsharded_weights(self.actor_critic.policy_parameters())
         else:
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
@@ -530,8 +528,8 @@ class PPOTrainer(Trainer):
                 )
             except resume.READ_ERRORS as error:
                 logger.warning(
-                    "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and no "
-                    "checkpoint is deleted for the best one.",
+                    "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
+                    "no checkpoint is deleted for the best one.",
                     best,
                     error,
                 )
@@ -627,7 +625,7 @@ class PPOTrainer(Trainer):
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
             self.actor_critic.reference_adapter is not None,
-            **hub.provenance(self) | metadata,
+            **provenance(self) | metadata,
         )
 
     def create_model_card(self, **metadata: Any) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..fsdp import is_asked_for
-from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names, set_weights
+from ..distributed import set_weights, uses_fsdp
+from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names
 from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
 
 STATE = "ppo_state.json"
@@ -108,7 +108,7 @@ def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Ten
     """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
     weights, names = _read(directory, ADAPTER_WEIGHTS), parameter_names(policy, name)
     with _fitting(ADAPTER_WEIGHTS):
-        check_fit(needed=adapter_weights(policy, name, dict(policy.named_parameters())), given=weights)
+        check_fit(adapter_weights(policy, name, dict(policy.named_parameters())), weights)
     return {names[key]: x for key, x in weights.items()}
 
 
@@ -124,7 +124,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     if actor_critic.value_head is not None:
         parameters, head = dict(actor_critic.value_head.named_parameters()), _read(directory, VALUE_HEAD)
         with _fitting(VALUE_HEAD):
-            check_fit(needed=parameters, given=head)
+            check_fit(parameters, head)
         set_weights(parameters, head)
     load_adapter(actor_critic.policy, actor_critic.policy_adapter, directory)
     if actor_critic.critic_adapter is not None:
@@ -171,7 +171,7 @@ def run_settings(args: Any) -> dict[str, Any]:
     settings |= {
         "num_processes": args.world_size,
         "zero_stage": None if deepspeed is None else deepspeed.zero_stage,
-        "fsdp_version": 2 if is_asked_for(args) else None,
+        "fsdp_version": 2 if uses_fsdp(args) else None,
     }
     return json.loads(json.dumps(settings, default=str))
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import get_token, run_as_future, upload_folder  # of one client: commits queue up in order
+from huggingface_hub import (  # of one client: commits queue up in order
+    create_repo,
+    get_token,
+    run_as_future,
+    upload_folder,
+)
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
@@ -22,7 +27,7 @@ from ..redaction import shortened
 from ..tracking.report.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
 from .files import AVERAGED, CRITIC_FILES, STATE
-from .model_card import as_list, provenance
+from .model_card import as_list
 
 logger = logging.get_logger(__name__)
 
@@ -45,12 +50,12 @@ class PushError(RuntimeError):
 
 
 @contextmanager
-def push_errors(trainer: Trainer, token: str | None = None) -> Iterator[None]:
+def push_errors(args: Any, repo: str | None, token: str | None = None) -> Iterator[None]:
     """Turn any error into a [`PushError`] with a remedy, without tokens and signed addresses."""
     try:
         yield
     except Exception as error:
-        args, links = trainer.args, [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
+        links = [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
         texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
         reason = re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts)))
         for secret in filter(None, (token, args.hub_token, get_token())):
@@ -60,7 +65,7 @@ def push_errors(trainer: Trainer, token: str | None = None) -> Iterator[None]:
             (REMEDIES[status] for status in statuses if status in REMEDIES), "Check the connection to the Hub"
         )
         folder = args.output_dir
-        repo = trainer.hub_model_id or args.hub_model_id or Path(folder).absolute().name
+        repo = repo or args.hub_model_id or Path(folder).absolute().name
         message = f"`{repo}` was not pushed to the Hub ({shortened(reason)})."
         if not os.path.isdir(folder):
             raise PushError(f"{message} Nothing was trained for it yet. {remedy}.") from None
@@ -70,28 +75,12 @@ def push_errors(trainer: Trainer, token: str | None = None) -> Iterator[None]:
         ) from None
 
 
-class PublishingTrainer(Trainer):
-    """The Trainer's hooks for the Hub."""
-
-    def _card(self, output_dir: str, **metadata: Any) -> Any:
-        return super()._card(output_dir, **provenance(self) | metadata)
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository, or find it, before anything is trained for it."""
-        with push_errors(self, token):
-            super().init_hf_repo(token, private)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **metadata: Any,
-    ) -> Any:
-        """Save adapter, value head, card and report to `args.output_dir`, and push that folder without checkpoints."""
-        return push_run(self, commit_message, blocking, token, revision, private, metadata)
+def create_repository(args: Any) -> None:
+    """Create the run's repository, or find it, before anything is loaded for it."""
+    if args.process_index == 0:
+        repo = args.hub_model_id or Path(args.output_dir).absolute().name
+        with push_errors(args, repo):
+            create_repo(repo, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(
@@ -111,7 +100,8 @@ def push_run(
     if trainer.is_world_process_zero():
         _write_report(args.output_dir)
     if trainer.hub_model_id is None:
-        trainer.init_hf_repo(token, private)
+        with push_errors(args, None, token):
+            trainer.init_hf_repo(token, private)
     # 2. the card: a tracker names its page in the model's tags when a push begins
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     if not trainer.is_world_process_zero():
@@ -125,7 +115,7 @@ def push_run(
         job = _upload_copy(trainer, upload, message, token)
         trainer.push_in_progress = PushInProgress([job])
         return job
-    with push_errors(trainer, token):
+    with push_errors(args, trainer.hub_model_id, token):
         return _upload_run(upload, args.output_dir, message)
 
 
@@ -143,7 +133,7 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         return
     at = f"step {state.global_step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(state.epoch)}"
     try:
-        with push_errors(trainer):
+        with push_errors(args, trainer.hub_model_id):
             trainer.callback_handler.on_push_begin(args, state, trainer.control)
             # `save_model` would gather sharded weights, and the other processes are not here
             _copy_saved(checkpoint_folder, args.output_dir)
@@ -188,12 +178,12 @@ def _upload_copy(
     if checkpoint is not None:
         places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: os.path.basename(checkpoint)}
         place = places.get(trainer.args.hub_strategy)
-    if place is not None:
+    if checkpoint is not None and place is not None:
         shutil.copytree(checkpoint, checkpoint_copy, copy_function=_link)
 
     def push() -> Any:
         try:
-            with copy, push_errors(trainer, token):
+            with copy, push_errors(trainer.args, trainer.hub_model_id, token):
                 commit = _upload_run(upload, run_copy, message)
                 if place is not None:  # "*" deletes files of an older checkpoint that this one lacks
                     text = f"{message}, checkpoint"

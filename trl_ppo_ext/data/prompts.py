@@ -148,7 +148,7 @@ def tokenize_prompts(
 
 
 class Rows(UserList):
-    """A batch as it is, the collator of [`PPOTrainer`]: not a tensor, list or mapping that would be walked and moved."""
+    """Collator of [`PPOTrainer`]: a batch as it is, which nothing walks through to pin or move tensors."""
 
     def pin_memory(self) -> "Rows":
         """Return itself; torch would walk every token id of every row in Python."""
@@ -222,8 +222,9 @@ class StreamedRows:
         for epoch in itertools.count():
             self.dataset.set_epoch(epoch)
             rows = 0
-            for rows, row in enumerate(self.dataset, 1):
+            for row in self.dataset:
                 yield row
+                rows += 1
             if rows == 0:
                 raise PromptError("The training stream has no rows; PPO needs at least one prompt.")
             missing = -rows % self.prompts_per_rollout

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ..modeling import ActorCritic, is_sharded
+from ..distributed import is_sharded
+from ..modeling import ActorCritic
 from ..sequences import Sequences
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
-from ..modeling import ActorCritic, is_sharded
+from ..distributed import is_sharded
+from ..modeling import ActorCritic
 from ..sequences import Sequences
 from .base import cut_at_stop
 from .growing_cache import can_grow, growing_cache

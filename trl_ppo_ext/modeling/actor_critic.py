@@ -191,7 +191,7 @@ class ActorCritic(nn.Module):
                 # DeepSpeed casts the weights that it trains
                 values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
             scores = scores._replace(values=values)
-        return TokenScores(*(None if x is None else sequences.spread(x) for x in scores))
+        return scores.map(sequences.spread)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
         """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at padding."""

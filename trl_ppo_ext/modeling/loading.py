@@ -48,8 +48,8 @@ def check_model_arguments(
         settings = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
             raise ValueError(
-                f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's id, "
-                "or load it with these settings yourself."
+                f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's "
+                "id, or load it with these settings yourself."
             )
     if isinstance(model, str) and os.path.isfile(os.path.join(model, "adapter_config.json")):
         raise ValueError(
@@ -58,8 +58,8 @@ def check_model_arguments(
         )
     if isinstance(model, PeftModel) and peft_config is not None:
         raise ValueError(
-            "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start a new "
-            "adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
+            "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start a "
+            "new adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
         )
     if not isinstance(model, str) and model.get_output_embeddings() is None:
         raise ValueError(
@@ -88,8 +88,8 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
         )
     if getattr(peft_config, "bias", "none") != "none":
         raise ValueError(
-            f"`bias` of the adapter must be 'none', got {getattr(peft_config, 'bias', None)!r}: biases of the base are "
-            "shared by the reference and all other adapters."
+            f"`bias` of the adapter must be 'none', got {getattr(peft_config, 'bias', None)!r}: biases of the base "
+            "are shared by the reference and all other adapters."
         )
     if peft_config is not None and _targets_output_projection(peft_config):
         raise ValueError(
@@ -168,8 +168,8 @@ def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
 def _check_trunk(base: PreTrainedModel) -> None:
     if not hasattr(base, base.base_model_prefix):
         raise ValueError(
-            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), from "
-            "which hidden states are read; use a model whose class has it."
+            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), "
+            "from which hidden states are read; use a model whose class has it."
         )
 
 

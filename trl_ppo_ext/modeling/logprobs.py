@@ -3,6 +3,7 @@
 Logits over the vocabulary exist for one chunk of rows at a time, in the forward and in the backward.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,15 @@ class TokenScores(NamedTuple):
     """Scores of sampled tokens in float32 and nats: `[batch, response]` with 0 at padding, or `[tokens]`."""
 
     logprobs: Tensor  # log-prob of the token at the sampling temperature
-    entropies: Tensor | None = None  # entropy of the distribution it was sampled from
-    kls: Tensor | None = None  # exact KL of that distribution from the reference's
-    values: Tensor | None = None  # value of the state in which it was sampled
-    ref_logprobs: Tensor | None = None  # log-prob under the reference
+    # None if not computed; annotated as present, for the code that computes them
+    entropies: Tensor = None  # type: ignore[assignment]  # entropy of the distribution it was sampled from
+    kls: Tensor = None  # type: ignore[assignment]  # exact KL of that distribution from the reference's
+    values: Tensor = None  # type: ignore[assignment]  # value of the state in which it was sampled
+    ref_logprobs: Tensor = None  # type: ignore[assignment]  # log-prob under the reference
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "TokenScores":
+        """Change every score that is present."""
+        return TokenScores(*(x if x is None else change(x) for x in self))
 
 
 class _Projection:

@@ -385,12 +385,12 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
 
 
 def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Deviations from the group's mean, `[groups, group_size]`, and the number of members that count, `[groups, 1]`."""
+    """Deviations from the group's mean, `[groups, group_size]`, and the members that count, `[groups, 1]`."""
     _same_shape("[batch]", scores=scores, counts=counts)
     if group_size < 1 or len(scores) % group_size:
         raise ValueError(
-            f"`scores` must hold whole groups of {group_size} (`group_size`, at least 1), got {len(scores)} completions; "
-            "all completions of a prompt must be in consecutive rows."
+            f"`scores` must hold whole groups of {group_size} (`group_size`, at least 1), got {len(scores)} "
+            "completions; all completions of a prompt must be in consecutive rows."
         )
     scores, counts = scores.reshape(-1, group_size), counts.bool().reshape(-1, group_size)
     # relative to a member, so that equal scores deviate by exactly 0: GRPO would amplify the rounding of a mean
@@ -520,7 +520,7 @@ class AdaptiveKL:
         if completions * self.MAX_ERROR >= self.horizon:
             raise ValueError(
                 f"`horizon` must be above {completions * self.MAX_ERROR:g} for updates of {completions} completions, "
-                f"got {self.horizon}: the coefficient could turn negative. Use many times the completions of a rollout."
+                f"got {self.horizon}: the coefficient could turn negative. Use many times a rollout's completions."
             )
         if math.isfinite(measured):
             error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)

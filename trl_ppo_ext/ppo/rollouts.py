@@ -80,7 +80,7 @@ class Rollout:
 
     def _with(self, sequences: Sequences, change: Callable[[Tensor], Tensor]) -> "Rollout":
         changed = {name: change(x) for name, x in self.tensors.items()}
-        return Rollout(sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)  # type: ignore[arg-type]
+        return Rollout(sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
 
     def to(self, device: torch.device | str) -> "Rollout":
         """Move all tensors except lengths."""
@@ -108,7 +108,7 @@ class Rollout:
         kl_coef, entropy_coef = tensors.pop("coefficients").tolist()
         prefix = "sequences."
         token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
-        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef)  # type: ignore[arg-type]
+        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef)
         return rollout.to(device)
 
 
@@ -199,7 +199,7 @@ class RolloutCollector:
         step = state.global_step + 1 if training else None
         excluded = self.guard.find_nonfinite(sequences, tokens, is_counted, metrics, step)
         if excluded is not None:
-            tokens = TokenScores(*(None if x is None else x.masked_fill(excluded[:, None], 0) for x in tokens))
+            tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
             scored = scored._replace(usable=usable, tokens=token_scores)
         log_rewards(metrics, [reward.name for reward in self.rewards], scored, is_counted, self.all_sum)

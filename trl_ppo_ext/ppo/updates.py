@@ -38,7 +38,7 @@ def loss_denominators(
     max_completion_length: int,
     all_sum: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Divisor of each optimizer step's loss, `[steps]`, from the rows of its micro-batches, `[steps, accumulation, micro]`.
+    """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`.
 
     Source: constant length: https://huggingface.co/papers/2503.20783
     """
@@ -96,7 +96,7 @@ def ppo_loss(
     if kl_estimator is not None:
         kl = scores.kls
         if kl is None:
-            kl = ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)  # type: ignore[arg-type]
+            kl = ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)
         loss = loss + rollout.kl_coef * kl
         metrics["loss/kl"] = kl
     if scores.entropies is not None:

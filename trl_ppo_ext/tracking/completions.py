@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..ppo.samples import Samples
+from ..ppo.rollouts import Samples
 
 LONGEST = 20_000  # characters of an entry; more drowns the terminal
 _KEPT = set("\n\t\u200c\u200d")  # the last two join letters and emoji

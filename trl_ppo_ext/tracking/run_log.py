@@ -10,7 +10,7 @@ from typing import Any, cast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..ppo.samples import Samples
+from ..ppo.rollouts import Samples
 from ..redaction import without_secrets
 from .environment import environment
 from .report.reading import RUN_LOG

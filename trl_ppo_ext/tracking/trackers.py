@@ -6,7 +6,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from ..ppo.samples import Samples
+from ..ppo.rollouts import Samples
 
 WITH_TABLES = ("wandb", "trackio")
 
