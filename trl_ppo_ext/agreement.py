@@ -1,4 +1,4 @@
-"""What may fail on one process fails on all: a process that raised alone would leave the others waiting for it."""
+"""Failures on one process raise on all: a process that raised alone would leave the others waiting."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class ElsewhereError(OSError):
-    """Raised where a step succeeded on this process and failed on another."""
+    """Raised when a step succeeded on this process and failed on another."""
 
 
 def on_every_process(action: Callable[[], T], *failures: type[Exception]) -> T:
-    """Run something on every process; where it fails on one, it fails on all."""
+    """Run an action on every process; if it fails on one, raise on all."""
     result, error = None, None
     try:
         result = action()
     except failures as caught:
         error = caught
-    told = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])
+    messages = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])
     if error is not None:
         raise error
-    for process, said in enumerate(told):
-        if said is not None:
-            raise ElsewhereError(f"on process {process}: {said}")
+    for process, message in enumerate(messages):
+        if message is not None:
+            raise ElsewhereError(f"on process {process}: {message}")
     return result  # type: ignore[return-value]

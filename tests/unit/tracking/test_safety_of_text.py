@@ -14,7 +14,7 @@ from rich.console import Console
 from test_trainer import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, field_types
+from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, redaction
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
@@ -68,12 +68,12 @@ def test_what_is_a_secret_is_told_by_its_name():
 def test_a_secret_is_one_in_any_spelling_and_of_any_kind(name, value):
     for settings in (without_secrets({name: value}), without_secrets({"headers": [{name: value}]})):
         assert "k1" not in str(settings) and name in str(settings)
-    assert "k1" not in field_types.shown(name, value)
+    assert "k1" not in redaction.shown(name, value)
 
 
 @pytest.mark.parametrize("name", ["keys", "max_new_tokens", "hotkey", "secretary", "token_ids", "X-Request-Id"])
 def test_what_only_sounds_like_a_secret_is_shown(name):
-    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in field_types.shown(name, "k1")
+    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in redaction.shown(name, "k1")
 
 
 # ---- length ----
