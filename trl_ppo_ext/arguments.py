@@ -1,6 +1,7 @@
-"""Checks of what is passed to [`PPOTrainer`], before anything is loaded."""
+"""Checks of the arguments of [`PPOTrainer`], before anything is loaded."""
 
 import os
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -16,13 +17,13 @@ from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments, check_reward_columns
 
-DEEPSPEED = Version("0.19.8")  # it discards steps whose gradient is not finite, in every dtype
-# arguments of the PPOTrainer that TRL had until 1.12, and what they have become
+DEEPSPEED = Version("0.19.8")  # skips steps with a NaN or inf gradient, in every dtype
+# arguments of TRL's PPOTrainer (until 1.12), and what replaces them
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
     "ref_model": "leave it out: the reference is the base model with the adapter switched off",
     "value_model": "leave it out: the critic is a value head on the policy's own trunk",
-    "data_collator": "leave it out: prompts are tokenised and padded by the trainer",
+    "data_collator": "leave it out: the trainer tokenizes and pads prompts",
     "config": "it is called `args` now",
     "tokenizer": "it is called `processing_class` now",
     "policy": "it is called `model` now",
@@ -37,75 +38,51 @@ def as_list(value: Any) -> list:
 
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
-    """Name what has become of an argument that there is none of."""
+    """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name in unknown:
         remedy = REMOVED_ARGUMENTS.get(name)
         if remedy:
             raise TypeError(f"PPOTrainer has no argument `{name}` (TRL's old PPOTrainer had): {remedy}.")
-        raise TypeError(f"PPOTrainer has no argument `{name}`; `help(PPOTrainer)` lists those it has.")
+        raise TypeError(f"PPOTrainer has no argument `{name}`; see `help(PPOTrainer)`.")
 
 
-def _check_launch(
-    args: PPOConfig,
-    train_dataset: Any,
-    optimizer: torch.optim.Optimizer | None,
-    quantization_config: BitsAndBytesConfig | None = None,
-) -> None:
-    """Refuse what the way a run is started, or optimised, could not honour."""
-    if args.n_gpu > 1:
+def _check_processes(num_gpus: int, world_size: int) -> None:
+    if num_gpus > 1:
         raise ValueError(
-            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
-            "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
+            f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; start one process per GPU with "
+            "`accelerate launch`, or choose one GPU with CUDA_VISIBLE_DEVICES=0."
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > args.world_size:
+    if started > world_size:
         raise ValueError(
-            f"{started} processes were started, and this one knows of {args.world_size}: each would train alone, and "
-            "all would write to the same directory. Without a GPU set `use_cpu=True`; otherwise see that each process "
-            "has a GPU (`accelerate launch --num_processes`)."
-        )
-    if is_asked_for(args):
-        check_fsdp(args, optimizer, quantization_config)
-    if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        _check_deepspeed(args)
-    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
-            "mix rollouts; set it to 0 or 1 for a streaming dataset."
-        )
-    if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; leave "
-            "one of the two out (`optim` chooses the kind of the trainer's own)."
+            f"{started} processes were started, but the world size is {world_size}: each would train by itself. Set "
+            "`use_cpu=True` if there is no GPU; otherwise start one process per GPU (`accelerate launch`)."
         )
 
 
-def _check_deepspeed(args: PPOConfig) -> None:
-    """DeepSpeed takes an optimizer step within the backward, unless its gradient is no number."""
-    plugin, installed = args.deepspeed_plugin, version("deepspeed")
-    config = plugin.hf_ds_config.config
-    applies_all = plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False
-    refused = {
-        "`critic_learning_rate` is for the optimizer that the trainer makes, and DeepSpeed's config has one of its "
-        "own; leave its section `optimizer` out, or `critic_learning_rate`.": (
-            args.critic_learning_rate is not None and "optimizer" in config
-        ),
-        "DeepSpeed would apply gradients that are not finite without ZeRO, or with `check_grad_overflow` False; set "
-        "ZeRO's `stage` to 1, 2 or 3 and leave that out, or use DDP, which does the same as stage 0.": applies_all,
-        f"DeepSpeed {installed} may apply gradients that are not finite; install {DEEPSPEED} or newer.": (
-            Version(installed) < DEEPSPEED
-        ),
-        "`fp16=True` with DeepSpeed scales the loss by what the last steps bore, and steps that are left out on "
-        "purpose would lower it; use `bf16`.": args.fp16,
-        "DeepSpeed's config has a `scheduler`, which would not go on at steps that are left out; leave it out, and "
-        "set `lr_scheduler_type`.": "scheduler" in config,
-        f"`value_warmup_steps={args.value_warmup_steps}` takes the policy's gradient away before the optimizer step, "
-        "and DeepSpeed has taken the step by then. Start from `critic_init` instead (`trl-ppo pretrain-critic` makes "
-        "one), or use DDP.": bool(args.value_warmup_steps),
-    }
-    for message, given in refused.items():
-        if given:
-            raise ValueError(message)
+def _check_deepspeed(plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool) -> None:
+    """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
+    config, installed = plugin.hf_ds_config.config, version("deepspeed")
+    if critic_learning_rate is not None and "optimizer" in config:
+        raise ValueError("`critic_learning_rate` needs the trainer's optimizer; leave DeepSpeed's `optimizer` out.")
+    if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
+        raise ValueError(
+            "DeepSpeed would apply NaN or inf gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
+            "`stage` to 1, 2 or 3 and leave that out, or use DDP, which equals stage 0."
+        )
+    if Version(installed) < DEEPSPEED:
+        raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
+    if fp16:
+        raise ValueError("`fp16=True` is not supported with DeepSpeed, whose loss scale skipped steps would lower.")
+    if "scheduler" in config:
+        raise ValueError(
+            "DeepSpeed's `scheduler` would not advance at skipped steps; set `lr_scheduler_type` instead."
+        )
+    if value_warmup_steps:
+        raise ValueError(
+            f"`value_warmup_steps={value_warmup_steps}` removes the policy's gradient when DeepSpeed has taken its step "
+            "already; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
+        )
 
 
 def check_trainer_arguments(
@@ -119,10 +96,21 @@ def check_trainer_arguments(
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
 ) -> None:
-    """Check the arguments of [`PPOTrainer`]."""
+    """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_launch(args, train_dataset, optimizer, quantization_config)
+    _check_processes(args.n_gpu, args.world_size)
+    if is_asked_for(args):
+        check_fsdp(args, optimizer, quantization_config)
+    if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        _check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
+    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, which every worker would read, got "
+            f"{args.dataloader_num_workers}."
+        )
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; leave it or `optimizers` out.")
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
     if monitor_funcs:
@@ -141,18 +129,13 @@ def load_tokenizer(
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
-        raise TypeError(
-            f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}; "
-            "`AutoTokenizer.from_pretrained` loads one."
-        )
+        raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
     kwargs = hub_kwargs(args)
     tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
     if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, **kwargs)
-        try:
+        config, generation_config = AutoConfig.from_pretrained(model, **kwargs), None
+        with suppress(OSError):  # a model need not have one
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
-        except OSError:  # a model need not have one
-            generation_config = None
     else:
         config, generation_config = model.config, model.generation_config
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config))
