@@ -73,15 +73,13 @@ def _check_deepspeed(plugin: Any, critic_learning_rate: float | None, value_warm
     if Version(installed) < DEEPSPEED:
         raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
     if fp16:
-        raise ValueError("`fp16=True` is not supported with DeepSpeed, whose loss scale skipped steps would lower.")
+        raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
     if "scheduler" in config:
-        raise ValueError(
-            "DeepSpeed's `scheduler` would not advance at skipped steps; set `lr_scheduler_type` instead."
-        )
+        raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
     if value_warmup_steps:
         raise ValueError(
-            f"`value_warmup_steps={value_warmup_steps}` removes the policy's gradient when DeepSpeed has taken its step "
-            "already; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
+            f"`value_warmup_steps={value_warmup_steps}` is not supported with DeepSpeed, which takes the step within "
+            "the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
         )
 
 

@@ -18,7 +18,7 @@ from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, redaction
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
-from trl_ppo_ext.data.prompts import PromptError, _encode
+from trl_ppo_ext.data.prompts import PromptError, encode
 from trl_ppo_ext.ppo.samples import Samples
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import Judge, RemoteReward, RewardError, Scored, ScoringBatch, score_all
@@ -96,7 +96,7 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
         __call__ = apply_chat_template = fails
 
     with pytest.raises(PromptError, match="no\n") as caught:
-        _encode(prompt, Failing(), {})
+        encode(prompt, Failing(), {})
     assert 300 < len(str(caught.value)) < 900
 
 
