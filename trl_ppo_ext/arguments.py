@@ -1,6 +1,7 @@
-"""Checks of what is passed to [`PPOTrainer`], before anything is loaded."""
+"""Checks of the arguments of [`PPOTrainer`], before anything is loaded."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments, check_reward_columns
 
-# arguments of the PPOTrainer that TRL had until 1.12, and what they have become
+# arguments of TRL's PPOTrainer (until 1.12), and what replaces them
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
     "ref_model": "leave it out: the reference is the base model with the adapter switched off",
     "value_model": "leave it out: the critic is a value head on the policy's own trunk",
-    "data_collator": "leave it out: prompts are tokenised and padded by the trainer",
+    "data_collator": "leave it out: the trainer tokenizes and pads prompts",
     "config": "it is called `args` now",
     "tokenizer": "it is called `processing_class` now",
     "policy": "it is called `model` now",
@@ -34,46 +35,25 @@ def as_list(value: Any) -> list:
 
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
-    """Name what has become of an argument that there is none of."""
+    """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name in unknown:
         remedy = REMOVED_ARGUMENTS.get(name)
         if remedy:
             raise TypeError(f"PPOTrainer has no argument `{name}` (TRL's old PPOTrainer had): {remedy}.")
-        raise TypeError(f"PPOTrainer has no argument `{name}`; `help(PPOTrainer)` lists those it has.")
+        raise TypeError(f"PPOTrainer has no argument `{name}`; see `help(PPOTrainer)`.")
 
 
-def _check_launch(
-    args: PPOConfig,
-    train_dataset: Any,
-    optimizer: torch.optim.Optimizer | None,
-    quantization_config: BitsAndBytesConfig | None = None,
-) -> None:
-    """Refuse what the way a run is started, or optimised, could not honour."""
-    if args.n_gpu > 1:
+def _check_processes(num_gpus: int, world_size: int) -> None:
+    if num_gpus > 1:
         raise ValueError(
-            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one process for each with "
-            "`accelerate launch`, or choose one with CUDA_VISIBLE_DEVICES=0."
+            f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; start one process per GPU with "
+            "`accelerate launch`, or choose one GPU with CUDA_VISIBLE_DEVICES=0."
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > args.world_size:
+    if started > world_size:
         raise ValueError(
-            f"{started} processes were started, and this one knows of {args.world_size}: each would train alone, and "
-            "all would write to the same directory. Without a GPU set `use_cpu=True`; otherwise see that each process "
-            "has a GPU (`accelerate launch --num_processes`)."
-        )
-    if uses_fsdp(args):
-        check_fsdp(args, optimizer, quantization_config)
-    if uses_deepspeed(args):
-        check_deepspeed(args)
-    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            f"`dataloader_num_workers={args.dataloader_num_workers}` would read the stream once in each worker, and "
-            "mix rollouts; set it to 0 or 1 for a streaming dataset."
-        )
-    if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError(
-            "`critic_learning_rate` is for the optimizer that the trainer makes, and `optimizers` holds one; leave "
-            "one of the two out (`optim` chooses the kind of the trainer's own)."
+            f"{started} processes were started, but the world size is {world_size}: each would train by itself. Set "
+            "`use_cpu=True` if there is no GPU; otherwise start one process per GPU (`accelerate launch`)."
         )
 
 
@@ -88,10 +68,21 @@ def check_trainer_arguments(
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
 ) -> None:
-    """Check the arguments of [`PPOTrainer`]."""
+    """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_launch(args, train_dataset, optimizer, quantization_config)
+    _check_processes(args.n_gpu, args.world_size)
+    if uses_fsdp(args):
+        check_fsdp(args, optimizer, quantization_config)
+    if uses_deepspeed(args):
+        check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
+    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, which every worker would read, got "
+            f"{args.dataloader_num_workers}."
+        )
+    if optimizer is not None and args.critic_learning_rate is not None:
+        raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; leave it or `optimizers` out.")
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
     if monitor_funcs:
@@ -110,18 +101,13 @@ def load_tokenizer(
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
-        raise TypeError(
-            f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}; "
-            "`AutoTokenizer.from_pretrained` loads one."
-        )
+        raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
     kwargs = hub_kwargs(args)
     tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
     if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, **kwargs)
-        try:
+        config, generation_config = AutoConfig.from_pretrained(model, **kwargs), None
+        with suppress(OSError):  # a model need not have one
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
-        except OSError:  # a model need not have one
-            generation_config = None
     else:
         config, generation_config = model.config, model.generation_config
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config))

@@ -1,182 +1,185 @@
-"""What a user of [`PPOTrainer`] sets."""
+"""Configuration of a run, and the rules that its fields obey."""
 
-from dataclasses import dataclass, field
-from typing import Any
+import inspect
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available
+from huggingface_hub.dataclasses import type_validator
+from transformers import GenerationConfig, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils import is_torch_bf16_gpu_available, logging
 
-from .config_checks import check_generation, check_horizon, check_values, choose_defaults
 from .ppo.batch_plan import BatchPlan, accumulation_for
+from .ppo.coefficients import AdaptiveKL
 from .presets import PRESETS
-from .redaction import without_secrets
+from .redaction import shown, without_secrets
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(repr=False)
 class PPOConfig(TrainingArguments):
     r"""Configuration of the [`PPOTrainer`].
 
-    These are the fields that PPO adds to [`~transformers.TrainingArguments`], or whose default it changes. Sampling
-    fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`.
+    Only the fields that PPO adds to [`~transformers.TrainingArguments`], or whose default it changes, are listed.
+    Sampling fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`.
 
-    A rollout is `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions on each
-    process and feeds `num_ppo_epochs × num_mini_batches` optimizer steps; `max_steps`, `save_steps`, `logging_steps`
-    count optimizer steps.
+    A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
+    process and feeds `num_ppo_epochs × num_mini_batches` optimizer steps. `max_steps`, `save_steps` and
+    `logging_steps` count optimizer steps.
 
     Args:
         learning_rate (`float`, *optional*, defaults to `5e-5`):
-            Initial learning rate of [`AdamW`]. LoRA takes about ten times what full fine-tuning takes.
+            Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning.
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
         bf16 (`bool`, *optional*):
-            Train in bfloat16: a base loaded from a string is kept in bfloat16, adapters, heads and losses in float32.
-            Defaults to `True` on a GPU that has bfloat16 (unless `fp16` is set), to `False` elsewhere.
+            Train in bfloat16, with adapters, heads and losses in float32. Default on a GPU with bfloat16.
         logging_steps (`float`, *optional*, defaults to `10`):
             Optimizer steps between two logs.
         remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Reward functions need the dataset's columns, so none is removed; `True` is refused.
+            Must stay `False`, because reward functions need the dataset's columns.
 
         model_init_kwargs (`dict`, *optional*):
-            Keyword arguments of [`~transformers.AutoModelForCausalLM.from_pretrained`], when `model` is a string.
-            A `dtype` given here wins over `bf16`.
+            Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether models and tokenizers given as strings may run code of their own.
+            Whether models and tokenizers loaded by name may run their own code.
 
         shuffle_dataset (`bool`, *optional*, defaults to `True`):
-            Whether to shuffle the prompts. A streaming dataset is read in its order; shuffle the stream itself.
+            Whether to shuffle the prompts. A streaming dataset is read in its own order.
         chat_template_kwargs (`dict`, *optional*):
-            Keyword arguments of the chat template, for prompts that are messages.
+            Keyword arguments of the chat template, for conversational prompts.
         num_generations (`int`, *optional*, defaults to `1`):
-            Completions sampled for each prompt.
+            Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
-            Completions of a rollout, over all processes. If set, `gradient_accumulation_steps` follows from it.
+            Completions of a rollout, over all processes. Determines `gradient_accumulation_steps` if set.
         per_device_generation_batch_size (`int`, *optional*):
-            Completions sampled at a time on a process. Defaults to the whole rollout.
+            Completions sampled at a time per process. Defaults to the whole rollout.
         max_completion_length (`int`, *optional*, defaults to `256`):
-            Longest completion, in tokens.
+            Maximum length of a completion, in tokens.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; log-probabilities are those at this temperature.
+            Sampling temperature. Log-probs are computed at this temperature.
         top_p (`float`, *optional*, defaults to `1.0`):
-            Sample from the most likely tokens that together have this probability.
+            Sample from the most likely tokens whose probabilities add up to this.
         top_k (`int`, *optional*, defaults to `0`):
-            Sample from this many most likely tokens; 0 is all.
+            Sample from this many most likely tokens; 0 means all.
         min_p (`float`, *optional*):
             Sample from tokens with at least this share of the most likely token's probability.
         repetition_penalty (`float`, *optional*, defaults to `1.0`):
-            Penalty on tokens that occurred before.
+            Penalty on tokens that have already occurred.
         generation_backend (`str`, *optional*, defaults to `"transformers"`):
-            What samples: `generate` of `"transformers"`, or its `"continuous_batching"`; see docs/generation.md.
+            `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching.
         generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`] or, for continuous batching, of its config.
+            Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching.
 
         reward_weights (`list[float]`, *optional*):
-            Weight of each reward; all are 1 by default.
+            Weight of each reward. All are 1 by default.
         reward_quantization (`str`, *optional*, defaults to `"nf4"`):
-            How reward models given as strings are loaded: `"nf4"`, `"fp4"`, `"int8"`, or `"none"`.
+            Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
         per_device_reward_batch_size (`int`, *optional*, defaults to `16`):
-            Completions a reward model scores at a time.
+            Completions that a reward model scores at a time.
         reward_label (`int`, *optional*):
-            Which label is the reward, for reward models with several; counted from 0.
+            Label that is the reward, for reward models with several; counted from 0.
         reward_on_error (`str`, *optional*, defaults to `"raise"`):
-            What happens where a reward fails: `"raise"` ends the run, `"skip"` leaves the completion out of the update
-            and of the statistics, a number stands in for the score.
+            When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score.
         max_reward_failures (`float`, *optional*, defaults to `0.5`):
-            Share of a rollout's completions that a reward may fail for; with more the run ends.
+            Maximum share of a rollout's completions for which a reward may fail before the run ends.
         reward_baseline (`str`, *optional*):
             `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
         normalize_rewards (`bool`, *optional*, defaults to `False`):
-            Shift and scale scores by their running mean and deviation over the run.
+            Whether to normalize scores by their running mean and standard deviation.
         reward_clip_range (`float`, *optional*):
             Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score of a completion that was cut off before its EOS.
+            Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
-            Leave completions that were cut off out of the update.
+            Whether to exclude truncated completions from the update.
 
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
             Passes over a rollout.
         num_mini_batches (`int`, *optional*, defaults to `1`):
-            Optimizer steps in a pass.
+            Optimizer steps per pass.
         kl_coef (`float`, *optional*, defaults to `0.05`):
             Coefficient of the KL penalty.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            The KL of a token: from the one that was sampled (`"k1"`, `"k2"`, `"k3"`), or `"exact"`, over all tokens.
+            Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens.
         kl_placement (`str`, *optional*, defaults to `"reward"`):
-            Where the KL penalty enters: `"reward"`, `"loss"`, or `"both"` (for the exact KL). Only k1 in the reward,
-            or the exact KL in both, leads to the KL-regularised optimum; see docs/choices.md.
+            Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL).
         kl_target (`float`, *optional*):
-            Steer `kl_coef` so that a completion's mean KL is this many nats.
+            Adapt `kl_coef` to keep the mean KL per completion at this many nats.
         kl_horizon (`int`, *optional*, defaults to `10000`):
-            Completions over which that steering acts; a longer one is slower.
+            Completions over which `kl_coef` adapts; larger is slower.
         target_kl (`float`, *optional*):
-            End a rollout's updates once the policy has moved this far from the one that sampled, in nats a token.
+            Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
-            `"gae"` with a critic. Without one: `"grpo"` (the default then), `"dr_grpo"`, `"rloo"` or `"reinforce"`.
+            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"` or `"reinforce"`.
         critic (`str`, *optional*, defaults to `"head"`):
-            `"head"`: a value head on the policy's trunk. `"adapter"`: a value head on an adapter of its own.
-            `"none"`: no critic.
+            Value `"head"` on the policy's trunk, value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
-            Whether the value loss of `critic="head"` trains the policy's adapter too.
+            Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic. Defaults to `learning_rate`.
         critic_init (`str`, *optional*):
-            What the critic starts from: a directory or Hub id that `trl-ppo pretrain-critic` or PPOTrainer wrote or,
-            for `critic="adapter"`, a reward adapter on the same base.
+            Initial critic: a pretrained one, a checkpoint or, for `critic="adapter"`, a reward adapter.
         value_warmup_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps in which only the critic learns.
+            Warm-up optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*, defaults to `0.2`):
             Clip range of the ratio.
         cliprange_high (`float`, *optional*):
             Clip range above 1. Defaults to `cliprange`.
         dual_clip (`float`, *optional*):
-            Bound, above 1, of the ratio where the advantage is negative.
+            Upper bound, above 1, of the ratio when the advantage is negative.
         importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            Whether the ratio is that of each `"token"` or of the whole `"sequence"` (GSPO).
+            Compute the ratio per `"token"` or per `"sequence"` (GSPO).
         loss_aggregation (`str`, *optional*):
-            `"token"`: mean over tokens (the default). `"sequence_mean"`: mean over completions of each one's mean (the
-            default of GRPO). `"sequence_sum"`: mean over completions of each one's sum (of RLOO and REINFORCE).
-            `"constant"`: that, divided by `max_completion_length` (the default of Dr. GRPO).
+            Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
+            `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
         cliprange_value (`float`, *optional*):
-            Clip range of the values, in units of the reward. By default they are not clipped.
+            Clip range of the values, in units of the reward. Values are not clipped by default.
         vf_coef (`float`, *optional*, defaults to `0.1`):
             Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`):
             Coefficient of the entropy bonus.
         entropy_target (`float`, *optional*):
-            Steer `entropy_coef`, from where it is set, so that the entropy stays above this many nats a token.
+            Adapt `entropy_coef` to keep the entropy above this many nats per token.
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount factor.
         lam (`float`, *optional*, defaults to `0.95`):
-            λ of generalised advantage estimation.
+            λ of generalized advantage estimation.
         lam_critic (`float`, *optional*):
             λ of the critic's targets. Defaults to `lam`.
         lam_length_alpha (`float`, *optional*):
-            α of a λ that grows with the completion, 1 − 1/(α·length), for the policy in place of `lam`.
+            α of the length-dependent λ = 1 − 1/(α·length), which replaces `lam` for the policy.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Scale the token rewards of a rollout to unit variance (their mean stays).
+            Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
-            Shift and scale the advantages of a rollout to zero mean and unit variance. Defaults to `True` with a
-            critic, to `False` without.
+            Whether to whiten the advantages of a rollout. Defaults to `True` with a critic, else `False`.
         ptx_coef (`float`, *optional*, defaults to `1.0`):
             Coefficient of the supervised loss on the trainer's `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`):
-            Longest supervised row, in tokens; what is longer, or than the model's context, is cut off.
+            Maximum length of a supervised row, in tokens. Longer rows are truncated.
         ema_decay (`float`, *optional*):
-            Keep an exponential moving average of the policy's adapter with this decay, and save it in `ema/`.
+            Decay of an exponential moving average of the policy's adapter, saved in `ema/`.
 
         offload_rollout (`bool`, *optional*, defaults to `False`):
-            Keep a rollout's tensors in main memory, but for the micro-batch under way.
+            Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
         offload_rewards (`bool`, *optional*, defaults to `False`):
-            Keep reward models in main memory, but while they score.
+            Whether to keep reward models in CPU memory when they do not score.
 
         max_skipped_steps (`int`, *optional*, defaults to `5`):
-            The run ends at this many optimizer steps in a row that were skipped because a gradient was not finite.
-            With fp16 the gradient scaler skips steps by itself, and they are not counted.
+            End the run after this many consecutive steps with a NaN or inf gradient (not with fp16's scaler).
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
-            Whether a checkpoint may be resumed under settings other than those it was saved under.
+            Whether a checkpoint may be resumed under settings that differ from those it was saved under.
 
         log_completions (`bool`, *optional*, defaults to `False`):
-            Print a table of completions whenever metrics are logged.
+            Whether to print a table of completions whenever metrics are logged.
         num_completions_to_print (`int`, *optional*, defaults to `8`):
             Rows of that table.
     """
@@ -188,161 +191,239 @@ class PPOConfig(TrainingArguments):
         "generation_kwargs",
     ]
 
-    learning_rate: float = field(default=5e-5, metadata={"help": "Initial learning rate of AdamW."})
-    adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW."})
-    bf16: bool | None = field(
-        default=None, metadata={"help": "Train in bfloat16. Defaults to True on a GPU that has it, else False."}
-    )
-    logging_steps: float = field(default=10, metadata={"help": "Optimizer steps between two logs."})
-    remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Must stay False: reward functions need the dataset's columns."}
-    )
+    learning_rate: float = 5e-5
+    adam_epsilon: float = 1e-5
+    bf16: bool | None = None
+    logging_steps: float = 10
+    remove_unused_columns: bool | None = False
 
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments of from_pretrained, when `model` is a string."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether models and tokenizers given as strings may run their own code."}
-    )
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
 
-    shuffle_dataset: bool = field(default=True, metadata={"help": "Whether to shuffle the prompts."})
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments of the chat template."}
-    )
-    num_generations: int = field(default=1, metadata={"help": "Completions sampled for each prompt."})
-    generation_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Completions of a rollout, over all processes. Sets gradient_accumulation_steps."},
-    )
-    per_device_generation_batch_size: int | None = field(
-        default=None, metadata={"help": "Completions sampled at a time on a process. Default: the whole rollout."}
-    )
-    max_completion_length: int = field(default=256, metadata={"help": "Longest completion, in tokens."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus of the sampling distribution."})
-    top_k: int = field(default=0, metadata={"help": "Sample from this many most likely tokens; 0 is all."})
-    min_p: float | None = field(default=None, metadata={"help": "Least share of the likeliest token's probability."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens that occurred before."})
-    generation_backend: str = field(default="transformers", metadata={"help": "transformers or continuous_batching."})
-    generation_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further fields of GenerationConfig, or of ContinuousBatchingConfig."}
-    )
+    shuffle_dataset: bool = True
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    num_generations: int = 1
+    generation_batch_size: int | None = None
+    per_device_generation_batch_size: int | None = None
+    max_completion_length: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    generation_backend: Literal["transformers", "continuous_batching"] = "transformers"
+    generation_kwargs: dict[str, Any] | str | None = None
 
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each reward."})
-    reward_quantization: str | None = field(
-        default="nf4", metadata={"help": "How reward models given as strings are loaded: nf4, fp4, int8 or none."}
-    )
-    per_device_reward_batch_size: int = field(
-        default=16, metadata={"help": "Completions a reward model scores at a time."}
-    )
-    reward_label: int | None = field(
-        default=None, metadata={"help": "Which label is the reward, for reward models with several."}
-    )
-    reward_on_error: str = field(
-        default="raise", metadata={"help": "Where a reward fails: raise, skip the completion, or a number."}
-    )
-    max_reward_failures: float = field(default=0.5, metadata={"help": "Share of a rollout that may stay unscored."})
-    reward_baseline: str | None = field(
-        default=None, metadata={"help": "'reference' subtracts the mean score of the first rollout."}
-    )
-    normalize_rewards: bool = field(
-        default=False, metadata={"help": "Shift and scale scores by their running mean and deviation."}
-    )
-    reward_clip_range: float | None = field(default=None, metadata={"help": "Clip the score to plus or minus this."})
-    missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of a completion without EOS."}
-    )
-    mask_truncated_completions: bool = field(
-        default=False, metadata={"help": "Leave completions that were cut off out of the update."}
-    )
+    reward_weights: list[float] | None = None
+    reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
+    per_device_reward_batch_size: int = 16
+    reward_label: int | None = None
+    reward_on_error: str = "raise"
+    max_reward_failures: float = 0.5
+    reward_baseline: Literal["reference"] | None = None
+    normalize_rewards: bool = False
+    reward_clip_range: float | None = None
+    missing_eos_penalty: float | None = None
+    mask_truncated_completions: bool = False
 
-    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over a rollout."})
-    num_mini_batches: int = field(default=1, metadata={"help": "Optimizer steps in a pass over a rollout."})
-    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty."})
-    kl_estimator: str = field(default="k1", metadata={"help": "The KL of a token: k1, k2, k3 or exact."})
-    kl_placement: str = field(default="reward", metadata={"help": "Where the KL enters: reward, loss or both."})
-    kl_target: float | None = field(
-        default=None, metadata={"help": "Steer kl_coef towards this KL of a completion, in nats."}
-    )
-    kl_horizon: int = field(default=10000, metadata={"help": "Completions over which kl_coef is steered."})
-    target_kl: float | None = field(
-        default=None, metadata={"help": "End a rollout's updates at this KL from the policy that sampled."}
-    )
-    advantage_estimator: str | None = field(
-        default=None, metadata={"help": "gae with a critic; grpo, dr_grpo, rloo or reinforce without."}
-    )
-    critic: str = field(default="head", metadata={"help": "head, adapter or none."})
-    critic_backprop: bool = field(
-        default=True, metadata={"help": "Whether the value loss of a head trains the policy's adapter."}
-    )
-    critic_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the critic."})
-    critic_init: str | None = field(
-        default=None, metadata={"help": "Pretrained critic, checkpoint or reward adapter that the critic starts from."}
-    )
-    value_warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps in which only the critic learns."})
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
-    cliprange_high: float | None = field(default=None, metadata={"help": "Clip range of the ratio above 1."})
-    dual_clip: float | None = field(
-        default=None, metadata={"help": "Bound of the ratio where the advantage is negative."}
-    )
-    importance_sampling_level: str = field(
-        default="token", metadata={"help": "Whether the ratio is a token's or the whole sequence's."}
-    )
-    loss_aggregation: str | None = field(
-        default=None, metadata={"help": "token, sequence_mean, sequence_sum or constant."}
-    )
-    cliprange_value: float | None = field(default=None, metadata={"help": "Clip range of the values."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Coefficient of the value loss."})
-    entropy_coef: float = field(default=0.0, metadata={"help": "Coefficient of the entropy bonus."})
-    entropy_target: float | None = field(
-        default=None, metadata={"help": "Steer entropy_coef so that the entropy stays above this."}
-    )
-    gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
-    lam_critic: float | None = field(default=None, metadata={"help": "Lambda of the critic's targets."})
-    lam_length_alpha: float | None = field(
-        default=None, metadata={"help": "Alpha of a lambda that grows with the completion's length."}
-    )
-    whiten_rewards: bool = field(default=False, metadata={"help": "Scale token rewards to unit variance."})
-    whiten_advantages: bool | None = field(
-        default=None, metadata={"help": "Shift and scale advantages to zero mean and unit variance."}
-    )
+    num_ppo_epochs: int = 4
+    num_mini_batches: int = 1
+    kl_coef: float = 0.05
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
+    kl_placement: Literal["reward", "loss", "both"] = "reward"
+    kl_target: float | None = None
+    kl_horizon: int = 10000
+    target_kl: float | None = None
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] | None = None
+    critic: Literal["head", "adapter", "none"] = "head"
+    critic_backprop: bool = True
+    critic_learning_rate: float | None = None
+    critic_init: str | None = None
+    value_warmup_steps: int = 0
+    cliprange: float = 0.2
+    cliprange_high: float | None = None
+    dual_clip: float | None = None
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
+    cliprange_value: float | None = None
+    vf_coef: float = 0.1
+    entropy_coef: float = 0.0
+    entropy_target: float | None = None
+    gamma: float = 1.0
+    lam: float = 0.95
+    lam_critic: float | None = None
+    lam_length_alpha: float | None = None
+    whiten_rewards: bool = False
+    whiten_advantages: bool | None = None
 
-    ptx_coef: float = field(default=1.0, metadata={"help": "Coefficient of the supervised loss."})
-    ptx_max_length: int = field(default=512, metadata={"help": "Longest supervised row, in tokens."})
-    ema_decay: float | None = field(default=None, metadata={"help": "Decay of the policy's moving average."})
+    ptx_coef: float = 1.0
+    ptx_max_length: int = 512
+    ema_decay: float | None = None
 
-    offload_rollout: bool = field(default=False, metadata={"help": "Keep a rollout's tensors in main memory."})
-    offload_rewards: bool = field(default=False, metadata={"help": "Keep reward models in main memory."})
+    offload_rollout: bool = False
+    offload_rewards: bool = False
 
-    max_skipped_steps: int = field(
-        default=5, metadata={"help": "Steps in a row with a gradient that is not finite before the run ends."}
-    )
-    resume_with_changed_settings: bool = field(
-        default=False, metadata={"help": "Whether a checkpoint may be resumed under other settings."}
-    )
+    max_skipped_steps: int = 5
+    resume_with_changed_settings: bool = False
 
-    log_completions: bool = field(default=False, metadata={"help": "Print a table of completions at every log."})
-    num_completions_to_print: int = field(default=8, metadata={"help": "Rows of that table."})
+    log_completions: bool = False
+    num_completions_to_print: int = 8
 
     def __post_init__(self):
+        check_types(self)
+        # 1. Defaults that depend on other fields
+        with_critic = self.critic != "none"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        choose_defaults(self)
-        check_values(self)
-        super().__post_init__()
-        check_generation(self)
+        if self.advantage_estimator is None:
+            self.advantage_estimator = "gae" if with_critic else "grpo"
+        if self.loss_aggregation is None:
+            self.loss_aggregation = _AGGREGATION.get(self.advantage_estimator, "token")
+        if self.whiten_advantages is None:
+            self.whiten_advantages = with_critic
         if self.ddp_find_unused_parameters is None:
-            # every trainable parameter takes part in every forward, so the search would be time lost
+            # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
+        # 2. Rules; a refused config must not leave anything behind, and the base class creates directories
+        self.check_values()
+        # 3. Parsing of JSON, devices, world size
+        super().__post_init__()
+        # 4. Rules that need them
+        self._check_generation_kwargs()
         if self.generation_batch_size is not None:
             self._derive_accumulation()
-        plan = BatchPlan.from_config(self, self.world_size)
-        check_horizon(self, plan.completions)
+        completions = BatchPlan.from_config(self, self.world_size).completions
+        if self.kl_target is not None and self.kl_horizon <= AdaptiveKL.MAX_ERROR * completions:
+            raise ValueError(
+                f"`kl_horizon` must be above {AdaptiveKL.MAX_ERROR * completions:g} for rollouts of {completions} "
+                f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
+            )
+
+    def check_values(self) -> None:
+        """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
+        for needed, fits, names in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ValueError(f"`{name}` must be {needed}, got {value}.")
+        self._check_mappings()
+        for name, why in _UNSUPPORTED.items():
+            value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
+            if value not in (default, None, False):
+                raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` must be False: rewards need the columns of the dataset.")
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
+        self._check_reward_on_error()
+        self._check_coefficients()
+        self._check_critic()
+
+    def _check_mappings(self) -> None:
+        """Raise for text that is not a JSON object, in fields that hold a mapping."""
+        for name in self._VALID_DICT_FIELDS:
+            text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
+            if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
+                continue
+            try:
+                valid = isinstance(json.loads(text), dict)
+            except (ValueError, RecursionError):
+                valid = False
+            if not valid:
+                file = ", or the path of a file" if may_be_file else ""
+                raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
+
+    def _check_reward_on_error(self) -> None:
+        if self.reward_on_error in ("raise", "skip"):
+            return
+        try:
+            score = float(self.reward_on_error)
+        except (ValueError, OverflowError):
+            score = math.nan
+        if not math.isfinite(score):
+            got = shown("reward_on_error", self.reward_on_error)
+            raise ValueError(f"`reward_on_error` must be 'raise', 'skip' or a finite number, got {got}.")
+        self.reward_on_error = str(score)  # text, as on a command line
+
+    def _check_coefficients(self) -> None:
+        """Check the coefficients of KL and entropy."""
+        if self.entropy_target is not None and self.entropy_coef < 0:
+            raise ValueError(f"`entropy_coef` must be at least 0 with `entropy_target`, got {self.entropy_coef}.")
+        if self.kl_placement == "both" and self.kl_estimator != "exact":
+            raise ValueError(f"`kl_placement='both'` needs `kl_estimator='exact'`, got {self.kl_estimator!r}.")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("`kl_target` scales `kl_coef`, which must not start at 0; try `kl_coef=0.05`.")
+        if self.kl_target is None and self.kl_horizon != 10000:
+            raise ValueError(f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or leave it out.")
+        if self.kl_coef and (self.kl_estimator, self.kl_placement) in (("k1", "loss"), ("exact", "reward")):
+            logger.warning(
+                "kl_estimator=%r with kl_placement=%r hardly holds the policy back: %s. See docs/choices.md.",
+                self.kl_estimator,
+                self.kl_placement,
+                "its gradient is zero in expectation"
+                if self.kl_estimator == "k1"
+                else "the KL at a token does not depend on that token, so only earlier ones are charged; use 'both'",
+            )
+
+    def _check_critic(self) -> None:
+        estimator = self.advantage_estimator
+        if (estimator == "gae") == (self.critic == "none"):
+            raise ValueError(
+                f"`advantage_estimator={estimator!r}` does not go with `critic={self.critic!r}`; use 'gae' with a "
+                "critic, and 'grpo', 'dr_grpo', 'rloo' or 'reinforce' without."
+            )
+        if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
+            raise ValueError(
+                f"`num_generations` must be at least 2 for `advantage_estimator={estimator!r}`, which compares the "
+                f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'reinforce'."
+            )
+        for name in _CRITIC_ONLY if self.critic == "none" else ():
+            value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
+            if value != default:
+                raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
+        if self.critic == "adapter" and not self.critic_backprop:
+            raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
+
+    def _check_generation_kwargs(self) -> None:
+        names = sorted(self.generation_kwargs or {})
+        if self.generation_backend == "continuous_batching":
+            if self.repetition_penalty != 1:
+                raise ValueError(
+                    f"`repetition_penalty` must be 1.0 with continuous batching, which shows it only the newest "
+                    f"token, got {self.repetition_penalty}; use `generation_backend='transformers'`."
+                )
+            for name in set(names) - _CONTINUOUS_BATCHING:
+                raise ValueError(
+                    f"`generation_kwargs` holds `{name}`; with `generation_backend='continuous_batching'` it takes "
+                    f"only {', '.join(sorted(_CONTINUOUS_BATCHING))}. Leave it out, or use "
+                    "`generation_backend='transformers'`."
+                )
+            return
+        known = vars(GenerationConfig())
+        for name in names:
+            if name not in known:
+                raise ValueError(f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`.")
+            if name in _OF_THE_POLICY:
+                raise ValueError(
+                    f"`generation_kwargs` holds `{name}`, on which log-probs and shapes depend; set the field of "
+                    "`PPOConfig` if it has one, else leave it out (`num_generations` repeats prompts)."
+                )
+
+    def _derive_accumulation(self) -> None:
+        steps = accumulation_for(
+            self.generation_batch_size, self.num_mini_batches, self.per_device_train_batch_size, self.world_size
+        )
+        # DeepSpeed's config has been filled in by now and would keep the default of 1
+        if self.gradient_accumulation_steps not in ({steps} if self.deepspeed else {1, steps}):
+            raise ValueError(
+                f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of "
+                f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; leave one of the two out."
+            )
+        self.gradient_accumulation_steps = steps
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # or `dataclass` gives a subclass one that shows tokens
+        if "__repr__" not in vars(cls):  # `dataclass` would add one that shows tokens
             cls.__repr__ = PPOConfig.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
@@ -352,25 +433,12 @@ class PPOConfig(TrainingArguments):
     __str__ = __repr__
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as they may be logged.
+        """Settings that are safe to log.
 
         Returns:
             `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`.
         """
         return without_secrets(super().to_dict())
-
-    def _derive_accumulation(self) -> None:
-        size, passes = self.per_device_train_batch_size, self.world_size
-        steps = accumulation_for(int(self.generation_batch_size or 0), self.num_mini_batches, size, passes)
-        if self.gradient_accumulation_steps not in (1, steps) or (
-            # DeepSpeed's own config has been filled in by now and would keep the old number
-            self.deepspeed is not None and self.gradient_accumulation_steps != steps
-        ):
-            raise ValueError(
-                f"`generation_batch_size={self.generation_batch_size}` asks for gradient_accumulation_steps={steps}, "
-                f"got {self.gradient_accumulation_steps}; set {steps}, or leave one of the two out."
-            )
-        self.gradient_accumulation_steps = steps
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
@@ -390,3 +458,121 @@ class PPOConfig(TrainingArguments):
         if name not in PRESETS:
             raise ValueError(f"There is no preset {name!r}; there are {', '.join(map(repr, PRESETS))}.")
         return cls(output_dir, **(PRESETS[name] | overrides))
+
+
+# the help of `trl-ppo train` is the docstring's
+for _name, _help in re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", PPOConfig.__doc__ or "", re.MULTILINE):
+    PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
+
+# default of `loss_aggregation` in the paper of each estimator
+_AGGREGATION = {"grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "sequence_sum", "reinforce": "sequence_sum"}
+# what a value must be, besides finite
+_RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
+        "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print kl_horizon "
+        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps",
+    ),
+    (
+        "above 0",
+        lambda x: x > 0,
+        "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
+        "target_kl critic_learning_rate lam_length_alpha",
+    ),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
+        "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
+        "kl_coef vf_coef ptx_coef entropy_target",
+    ),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
+    ("at least 0 and below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "top_p"),
+    ("above 1", lambda x: x > 1, "dual_clip"),
+    ("at least 2", lambda x: x >= 2, "ptx_max_length"),
+    ("at least 1, or -1 to use `num_train_epochs`", lambda x: x == -1 or x >= 1, "max_steps"),
+    ("from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "seed"),
+    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63, "data_seed"),
+]
+_SAME_FORWARD = "old and new log-probs must come from the same forward"
+_UNSUPPORTED = {
+    "label_smoothing_factor": "PPO has no labels",
+    "train_sampling_strategy": "`shuffle_dataset` determines the order of the prompts",
+    "neftune_noise_alpha": _SAME_FORWARD,
+    "torch_compile": _SAME_FORWARD,
+    "use_liger_kernel": "log-probs are fused already",
+    "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
+    "and, to keep the rollout, `generation_batch_size` instead",
+    "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
+    "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
+    "include_num_input_tokens_seen": "`num_tokens` is always logged",
+}
+# `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
+# their mean would reward length.
+_CRITIC_ONLY = (
+    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init value_warmup_steps "
+    "whiten_rewards cliprange_value"
+).split()
+# what is sampled, and from which distribution: these are fields of the config, or fixed
+_OF_THE_POLICY = set(
+    "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
+    "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "
+    "num_beam_groups diversity_penalty dola_layers low_memory".split()
+)
+# the other fields of its config are set by the generator, follow from this config, or would have no effect
+_CONTINUOUS_BATCHING = set(
+    "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "
+    "use_async_batching default_compile_level auto_switch_to_flash".split()
+)
+# values that the annotations do not allow and the code does
+_TYPES: dict[str, Any] = {
+    "max_grad_norm": float | None,
+    "reward_on_error": str | float,
+    "accelerator_config": AcceleratorConfig | dict | str | None,
+    "fsdp": str | bool | list[str] | None,
+    "debug": str | list[str] | None,
+}
+
+
+def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
+    """Raise a `ValueError` if a field's value is not of its type: a YAML file may set anything."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name, None)
+        if name in skip or not field.init or value is field.default:
+            continue
+        hint = _TYPES.get(name, hints[name])
+        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        enums = [entry for entry in types if isinstance(entry, type) and issubclass(entry, Enum)]
+        choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
+        if choices:
+            types = (Literal[tuple(choices)],)  # type: ignore[assignment]
+        try:
+            type_validator(name, value, Union[tuple(map(_accepted, types))])  # noqa: UP007
+        except TypeError:  # whose text would show secrets
+            needed = " or ".join(map(_needed, types))
+            # in YAML 1.1 `eval_strategy: no` is a boolean
+            quotes = " In YAML, no, off, yes and on are booleans: quote them." if isinstance(value, bool) else ""
+            raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}.{quotes}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"`{name}` must be finite, got {value}.")
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="replace").decode()):
+                raise ValueError(f"`{name}` holds a NUL or half a surrogate pair, which no file name can; remove it.")
+
+
+def _accepted(hint: Any) -> Any:
+    """Type that is accepted for an annotation: also whole numbers for floats, paths for text, tuples for lists."""
+    if get_origin(hint) is list:
+        entry = _accepted(get_args(hint)[0])
+        return list[entry] | tuple[entry, ...]
+    return {float: float | int, str: str | os.PathLike}.get(hint, hint)
+
+
+def _needed(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    return inspect.formatannotation(hint).removesuffix("Type")  # of NoneType

@@ -125,34 +125,27 @@ def uses_deepspeed(args: Any) -> bool:
     return args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
 
-def check_deepspeed(args: Any) -> None:
-    """Raise a `ValueError` for settings that do not work with DeepSpeed.
-
-    DeepSpeed takes the optimizer step within the backward, unless the gradient is NaN.
-    """
-    plugin, installed = args.deepspeed_plugin, version("deepspeed")
-    config = plugin.hf_ds_config.config
-    applies_all = plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False
-    unsupported = {
-        "`critic_learning_rate` needs the trainer's optimizer, but DeepSpeed's config has one; remove its section "
-        "`optimizer`, or `critic_learning_rate`.": args.critic_learning_rate is not None and "optimizer" in config,
-        "DeepSpeed would apply non-finite gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
-        "`stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP, which equals stage 0.": applies_all,
-        f"DeepSpeed {installed} may apply non-finite gradients; install {DEEPSPEED} or newer.": (
-            Version(installed) < DEEPSPEED
-        ),
-        "`fp16=True` is unsupported with DeepSpeed: its loss scale would drop at steps that are skipped on purpose; "
-        "use `bf16`.": args.fp16,
-        "DeepSpeed's config must not have a `scheduler`, which would stop at skipped steps; remove it, and set "
-        "`lr_scheduler_type`.": "scheduler" in config,
-        f"`value_warmup_steps={args.value_warmup_steps}` is unsupported with DeepSpeed, which has taken the policy's "
-        "step before its gradient can be dropped; use `critic_init` (see `trl-ppo pretrain-critic`), or DDP.": (
-            bool(args.value_warmup_steps)
-        ),
-    }
-    for message, given in unsupported.items():
-        if given:
-            raise ValueError(message)
+def check_deepspeed(plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool) -> None:
+    """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
+    config, installed = plugin.hf_ds_config.config, version("deepspeed")
+    if critic_learning_rate is not None and "optimizer" in config:
+        raise ValueError("`critic_learning_rate` needs the trainer's optimizer; leave DeepSpeed's `optimizer` out.")
+    if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
+        raise ValueError(
+            "DeepSpeed would apply NaN or inf gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
+            "`stage` to 1, 2 or 3 and leave that out, or use DDP, which equals stage 0."
+        )
+    if Version(installed) < DEEPSPEED:
+        raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
+    if fp16:
+        raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
+    if "scheduler" in config:
+        raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
+    if value_warmup_steps:
+        raise ValueError(
+            f"`value_warmup_steps={value_warmup_steps}` is not supported with DeepSpeed, which takes the step within "
+            "the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
+        )
 
 
 def skip_deepspeed_step(loss: Tensor, outputs: Tensor) -> Tensor:

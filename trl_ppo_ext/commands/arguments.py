@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from yaml import YAMLError
 
-from ..config import PPOConfig
-from ..field_types import check_types
+from ..config import PPOConfig, check_types
 from ..redaction import is_secret, shortened
 
 # titles of the groups of help, by the first of PPOConfig's own fields in each
@@ -140,7 +139,7 @@ class MixtureConfig(DatasetMixtureConfig):
         entries = self.datasets if isinstance(self.datasets, list) else [None]
         if not all(isinstance(entry, dict) or is_dataclass(entry) for entry in entries):
             raise ValueError("`datasets` must be a list of mappings, each with a `path`; see TRL's dataset mixtures.")
-        check_types(self, leave_out=("datasets",))
+        check_types(self, skip=("datasets",))
         super().__post_init__()
 
 

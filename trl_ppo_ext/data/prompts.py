@@ -18,102 +18,110 @@ from ..ppo.batch_plan import BatchPlan
 from ..redaction import shortened
 
 PROMPT_IDS = "prompt_ids"
-_SHORT = reprlib.Repr()  # of what is long, it looks at the ends alone
+_SHORT = reprlib.Repr()  # reads only the ends of what is long
 _SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 class PromptError(ValueError):
-    """Raised when a dataset or a prompt in it cannot be used, before anything is trained on it."""
+    """Raised for an unusable dataset or row, before training."""
+
+
+def described(prompt: Any) -> str:
+    """One line of a prompt, for an error message."""
+    return shortened(_SHORT.repr(prompt), 200)
 
 
 def _check_columns(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
             f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
-            "`datasets.Dataset.from_list(rows)` makes one of a list of dicts."
+            "`datasets.Dataset.from_list(rows)` converts a list of dicts."
         )
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
         raise PromptError(
-            f'`{name}` needs a column "prompt" (text, or a list of chat messages); it has {sorted(columns)}. '
+            f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
             '`dataset.rename_column("question", "prompt")` renames one.'
         )
     for taken in _REWARD_ARGUMENTS & set(columns):
         raise PromptError(
-            f"`{name}` has a column {taken!r}, but reward functions are given an argument of that name; rename it, as "
-            f'`dataset.rename_column("{taken}", "my_{taken}")` does, or drop it.'
+            f"`{name}` has a column {taken!r}, but reward functions are given an argument of that name; rename it "
+            f'(`dataset.rename_column("{taken}", "my_{taken}")`), or drop it.'
         )
 
 
-def _shown(prompt: Any) -> str:
-    """One line of a prompt, for an error message."""
-    return shortened(_SHORT.repr(prompt), 200)
-
-
-def _check_message(message: Any, place: int) -> None:
-    said = message.get("content") if isinstance(message, dict) else None
-    if not (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(said, str | list | None)
-    ):
-        raise PromptError(
-            f'Message {place} must be a mapping with a "role" and a "content" that are text, got {_shown(message)}.'
-        )
-
-
-def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> list[int]:
+def encode(
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
+) -> list[int]:
+    """Token ids of text or chat messages, with the opening of the answer."""
     if isinstance(prompt, str):
         try:
             return tokenizer(prompt)["input_ids"]
-        except (TypeError, ValueError) as error:  # half a surrogate pair is text in Python, and nowhere else
-            raise PromptError(f"The tokenizer cannot read {_shown(prompt)}: {shortened(error)}") from error
+        except (TypeError, ValueError) as error:  # half a surrogate pair is text only in Python
+            raise PromptError(f"The tokenizer cannot read {described(prompt)}: {shortened(error)}") from error
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
-        raise PromptError(f"A prompt must be text or a list of chat messages, got {_shown(prompt)}.")
+        raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
     for place, message in enumerate(prompt):
-        _check_message(message, place)
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str | list | None):
+            needed = 'a mapping with a "role" and a "content" that are text'
+            raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
     if tokenizer.chat_template is None:
         raise PromptError(
-            "The prompts are chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or "
-            "give the prompts as text."
+            "It has chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or use text."
         )
     try:
-        encoded = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
-        )
-    except Exception as error:  # a template raises what it likes, such as for roles that do not take turns
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=opening, tokenize=True, return_dict=True, **template_kwargs
+        )["input_ids"]
+    except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         raise PromptError(
-            f"The chat template fails with {type(error).__name__} ({shortened(error)}) for {_shown(prompt)}."
+            f"The chat template fails with {type(error).__name__} ({shortened(error)}) for {described(prompt)}."
         ) from error
-    return encoded["input_ids"]
 
 
-def _tokenize_rows(
-    rows: dict[str, list],
-    indices: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: dict[str, Any],
+def map_rows(
+    dataset: Any,
+    encode_row: Callable[[dict], dict[str, list]],
     name: str,
-    longest: int | None,
+    error_class: type[PromptError] = PromptError,
+    **kwargs: Any,
+) -> Any:
+    """Add the columns of token ids that a function returns for each row; its errors name the row."""
+
+    def encode_numbered(row: dict, index: int) -> dict[str, list]:
+        try:
+            return encode_row(row)
+        except PromptError as error:
+            raise error_class(f"Row {index} of {name}: {error}") from error.__cause__
+
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(encode_numbered, with_indices=True, **kwargs)
+    with PartialState().main_process_first():  # one process fills the cache, the others read it
+        return dataset.map(encode_numbered, with_indices=True, desc=f"Tokenizing {name}", **kwargs)
+
+
+def _encode_row(
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    context_length: int | None,
     max_completion_length: int,
 ) -> dict[str, list]:
-    encoded = []
-    for index, prompt in zip(indices, rows["prompt"]):
-        try:
-            ids = [] if prompt in ("", []) else _encode(prompt, tokenizer, chat_template_kwargs)
-        except PromptError as error:
-            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
-        if not ids:
-            raise PromptError(f"Row {index} of `{name}` has an empty prompt; drop it, or give it at least one token.")
-        if longest is not None and len(ids) > longest:
-            raise PromptError(
-                f"Row {index} of `{name}` has a prompt of {len(ids)} tokens; the model's context of "
-                f"{longest + max_completion_length} less max_completion_length={max_completion_length} leaves "
-                f"{longest}. Drop or shorten it, or lower `max_completion_length`."
-            )
-        encoded.append(ids)
-    return {PROMPT_IDS: encoded}
+    prompt = row.get("prompt")
+    ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
+    if not ids:
+        raise PromptError("The prompt is empty; drop it, or give it at least one token.")
+    if context_length is not None and len(ids) > context_length - max_completion_length:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens, but the context of {context_length} minus max_completion_length="
+            f"{max_completion_length} leaves {context_length - max_completion_length}. Drop or shorten it, or lower "
+            "`max_completion_length`."
+        )
+    return {PROMPT_IDS: ids}
 
 
 def tokenize_prompts(
@@ -126,25 +134,19 @@ def tokenize_prompts(
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt as a column, and check every prompt."""
     _check_columns(dataset, name)
-    longest = None if context_length is None else context_length - max_completion_length
-    if longest is not None and longest < 1:
+    if context_length is not None and max_completion_length >= context_length:
         raise PromptError(
             f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of "
             f"{context_length} tokens; lower it."
         )
-    tokenize = partial(
-        _tokenize_rows,
+    encode_row = partial(
+        _encode_row,
         tokenizer=tokenizer,
-        chat_template_kwargs=chat_template_kwargs or {},
-        name=name,
-        longest=longest,
+        template_kwargs=chat_template_kwargs or {},
+        context_length=context_length,
         max_completion_length=max_completion_length,
     )
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(tokenize, batched=True, with_indices=True)
-    # one process fills the cache that the others then read
-    with PartialState().main_process_first():
-        return dataset.map(tokenize, batched=True, with_indices=True, desc=f"Tokenizing {name}")
+    return map_rows(dataset, encode_row, f"`{name}`")
 
 
 class Rows(UserList):

@@ -36,11 +36,11 @@ def streamed(rows):
 both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=["dataset", "stream"])
 
 
-# ---- tokenising ----
+# ---- tokenizing ----
 
 
 @both_kinds
-def test_text_prompts_become_the_ids_of_their_words_and_other_columns_survive(kind):
+def test_text_prompts_become_ids_and_keep_other_columns(kind):
     rows = kind(dataset("w0 w1", "w5", "w2 w2 w3", target=[7, 8, 9], note=["a", "b", "c"]))
     tokenized = list(tokenize_prompts(rows, tokenizer(), "train_dataset", 4))
     assert [row["prompt_ids"] for row in tokenized] == [[4, 5], [9], [6, 6, 7]]  # words follow four special tokens
@@ -50,7 +50,7 @@ def test_text_prompts_become_the_ids_of_their_words_and_other_columns_survive(ki
 
 
 @both_kinds
-def test_chat_prompts_get_the_template_and_the_opening_of_the_answer(kind):
+def test_chat_prompts_get_the_template_and_the_opening(kind):
     rows = kind(dataset(*CHATS, target=[7, 8]))
     policy_tokenizer = chat_tokenizer()
     tokenized = list(tokenize_prompts(rows, policy_tokenizer, "train_dataset", 4))
@@ -72,14 +72,14 @@ def test_chat_template_kwargs_reach_the_template():
 
 
 @both_kinds
-def test_a_prompt_may_fill_the_context_up_to_the_completion_and_no_further(kind):
+def test_prompts_may_fill_the_context_minus_the_completion(kind):
     fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
     list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context_length=8))
     with pytest.raises(PromptError) as caught:
         list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context_length=8))
     for part in (
         "Row 1 of `train_dataset`",
-        "prompt of 4 tokens",
+        "prompt has 4 tokens",
         "context of 8",
         "max_completion_length=5",
         "leaves 3",
@@ -87,7 +87,7 @@ def test_a_prompt_may_fill_the_context_up_to_the_completion_and_no_further(kind)
         assert part in str(caught.value)
 
 
-def test_the_row_of_an_error_is_counted_over_the_whole_dataset():
+def test_errors_count_rows_over_the_whole_dataset():
     rows = dataset(*["w1"] * 2500, "")  # tokenised in batches of a thousand
     for kind in (rows, streamed(rows)):
         with pytest.raises(PromptError, match="Row 2500 of `eval_dataset`"):
@@ -98,15 +98,15 @@ def test_the_row_of_an_error_is_counted_over_the_whole_dataset():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        pytest.param(dataset("w1", ""), r"Row 1 .*empty prompt.*drop it", id="empty text"),
-        pytest.param(dataset("w1", "  "), r"Row 1 .*empty prompt.*drop it", id="blank text"),
-        pytest.param(dataset(CHATS[0], []), r"Row 1 .*empty prompt.*drop it", id="empty chat"),
+        pytest.param(dataset("w1", ""), r"Row 1 .*prompt is empty.*drop it", id="empty text"),
+        pytest.param(dataset("w1", "  "), r"Row 1 .*prompt is empty.*drop it", id="blank text"),
+        pytest.param(dataset(CHATS[0], []), r"Row 1 .*prompt is empty.*drop it", id="empty chat"),
         pytest.param(dataset("w1", None), r"Row 1 .*text or a list of chat messages, got None", id="missing"),
         pytest.param(dataset(3), r"Row 0 .*text or a list of chat messages, got 3", id="a number"),
         pytest.param(dataset([3, 4]), r"Row 0 .*text or a list of chat messages, got \[3, 4\]", id="token ids"),
     ],
 )
-def test_unusable_prompts_are_refused_with_their_row(kind, rows, message):
+def test_unusable_prompts_raise_with_their_row(kind, rows, message):
     with pytest.raises(PromptError, match=message):
         list(tokenize_prompts(kind(rows), chat_tokenizer(), "train_dataset", 4))
 
@@ -117,13 +117,13 @@ def test_chat_prompts_need_a_chat_template():
 
 
 @both_kinds
-def test_a_dataset_without_prompts_is_refused_with_its_columns(kind):
+def test_dataset_without_prompts_raises_with_its_columns(kind):
     rows = kind(Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}))
     with pytest.raises(PromptError, match=r"`train_dataset`.*\"prompt\".*\['answer', 'question'\].*rename_column"):
         tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
 
 
-def test_what_is_no_dataset_or_has_no_room_is_refused():
+def test_invalid_or_empty_datasets_raise():
     with pytest.raises(TypeError, match=r"`eval_dataset` must be .*got list; .*from_list"):
         tokenize_prompts([{"prompt": "w1"}], tokenizer(), "eval_dataset", 4)
     with pytest.raises(PromptError, match=r"`train_dataset` is empty.*at least one prompt"):
@@ -133,7 +133,7 @@ def test_what_is_no_dataset_or_has_no_room_is_refused():
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state"])
-def test_a_column_that_a_reward_function_could_not_be_given_is_refused(column):
+def test_columns_named_as_reward_arguments_raise(column):
     """Reward functions get an argument of this name already."""
     with pytest.raises(PromptError, match=rf"`train_dataset`.*{column}"):
         tokenize_prompts(dataset("w1", **{column: ["x"]}), tokenizer(), "train_dataset", 4)
@@ -151,7 +151,7 @@ def sampler(rows, prompts_, generations, repeats, shuffle=True, seed=0, epoch=0)
     return built
 
 
-def test_every_rollout_comes_once_for_each_of_its_micro_batches_with_each_prompt_once_for_each_completion():
+def test_sampler_repeats_rollouts_and_prompts():
     for rows, prompts_, generations, repeats in SIZES:
         built = sampler(rows, prompts_, generations, repeats)
         drawn = torch.tensor(list(built)).reshape(-1, repeats, prompts_, generations)
@@ -159,7 +159,7 @@ def test_every_rollout_comes_once_for_each_of_its_micro_batches_with_each_prompt
         assert (drawn == drawn[:, :1, :, :1]).all(), (rows, prompts_, generations, repeats)
 
 
-def test_no_prompt_is_dropped_and_the_last_rollout_is_filled_evenly():
+def test_sampler_drops_no_prompt_and_fills_evenly():
     for rows, prompts_, generations, repeats in SIZES:
         drawn = torch.tensor(list(sampler(rows, prompts_, generations, repeats)))
         order = drawn.reshape(-1, repeats, prompts_, generations)[:, 0, :, 0].flatten()
@@ -169,7 +169,7 @@ def test_no_prompt_is_dropped_and_the_last_rollout_is_filled_evenly():
         assert times.max() - times.min() <= 1, (rows, prompts_)
 
 
-def test_the_order_depends_on_seed_and_epoch_alone():
+def test_sampler_order_depends_only_on_seed_and_epoch():
     def order(**kwargs):
         return list(sampler(30, 6, 1, 1, **kwargs))
 
@@ -186,7 +186,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert torch.equal(torch.get_rng_state(), state)  # ... nor moving it
 
 
-def test_a_stream_gives_what_the_sampler_gives_without_shuffling():
+def test_stream_equals_the_unshuffled_sampler():
     for rows, prompts_, generations, repeats in SIZES:
         stream = RolloutStream(streamed(Dataset.from_dict({"row": list(range(rows))})), prompts_, generations, repeats)
         expected = list(sampler(rows, prompts_, generations, repeats, shuffle=False))
@@ -194,12 +194,12 @@ def test_a_stream_gives_what_the_sampler_gives_without_shuffling():
         assert [row["row"] for row in stream] == expected  # and again, in the next epoch
 
 
-def test_a_stream_that_ends_within_a_rollout_begins_anew_to_fill_it():
+def test_stream_restarts_to_fill_the_last_rollout():
     stream = RolloutStream(streamed(Dataset.from_dict({"row": [0, 1, 2, 3, 4]})), 3, 1, 2)
     assert [row["row"] for row in stream] == [0, 1, 2, 0, 1, 2, 3, 4, 0, 3, 4, 0]
 
 
-def test_a_shuffled_stream_has_another_order_in_another_epoch():
+def test_shuffled_stream_changes_its_order_per_epoch():
     rows = streamed(Dataset.from_dict({"row": list(range(30))})).shuffle(seed=0, buffer_size=30)
     orders = []
     for epoch in (0, 1, 0):
@@ -217,13 +217,13 @@ def test_a_shuffled_stream_has_another_order_in_another_epoch():
         pytest.param(IterableDataset.from_generator(lambda: iter(())), id="columns unknown"),
     ],
 )
-def test_an_empty_stream_is_refused(rows):
+def test_empty_stream_raises(rows):
     with pytest.raises(PromptError, match="at least one prompt"):
         next(iter(RolloutStream(tokenize_prompts(rows, tokenizer(), "train_dataset", 4), 3, 1, 2)))
 
 
 @both_kinds
-def test_a_batch_of_the_trainer_is_the_prompts_of_a_rollout(tmp_path, kind):
+def test_trainer_batch_holds_the_prompts_of_a_rollout(tmp_path, kind):
     args = config(
         tmp_path,
         per_device_train_batch_size=3,

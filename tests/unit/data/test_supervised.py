@@ -1,4 +1,4 @@
-"""Supervised rows of PPO-ptx: what of them is learned, and which of them a rollout gets."""
+"""Supervised rows of PPO-ptx: learned tokens, and the rows of each rollout."""
 
 import math
 
@@ -55,57 +55,57 @@ def tokenized(dataset, policy_tokenizer=None, max_length=64, **kwargs):
     return [(row["prompt_ids"], row["completion_ids"]) for row in result]
 
 
-# ---- what is learned ----
+# ---- learned tokens ----
 
 
-def test_of_a_text_all_but_the_first_token_is_learned_and_its_end():
+def test_text_is_learned_from_its_second_token_to_eos():
     assert tokenized(rows("w0 w1 w2", "w3")) == [([4], [5, 6, EOS]), ([7], [EOS])]
 
 
-def test_of_prompt_and_completion_only_the_completion_is_learned_and_its_end():
+def test_completion_is_learned_to_eos_and_its_prompt_is_not():
     assert tokenized(rows(("w0 w1", " w2 w3"), ("w4", " w5"))) == [([4, 5], [6, 7, EOS]), ([8], [9, EOS])]
 
 
-def test_eos_is_not_written_twice():
+def test_eos_is_not_added_twice():
     assert tokenized(rows("w0 w1 <eos>")) == [([4], [5, EOS])]
     assert tokenized(rows(("w0", " w1<eos>"))) == [([4], [5, EOS])]
     assert tokenized(rows(("w0 <eos>", " w1"))) == [([4, EOS], [5, EOS])]  # one within is none at the end
 
 
-def test_a_tokenizer_that_ends_every_text_ends_the_prompt_only_with_its_completion(recwarn):
+def test_tokenizer_with_eos_ends_only_the_completion(recwarn):
     assert tokenized(rows(("w0 w1", " w2")), enclosing_tokenizer()) == [([BOS, 4, 5], [6, EOS])]
     assert tokenized(rows("w0"), enclosing_tokenizer()) == [([BOS], [4, EOS])]
     assert not [warning for warning in recwarn if "PTX" in str(warning.message)]
 
 
-def test_a_tokenizer_without_eos_ends_nothing():
+def test_tokenizer_without_eos_adds_none():
     endless = tokenizer()
     endless.eos_token = None
     assert tokenized(rows("w0 w1"), endless) == [([4], [5])]
 
 
-def test_of_messages_all_but_the_first_token_is_learned_and_the_template_says_where_they_end():
+def test_messages_are_learned_from_the_second_token():
     assert tokenized(rows(messages=[MESSAGES]), chat_tokenizer()) == [(CHAT_IDS[:1], CHAT_IDS[1:])]
 
 
-def test_of_a_chat_prompt_and_its_answer_only_what_follows_the_opening_is_learned():
+def test_chat_completion_is_learned_after_the_opening():
     assert tokenized(rows((MESSAGES[:1], MESSAGES[1:])), chat_tokenizer()) == [(CHAT_IDS[:6], CHAT_IDS[6:])]
 
 
-def test_a_template_that_drops_the_opening_moves_the_boundary_to_where_the_two_part():
+def test_template_without_the_opening_moves_the_boundary():
     opening_with_a_thought = CHAT_TEMPLATE.replace("'<bos> assistant '", "'<bos> assistant w9 '")
     with pytest.warns(UserWarning, match="All tokens from the first difference"):
         found = tokenized(rows((MESSAGES[:1], MESSAGES[1:])), chat_tokenizer(opening_with_a_thought))
     assert found == [(CHAT_IDS[:6], CHAT_IDS[6:])]
 
 
-def test_a_token_merged_across_the_boundary_is_learned():
+def test_tokens_merged_across_the_boundary_are_learned():
     with pytest.warns(UserWarning, match="tokens merge"):
         found = tokenized(rows(("ca", "bc"), ("a", "bc")), pairs_of_letters())
     assert found == [([4], [5, 4, EOS]), ([5], [4, EOS])]  # but never the first token
 
 
-def test_a_boundary_between_tokens_gives_no_warning(recwarn):
+def test_boundary_between_tokens_does_not_warn(recwarn):
     assert tokenized(rows(("ab", "c")), pairs_of_letters()) == [([5], [4, EOS])]
     assert tokenized(rows((MESSAGES[:1], MESSAGES[1:])), chat_tokenizer())
     assert not [warning for warning in recwarn if "PTX" in str(warning.message)]
@@ -129,7 +129,7 @@ def test_template_arguments_and_tools_reach_the_template():
     assert tools == [*plain, 9, 10]
 
 
-def test_longer_rows_are_cut_at_the_right():
+def test_longer_rows_are_truncated_at_the_right():
     assert tokenized(rows("w0 w1 w2 w3", "w0 w1", "w0"), max_length=3) == [
         ([4], [5, 6]),
         ([4], [5, EOS]),
@@ -153,7 +153,7 @@ def test_other_columns_and_formats_do_not_matter():
         pytest.param(rows(messages=[MESSAGES, MESSAGES * 2]), id="messages"),
     ],
 )
-def test_rows_become_what_they_become_in_sft(dataset, tmp_path):
+def test_rows_equal_those_of_sft(dataset, tmp_path):
     args = SFTConfig(str(tmp_path), max_length=8, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True)
     trainer = SFTTrainer(llama(34), args, train_dataset=dataset, processing_class=chat_tokenizer())
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(len(dataset))])
@@ -164,7 +164,7 @@ def test_rows_become_what_they_become_in_sft(dataset, tmp_path):
         assert batch["input_ids"][index].tolist()[: len(prompt_ids + completion_ids)] == prompt_ids + completion_ids
 
 
-# ---- what is refused ----
+# ---- unusable data ----
 
 
 @pytest.mark.parametrize(
@@ -172,35 +172,41 @@ def test_rows_become_what_they_become_in_sft(dataset, tmp_path):
     [
         pytest.param(rows("w1", ""), r'Row 1 .*"text" is empty; drop', id="empty text"),
         pytest.param(rows("w1", " \n"), r'Row 1 .*"text" is empty; drop', id="blank text"),
-        pytest.param(rows("w1", None), r"Row 1 .*must be text, got 'None'", id="missing text"),
+        pytest.param(rows("w1", None), r"Row 1 .*must be text, got None", id="missing text"),
         pytest.param(rows(("w1", " w2"), ("w1", "")), r'Row 1 .*"completion" is empty', id="empty completion"),
-        pytest.param(rows(("", "w2")), r'Row 0 .*"prompt" is empty.*give it as "text"', id="empty prompt"),
+        pytest.param(rows(("", "w2")), r'Row 0 .*"prompt" is empty; drop the row', id="empty prompt"),
         pytest.param(rows((None, "w2")), r'Row 0 .*"prompt" must be text or a list of chat', id="missing prompt"),
-        pytest.param(rows(("w1", MESSAGES[1:])), r'"completion" must be text, as its prompt is', id="mixed"),
-        pytest.param(rows((MESSAGES[:1], "w1")), r'"completion" must be a list of chat messages, as', id="mixed too"),
+        pytest.param(rows(("w1", MESSAGES[1:])), r'"completion" must be text, got', id="mixed"),
+        pytest.param(rows((MESSAGES[:1], "w1")), r'"completion" must be a list of chat messages, got', id="mixed too"),
         pytest.param(rows(messages=[MESSAGES, []]), r'Row 1 .*"messages" is empty', id="empty messages"),
         pytest.param(rows(messages=["w1"]), r'"messages" must be a list of chat messages, got \'w1\'', id="no chat"),
         pytest.param(rows(text=[MESSAGES]), r'"text" must be text, got', id="chat as text"),
-        pytest.param(rows(messages=[[{"content": "w1"}]]), r'"messages" must be a list of chat', id="no role"),
-        pytest.param(rows(messages=[[{"role": "user", "content": None}]]), r"template does not", id="no text"),
         pytest.param(
-            rows(question=["w1"], note=["w2"]), r"needs .*\"text\"; it has \['note', 'question'\]", id="none"
+            rows(messages=[[{"content": "w1"}]]), r"must be text or a list of chat messages, got", id="no role"
         ),
+        pytest.param(
+            rows(messages=[[{"role": "user", "content": None}]]), r"template fails with UndefinedError", id="no text"
+        ),
+        pytest.param(rows(question=["w1"], note=["w2"]), r"needs .*\"text\".*got \['note', 'question'\]", id="none"),
         pytest.param(rows(prompt=["w1"]), r'needs the columns "prompt" and "completion", or', id="half"),
-        pytest.param(rows(text=["w1"], messages=[MESSAGES]), r"several. `dataset.select_columns\(\['me", id="several"),
-        pytest.param(rows(text=[]), r"dataset is empty; give at least one row", id="no rows"),
+        pytest.param(
+            rows(text=["w1"], messages=[MESSAGES]),
+            r"only one of these forms.*`dataset.select_columns\(\['me",
+            id="several",
+        ),
+        pytest.param(rows(text=[]), r"dataset is empty; pass at least one row", id="no rows"),
         pytest.param(rows("w1").to_iterable_dataset(), r"Dataset.from_list\(list\(stream.take\(n\)\)\)", id="stream"),
         pytest.param(DatasetDict(train=rows("w1")), r'got DatasetDict.*dataset\["train"\]', id="splits"),
-        pytest.param([{"text": "w1"}], r"got list; `Dataset.from_list\(rows\)`", id="list"),
+        pytest.param([{"text": "w1"}], r"got list; use `Dataset.from_list\(rows\)`", id="list"),
     ],
 )
-def test_unusable_data_is_refused_with_its_row_and_a_remedy(dataset, message):
+def test_unusable_data_raises_with_its_row_and_a_remedy(dataset, message):
     with pytest.raises(PTXError, match=message):
         tokenize_ptx(dataset, chat_tokenizer(), 64)
 
 
-def test_the_row_of_an_error_is_counted_over_the_whole_dataset():
-    with pytest.raises(PTXError, match="Row 2500 of the PTX dataset"):  # tokenised in batches of a thousand
+def test_errors_count_rows_over_the_whole_dataset():
+    with pytest.raises(PTXError, match="Row 2500 of the PTX dataset"):  # tokenized in batches of a thousand
         tokenize_ptx(rows(*["w1"] * 2500, ""), tokenizer(), 64)
 
 
@@ -209,13 +215,13 @@ def test_messages_need_a_chat_template():
         tokenize_ptx(rows(messages=[MESSAGES]), chat_tokenizer(None), 64)
 
 
-def test_a_template_that_refuses_a_row_is_quoted():
+def test_errors_of_the_template_are_quoted():
     picky = chat_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(PTXError, match=r"Row 0 .*\(roles must alternate\); drop or reshape"):
+    with pytest.raises(PTXError, match=r"Row 0 .*\(roles must alternate\) for"):
         tokenize_ptx(rows(messages=[MESSAGES]), picky, 64)
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_its_lengths():
+def test_too_long_prompt_raises_with_its_lengths():
     fits, too_long = ("w1 w2 w3", " w4"), ("w1 w2 w3 w4", " w5")
     assert tokenized(rows(fits), max_length=4) == [([5, 6, 7], [8])]
     with pytest.raises(PTXError) as caught:
@@ -224,25 +230,25 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_lengths():
         assert part in str(caught.value)
 
 
-def test_a_row_of_one_token_has_nothing_to_learn():
+def test_row_of_one_token_raises():
     endless = tokenizer()
     endless.eos_token = None
-    with pytest.raises(PTXError, match=r"Row 1 .*none to learn after its first 1; drop or lengthen it"):
+    with pytest.raises(PTXError, match=r"Row 1 .*none to learn after the first 1; drop or lengthen it"):
         tokenize_ptx(rows("w0 w1", "w0"), endless, 64)
 
 
-def test_a_template_without_the_completion_has_nothing_to_learn():
+def test_template_without_the_completion_raises():
     silent = chat_tokenizer("{{ '<bos> ' + messages[0]['content'] }}")
     with pytest.raises(PTXError, match="none to learn"):
         tokenize_ptx(rows((MESSAGES[:1], MESSAGES[1:])), silent, 64)
 
 
-def test_a_length_without_room_to_learn_is_refused():
-    with pytest.raises(PTXError, match=r"max_length=1 .*must be above 1"):
+def test_length_without_room_to_learn_raises():
+    with pytest.raises(PTXError, match=r"max_length=1 leaves none"):
         tokenize_ptx(rows("w0 w1"), tokenizer(), 1)
 
 
-# ---- which rows a rollout gets ----
+# ---- rows of a rollout ----
 
 
 def numbered(count):
@@ -265,7 +271,7 @@ def flat(lists):
     return [row for each in lists for row in each]
 
 
-def test_no_row_repeats_before_all_were_drawn():
+def test_no_row_repeats_before_all_are_drawn():
     for rows_per_process, num_processes in ((3, 1), (5, 1), (2, 3), (4, 2)):
         sources = [sampler(12, rows_per_process, index, num_processes) for index in range(num_processes)]
         taken = [row for rollout in range(30) for source in sources for row in drawn(source, [rollout])[0]]
@@ -281,14 +287,14 @@ def test_each_pass_is_the_permutation_of_its_seed():
         assert taken[10 * number : 10 * number + 10] == expected
 
 
-def test_processes_share_out_what_one_process_would_draw():
+def test_processes_share_the_draw_of_one_process():
     whole = drawn(sampler(11, 6), range(8))
     for num_processes in (2, 3):
         sources = [sampler(11, 6 // num_processes, index, num_processes) for index in range(num_processes)]
         assert [flat(parts) for parts in zip(*(drawn(source, range(8)) for source in sources))] == whole
 
 
-def test_a_draw_depends_on_the_seed_and_the_rollout_alone():
+def test_draw_depends_only_on_seed_and_rollout():
     forwards, backwards = drawn(sampler(), range(9)), drawn(sampler(), reversed(range(9)))
     assert forwards == backwards[::-1]
     torch.manual_seed(99)
@@ -299,7 +305,7 @@ def test_a_draw_depends_on_the_seed_and_the_rollout_alone():
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_a_dataset_smaller_than_a_draw_is_drawn_over_and_over(count):
+def test_small_dataset_is_drawn_evenly(count):
     for taken in drawn(sampler(count, 8), range(4)):
         assert len(taken) == 8
         assert max(map(taken.count, range(count))) - min(map(taken.count, range(count))) <= 1 + (8 % count > 0)
@@ -307,7 +313,7 @@ def test_a_dataset_smaller_than_a_draw_is_drawn_over_and_over(count):
     assert [whole.count(row) for row in range(count)] == [math.ceil(24 / count)] * count
 
 
-def test_a_draw_has_the_rows_token_for_token():
+def test_draw_has_the_tokens_of_its_rows():
     source = sampler(6, 6)
     found, dataset = source.draw(0), numbered(6)
     for position, row in enumerate(drawn(source, [0])[0]):
@@ -318,7 +324,7 @@ def test_a_draw_has_the_rows_token_for_token():
         assert (found.completion_ids[position, completion:] == 0).all()
 
 
-def test_tokenised_rows_can_be_drawn():
+def test_tokenized_rows_can_be_drawn():
     dataset = tokenize_ptx(rows("w0 w1", "w2 w3"), tokenizer(), 64)
     found = PTXSampler(dataset, 2, 0, 1, 0, 0, "cpu").draw(0)
     assert sorted(found.input_ids.tolist()) == [[4, 5, EOS], [6, 7, EOS]]

@@ -14,11 +14,11 @@ from rich.console import Console
 from test_trainer import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, field_types
+from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, redaction
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
-from trl_ppo_ext.data.prompts import PromptError, _encode
+from trl_ppo_ext.data.prompts import PromptError, encode
 from trl_ppo_ext.ppo.samples import Samples
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import Judge, RemoteReward, RewardError, Scored, ScoringBatch, score_all
@@ -68,12 +68,12 @@ def test_what_is_a_secret_is_told_by_its_name():
 def test_a_secret_is_one_in_any_spelling_and_of_any_kind(name, value):
     for settings in (without_secrets({name: value}), without_secrets({"headers": [{name: value}]})):
         assert "k1" not in str(settings) and name in str(settings)
-    assert "k1" not in field_types.shown(name, value)
+    assert "k1" not in redaction.shown(name, value)
 
 
 @pytest.mark.parametrize("name", ["keys", "max_new_tokens", "hotkey", "secretary", "token_ids", "X-Request-Id"])
 def test_what_only_sounds_like_a_secret_is_shown(name):
-    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in field_types.shown(name, "k1")
+    assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in redaction.shown(name, "k1")
 
 
 # ---- length ----
@@ -96,7 +96,7 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
         __call__ = apply_chat_template = fails
 
     with pytest.raises(PromptError, match="no\n") as caught:
-        _encode(prompt, Failing(), {})
+        encode(prompt, Failing(), {})
     assert 300 < len(str(caught.value)) < 900
 
 
