@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, accumulation_for
-from .ppo.coefficients import AdaptiveKL
+from .ppo.math import AdaptiveKL
 from .presets import PRESETS
 from .redaction import shown, without_secrets
 
