@@ -268,13 +268,13 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
         trainer = PPOTrainer(
             base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **given
         )
-        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.experience.rewards)]
+        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.collector.rewards)]
         for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
             for tensor in [*loaded.parameters(), *loaded.buffers()]:  # those from a file were made by no operation
                 tracker.add(tensor)
-        for reward in trainer.experience.rewards:
+        for reward in trainer.collector.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
-        generator, experience = trainer.experience.generator, trainer.experience
+        generator, experience = trainer.collector.generator, trainer.collector
         generator.generate = in_phase(tracker, "generate", generator.generate)
         for name in ("score_tokens",):
             setattr(experience, name, in_phase(tracker, "forward", getattr(experience, name)))

@@ -203,7 +203,7 @@ def watch(trainer: Any, tracker: Any) -> None:
     """Tell the tracker when a phase begins and ends."""
     from estimate import in_phase
 
-    experience, generator = trainer.experience, trainer.experience.generator
+    experience, generator = trainer.collector, trainer.collector.generator
     models = [trainer.model, *(getattr(x, "model", None) for x in experience.rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
         for tensor in [*model.parameters(), *model.buffers()]:  # those from a file were made by no operation

@@ -89,7 +89,7 @@ def train(
         ptx_dataset=ptx,
     )
     if not sample:
-        trainer.experience.generator.generate = completions_of
+        trainer.collector.generator.generate = completions_of
     if nan_at is not None:
         without_a_gradient_at(trainer, nan_at)
     if others:

@@ -76,7 +76,7 @@ def test_a_function_that_cites_a_paper_is_shown_with_it(dotted):
 
 def test_every_function_that_cites_a_paper_is_explained():
     """A new one in the mathematics must be added to the page."""
-    for module in (trl_ppo_ext.ppo_math, import_module("trl_ppo_ext.ppo.group_baselines")):
+    for module in (trl_ppo_ext.ppo_math, import_module("trl_ppo_ext.ppo.math")):
         for member, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and PAPER.search(inspect.getdoc(function) or ""):
                 assert f"{module.__name__}.{member}" in dotted_names(TEXTS[HOW])

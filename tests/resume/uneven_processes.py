@@ -43,7 +43,7 @@ def main(output_dir, batch_size):
     )
     rows = Dataset.from_dict({"prompt": [f"w{row}" for row in range(ROWS)], "row": list(range(ROWS))})
     trainer = PPOTrainer(llama(), reward, args, rows, processing_class=tokenizer())
-    trainer.experience.generator.generate = completions_of
+    trainer.collector.generator.generate = completions_of
     with torch.no_grad():
         trainer.actor_critic.policy.get_base_model().get_input_embeddings().weight[BAD_TOKEN] = math.nan
     trainer.train()

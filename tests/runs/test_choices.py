@@ -88,8 +88,8 @@ class Record(TrainerCallback):
 
     def __init__(self, built):
         self.built, self.collections, self.steps, self.pending = built, [], [], []
-        self.collect, self.compute_loss = built.experience.collect, built.compute_loss
-        built.experience.collect, built.compute_loss = self._collect, self._compute_loss
+        self.collect, self.compute_loss = built.collector.collect, built.compute_loss
+        built.collector.collect, built.compute_loss = self._collect, self._compute_loss
         built.add_callback(self)
 
     def _collect(self, *args):
@@ -881,13 +881,13 @@ def of_policy(weights):
 
 def evaluations_of(built):
     """Record what an evaluation samples."""
-    seen, evaluate = [], built.experience.evaluate
+    seen, evaluate = [], built.collector.evaluate
 
     def recording(*args):
         seen.append(evaluate(*args))
         return seen[-1]
 
-    built.experience.evaluate = recording
+    built.collector.evaluate = recording
     return seen
 
 

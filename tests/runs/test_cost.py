@@ -64,7 +64,7 @@ class Counted:
             trainer.train()
 
     def count(self, trainer, monkeypatch):
-        actor_critic, experience = trainer.actor_critic, trainer.experience
+        actor_critic, experience = trainer.actor_critic, trainer.collector
         base = actor_critic.policy.get_base_model()
         actor_critic.trunk.register_forward_pre_hook(lambda *args: self.forwards.update([self.largest.phase]))
         base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))

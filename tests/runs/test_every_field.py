@@ -25,7 +25,7 @@ from transformers import TrainingArguments
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.ppo.nonfinite import NonFiniteError
+from trl_ppo_ext.ppo.guards import NonFiniteError
 
 INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
 FIELDS = [field.name for field in dataclasses.fields(PPOConfig) if field.name in PPOConfig.__annotations__]
@@ -142,10 +142,10 @@ def counted(built):
         calls["offloaded"] += built.updates.rollout is not rollout
 
     built.updates.start = starting
-    built.experience.collect = during("collect", built.experience.collect)
+    built.collector.collect = during("collect", built.collector.collect)
     built.actor_critic.generate = during("generate", built.actor_critic.generate)
     built.actor_critic.trunk.register_forward_pre_hook(count("trunk"))
-    for reward in built.experience.rewards:
+    for reward in built.collector.rewards:
         if hasattr(reward, "model"):
             reward.model.base_model.register_forward_pre_hook(count("classifier"))
             reward.model.to = during("moved", reward.model.to)
@@ -154,14 +154,14 @@ def counted(built):
 
 def sampled(built):
     """Record prompts and completions of every rollout, as token ids."""
-    rollouts, collect = [], built.experience.collect
+    rollouts, collect = [], built.collector.collect
 
     def recording(*args):
         collected = collect(*args)
         rollouts.append(collected.samples.batch)
         return collected
 
-    built.experience.collect = recording
+    built.collector.collect = recording
     return rollouts
 
 

@@ -18,8 +18,8 @@ from test_trainer import rollouts_of, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
-from trl_ppo_ext.ppo.nonfinite import NonFiniteError, StepGuard, finite_rows, in_words
-from trl_ppo_ext.ppo.random_state import seeded_apart
+from trl_ppo_ext.ppo.guards import NonFiniteError, StepGuard, finite_rows, in_words
+from trl_ppo_ext.trainer import seeded_apart
 
 BAD_TOKEN = 31  # no prompt has it
 NAN, INF = math.nan, math.inf
@@ -60,13 +60,13 @@ SKIP = {"reward_on_error": "skip", "max_reward_failures": 1.0}
 def scripted(output_dir, reward_funcs=reward, **kwargs):
     """A trainer with fixed completions."""
     built = trainer(output_dir, reward_funcs=reward_funcs, **{"max_completion_length": 10} | kwargs)
-    built.experience.generator.generate = completions_of
+    built.collector.generator.generate = completions_of
     return built
 
 
 def poisoned(built, quantity, value):
     """The rollout's forward says `value` at one token of every bad completion; the trained forward is fine."""
-    score_tokens = built.experience.score_tokens
+    score_tokens = built.collector.score_tokens
 
     def poisoning(sequences):
         scores = score_tokens(sequences)
@@ -75,7 +75,7 @@ def poisoned(built, quantity, value):
         x[bad, 1] = value
         return scores._replace(**{quantity: x})
 
-    built.experience.score_tokens = poisoning
+    built.collector.score_tokens = poisoning
     return built
 
 
@@ -137,7 +137,7 @@ def test_a_completion_that_is_not_finite_is_left_out_like_one_whose_reward_faile
     expected = scripted(tmp_path / "b", failing, **settings | SKIP)
     expected.train()
     assert_close(weights(built), weights(expected))
-    state, wanted = built.experience.state_dict(), expected.experience.state_dict()
+    state, wanted = built.collector.state_dict(), expected.collector.state_dict()
     for part, numbers in wanted.items():
         for name, number in numbers.items():
             assert (state[part][name] or 0) == pytest.approx(number or 0, rel=1e-5), name
@@ -258,7 +258,7 @@ def test_masked_completions_alone_make_no_step(tmp_path):
     built = trainer(
         tmp_path, max_completion_length=2, mask_truncated_completions=True, max_steps=4, dataset=prompts(8)
     )
-    built.experience.generator.generate = lambda prompts: [[5, 6]] * 4 + [[5, 1]] * (len(prompts) - 4)
+    built.collector.generator.generate = lambda prompts: [[5, 6]] * 4 + [[5, 1]] * (len(prompts) - 4)
     built.train()
     # rows 0 to 3 are the first step of the first epoch; the second epoch mixes them
     assert [log["empty_steps"] for log in built.state.log_history[:2]] == [1, 0]
@@ -326,7 +326,7 @@ def run_degenerate(tmp_path, generate=None, **settings):
     settings = {"entropy_coef": 0.01, "max_steps": 6, **settings, "reward_funcs": reward_funcs}
     built = trainer(tmp_path, **settings)
     if generate is not None:
-        built.experience.generator.generate = generate
+        built.collector.generator.generate = generate
     rollouts = rollouts_of(built)
     built.train()
     assert all(math.isfinite(value) for log in built.state.log_history for value in log.values())
@@ -398,14 +398,14 @@ def test_the_exact_kl_of_distributions_that_hardly_overlap_is_finite(dtype):
 
 def break_after_collecting(built):
     """The rollout's forward is fine; those of the updates are NaN for completions with BAD_TOKEN."""
-    collect = built.experience.collect
+    collect = built.collector.collect
 
     def breaking(*args):
         collected = collect(*args)
         poison_embedding(built)
         return collected
 
-    built.experience.collect = breaking
+    built.collector.collect = breaking
 
 
 def test_the_report_names_the_rows_and_what_is_not_finite(tmp_path):
@@ -499,14 +499,14 @@ def test_evaluations_leave_a_run_as_it_is_and_sample_alike(tmp_path):
     plain = trainer(tmp_path / "plain", max_steps=8)
     plain.train()
     evaluated = trainer(tmp_path / "evaluated", max_steps=8, eval_dataset=prompts(6), **often)
-    sampled, evaluate = [], evaluated.experience.evaluate
+    sampled, evaluate = [], evaluated.collector.evaluate
 
     def recording(*args):
         samples = evaluate(*args)
         sampled.append(samples.batch.completion_ids)
         return samples
 
-    evaluated.experience.evaluate = recording
+    evaluated.collector.evaluate = recording
     evaluated.train()
     assert len(sampled) >= 3 and all_equal(weights(plain), weights(evaluated))
     evaluated.evaluate()

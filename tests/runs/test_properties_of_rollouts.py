@@ -14,11 +14,13 @@ from torch.utils.data import BatchSampler
 
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.data.prompts import RolloutSampler
-from trl_ppo_ext.ppo.advantages import critic_advantages, group_advantages, token_rewards
+from trl_ppo_ext.ppo.math import critic_advantages, group_advantages, token_rewards
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, accumulation_for
-from trl_ppo_ext.ppo.coefficients import AdaptiveEntropy, AdaptiveKL
-from trl_ppo_ext.ppo.group_baselines import dr_grpo_advantages, grpo_advantages, rloo_advantages
-from trl_ppo_ext.sequences import Rollout, Sequences, micro_batches, rollout_from_tensors, rollout_tensors, schedule
+from trl_ppo_ext.ppo.math import AdaptiveEntropy, AdaptiveKL
+from trl_ppo_ext.ppo.math import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.ppo.updates import schedule
+from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
 

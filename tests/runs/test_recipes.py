@@ -187,7 +187,7 @@ def test_a_recipe_runs_as_its_file_says(file, hub, tmp_path, made):
 def check_quantised(given, trainer):
     base = trainer.actor_critic.policy.get_base_model()
     assert any(isinstance(module, Linear4bit) for module in base.modules()) == given.get("load_in_4bit", False)
-    for reward in trainer.experience.rewards:
+    for reward in trainer.collector.rewards:
         if hasattr(reward, "model"):
             quantised = any(isinstance(module, Linear4bit) for module in reward.model.modules())
             assert quantised == (given["reward_quantization"] == "nf4")

@@ -11,7 +11,7 @@ from test_trainer import rollouts_of, trainer, weights
 from tiny import config, length_reward, prompts
 
 from trl_ppo_ext import RewardError
-from trl_ppo_ext.ppo.advantages import warning_of_far_scores
+from trl_ppo_ext.ppo.math import warning_of_far_scores
 from trl_ppo_ext.rewards import (
     FunctionReward,
     RewardShaping,
@@ -248,7 +248,7 @@ def test_running_statistics_come_back_from_a_checkpoint(tmp_path):
     whole.train()
     again = trainer(tmp_path / "again", max_steps=8, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    assert again.experience.shaping.state_dict() == whole.experience.shaping.state_dict()
+    assert again.collector.shaping.state_dict() == whole.collector.shaping.state_dict()
     assert all(torch.equal(weights(again)[name], weight) for name, weight in weights(whole).items())
 
 

@@ -11,7 +11,7 @@ from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.ppo.advantages import token_rewards
+from trl_ppo_ext.ppo.math import token_rewards
 from trl_ppo_ext.rewards import read_scores
 
 
@@ -31,14 +31,14 @@ def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, ca
 
 def rollouts_of(built):
     """Record every rollout that a trainer collects."""
-    seen, collect = [], built.experience.collect
+    seen, collect = [], built.collector.collect
 
     def recording(*args):
         collected = collect(*args)
         seen.append(collected[:2])
         return collected
 
-    built.experience.collect = recording
+    built.collector.collect = recording
     return seen
 
 
@@ -133,7 +133,7 @@ def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):
 
 def gradient_of(built, rollout, rows):
     """Accumulate the gradient of one optimizer step, cut into micro-batches of these rows."""
-    from trl_ppo_ext.sequences import MicroBatch
+    from trl_ppo_ext.ppo.updates import MicroBatch
 
     built.actor_critic.zero_grad()
     built.updates.terms = built.updates.terms._replace(denominators=rollout.response_mask.sum()[None])
@@ -247,8 +247,8 @@ def test_scores_are_clipped_and_a_missing_eos_is_penalised(tmp_path):
         max_steps=1,
     )
     rollouts, shaped = rollouts_of(built), []
-    shaping = built.experience.shaping
-    built.experience.shaping = lambda *args: shaped.append(shaping(*args)) or shaped[-1]
+    shaping = built.collector.shaping
+    built.collector.shaping = lambda *args: shaped.append(shaping(*args)) or shaped[-1]
     built.train()
     samples = rollouts[0][1]
     ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
@@ -282,8 +282,8 @@ def test_rollout_is_recomputed_by_hand(tmp_path):
     """KL in the reward, GAE, whitening: every number of a rollout again, token by token, in plain Python."""
     built = trainer(tmp_path, kl_coef=0.3, lam=0.9, gamma=0.98, max_steps=8, per_device_train_batch_size=3)
     rollouts, scored = rollouts_of(built), []
-    score_tokens = built.experience.score_tokens
-    built.experience.score_tokens = lambda s: scored.append(score_tokens(s)) or scored[-1]
+    score_tokens = built.collector.score_tokens
+    built.collector.score_tokens = lambda s: scored.append(score_tokens(s)) or scored[-1]
     built.train()
     (rollout, samples), tokens = rollouts[-1], scored[-1]
     advantages = {}
@@ -413,7 +413,7 @@ def test_base_and_reward_model_never_change(tmp_path, nf4):
     built = PPOTrainer(
         str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts(), quantization_config=quantization
     )
-    reward_model = built.experience.rewards[0].model
+    reward_model = built.collector.rewards[0].model
     for module in reward_model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False  # so that its bytes stay readable
@@ -431,7 +431,7 @@ def test_four_bit_reward_model_gives_the_same_scores_after_training(tmp_path):
     llama(classifier=True, hidden_size=64, seed=3).save_pretrained(tmp_path / "reward")
     tokenizer().save_pretrained(tmp_path / "reward")
     built = trainer(tmp_path / "run", reward_funcs=str(tmp_path / "reward"), max_steps=4)
-    reward = built.experience.rewards[0]
+    reward = built.collector.rewards[0]
     rollouts = rollouts_of(built)
     built.train()
     first, again = rollouts[0][1], reward.score(rollouts[0][1].batch)

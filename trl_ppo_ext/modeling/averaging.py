@@ -23,17 +23,28 @@ class AveragedWeights:
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
         self.parameters = dict(parameters)
         self._update = get_ema_multi_avg_fn(decay)
-        self._averages = {name: x.clone() for name, x in unsharded_weights(self.parameters).items()}
+        self._is_swapped = False
+        # float32: in bf16 a step of (1 − decay) would often round to nothing
+        self._averages = {
+            name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+            for name, x in unsharded_weights(self.parameters).items()
+        }
 
     def update(self) -> None:
         """Add the weights of one more optimizer step."""
+        if self._is_swapped:
+            raise RuntimeError("The model has the averaged weights; leave `swapped()` before `update()`.")
         weights = unsharded_weights(self.parameters)
         self._averages = {name: x.to(weights[name].device) for name, x in self._averages.items()}
-        self._update(list(self._averages.values()), [weights[name] for name in self._averages], 1)
+        averages = list(self._averages.values())
+        self._update(averages, [weights[name].to(x.dtype) for name, x in self._averages.items()], 1)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Give the model the averaged weights within a context."""
+        if self._is_swapped:
+            raise RuntimeError("The model has the averaged weights already; `swapped()` cannot be nested.")
+        self._is_swapped = True
         # copies of all before the first change: tied weights have several names
         weights = {name: weight.clone() for name, weight in unsharded_weights(self.parameters).items()}
         try:
@@ -41,6 +52,7 @@ class AveragedWeights:
             yield
         finally:
             set_weights(self.parameters, weights)
+            self._is_swapped = False
 
     def state_dict(self) -> dict[str, Tensor]:
         """Averages by name, not copied."""

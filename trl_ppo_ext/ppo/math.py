@@ -386,7 +386,9 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
 
 def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Deviations from the group's mean, `[groups, group_size]`, and the members that count, `[groups, 1]`."""
-    _same_shape("[batch]", scores=scores, counts=counts)
+    if scores.ndim != 1 or scores.shape != counts.shape:
+        shapes = {"scores": tuple(scores.shape), "counts": tuple(counts.shape)}
+        raise ValueError(f"These tensors must have one shape [batch], got {shapes}.")
     if group_size < 1 or len(scores) % group_size:
         raise ValueError(
             f"`scores` must hold whole groups of {group_size} (`group_size`, at least 1), got {len(scores)} "

@@ -161,15 +161,15 @@ def test_a_ppo_run_starts_with_the_very_values_of_the_pretrained_critic(pretrain
         args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
         args.per_device_train_batch_size = 32
         trainer = PPOTrainer("policy", find_reward("easy_rewards.of_last_word"), args, load_prompts())
-        rollouts, collect = [], trainer.experience.collect
+        rollouts, collect = [], trainer.collector.collect
         monkeypatch.setattr(
-            trainer.experience, "collect", lambda *given: rollouts.append(collect(*given)) or rollouts[-1]
+            trainer.collector, "collect", lambda *given: rollouts.append(collect(*given)) or rollouts[-1]
         )
         trainer.train()
         return rollouts[0].rollout, trainer.state.log_history[0]["value/explained_variance"]
 
     rollout, explained = first_rollout(critic_init=pretrained.kind)
-    values = pretrained.trainer.experience.score_tokens(rollout.sequences).values
+    values = pretrained.trainer.collector.score_tokens(rollout.sequences).values
     assert torch.equal(rollout.old_values, values) and rollout.old_values.std() > 0.5
     assert explained > 0.9 > 0.1 > first_rollout()[1]
 
@@ -272,9 +272,9 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
 
     measured = trainer(tmp_path, critic="adapter", **steered)
     noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    state = json.dumps(measured.experience.state_dict())
+    state = json.dumps(measured.collector.state_dict())
     held_out_rollouts(measured, completions=24)
-    assert json.dumps(measured.experience.state_dict()) == state
+    assert json.dumps(measured.collector.state_dict()) == state
     assert torch.equal(torch.get_rng_state(), noise[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == noise[1:]
     pretrain_critic(measured)
@@ -282,7 +282,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
     plain = trainer(tmp_path, critic="adapter", **steered)
     plain.actor_critic.freeze_policy()
     plain.train()
-    assert plain.experience.state_dict() == measured.experience.state_dict()
+    assert plain.collector.state_dict() == measured.collector.state_dict()
     for name, weight in weights(plain).items():
         assert torch.equal(weight, weights(measured)[name]), name
 
@@ -314,7 +314,7 @@ def test_explained_variance_is_that_of_all_tokens_of_all_rollouts(tmp_path):
 def asked_for(run, completions):
     """Prompts that rewards are asked about while something is measured."""
     asked = []
-    run.experience.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
+    run.collector.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
     held_out_rollouts(run, completions)
     return asked
 
@@ -543,7 +543,7 @@ def test_what_is_built_is_a_trainer_with_these_settings(there, tmp_path):
     assert trainer.actor_critic.dtype == torch.bfloat16
     assert trainer.actor_critic.config._attn_implementation == "eager"
     assert {x.shape[0] for name, x in trainer.actor_critic.policy_parameters().items() if "lora_A" in name} == {2}
-    assert [reward.name for reward in trainer.experience.rewards] == ["of_last_word"]
+    assert [reward.name for reward in trainer.collector.rewards] == ["of_last_word"]
 
 
 def test_the_test_split_is_what_the_command_measures_on(there, monkeypatch):

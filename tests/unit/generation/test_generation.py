@@ -295,7 +295,7 @@ def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_t
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
     given = (model, length_reward, config(tmp_path), prompts())
     trainer = PPOTrainer(*given, processing_class=tokenizer(), peft_config=adapter)
-    assert any({*ids} != {7} for ids in trainer.experience.generator.generate(UNEVEN))
+    assert any({*ids} != {7} for ids in trainer.collector.generator.generate(UNEVEN))
     assert model.generation_config.suppress_tokens is not None
 
 

@@ -134,17 +134,6 @@ def test_a_model_moved_to_the_gpu_is_averaged_there():
         torch.testing.assert_close(found.cpu(), DECAY * start[name] + (1 - DECAY) * 2.0)
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 1.5, float("nan")])
-def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match="at least 0 and below 1"):
-        averaged(model(), decay)
-
-
-def test_nothing_to_average_is_refused():
-    with pytest.raises(ValueError, match="no parameters to average"):
-        AveragedWeights({}, DECAY)
-
-
 # ---- swapping ----
 
 
@@ -251,5 +240,5 @@ def test_a_state_of_another_model_is_refused_and_nothing_is_loaded(change, messa
     change(state)
     with pytest.raises(ValueError, match=message) as caught:
         average.load_state_dict(state)
-    assert "another base model or another `peft_config`" in str(caught.value)
+    assert "another base or `peft_config`" in str(caught.value)
     assert same_bits(average.state_dict(), before)

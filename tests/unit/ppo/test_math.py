@@ -725,7 +725,7 @@ def test_unknown_choices_are_refused_with_those_there_are():
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"'k1', 'k2', 'k3', got 'k4'"):
         kl_estimate(x, x, "k4")
-    with pytest.raises(ValueError, match=r"'token', 'sequence_mean' or 'sequence_sum', got 'mean'"):
+    with pytest.raises(ValueError, match=r"'token', 'sequence_mean', 'sequence_sum', got 'mean'"):
         aggregate_loss(x, x, "mean")
 
 

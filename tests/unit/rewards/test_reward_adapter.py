@@ -50,7 +50,7 @@ def run(base, adapter, output_dir, **kwargs):
 
 def test_scores_are_those_of_the_adapter_loaded_alone_before_and_after_training(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run")
-    reward, expected = built.experience.rewards[0], alone(base, adapter).score(PAIRS)
+    reward, expected = built.collector.rewards[0], alone(base, adapter).score(PAIRS)
     assert reward.name == "polite" and max(expected) - min(expected) > 0.01
     assert reward.score(PAIRS) == pytest.approx(expected, abs=1e-5)
     before = {n: p.clone() for n, p in built.actor_critic.named_parameters() if "frozen_" in n}

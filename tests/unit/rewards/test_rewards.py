@@ -316,7 +316,7 @@ def test_a_classifier_reads_text_with_its_own_tokenizer(tmp_path):
         processing_class=tokenizer(),
         reward_processing_classes=[tokenizer(), None, its_own],
     )
-    as_the_policy, _, differently = trainer.experience.rewards
+    as_the_policy, _, differently = trainer.collector.rewards
     assert as_the_policy.score(batch(*PAIRS)) == pytest.approx(by_hand(first, tokenizer()), abs=1e-5)
     assert differently.score(batch(*PAIRS)) == pytest.approx(by_hand(second, its_own), abs=1e-5)
     assert differently.score(batch(*PAIRS)) != pytest.approx(by_hand(second, tokenizer()), abs=1e-3)

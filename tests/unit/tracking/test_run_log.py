@@ -8,7 +8,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import TrainerControl, TrainerState
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.ppo.samples import Samples, TokenScores
+from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences
 from trl_ppo_ext.tracking.report import RUN_LOG, read_run

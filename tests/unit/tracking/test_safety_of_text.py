@@ -19,7 +19,7 @@ from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
 from trl_ppo_ext.data.prompts import PromptError, encode
-from trl_ppo_ext.ppo.samples import Samples
+from trl_ppo_ext.ppo.rollouts import Samples
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import Judge, RemoteReward, RewardError, Scored, ScoringBatch, score_all
 from trl_ppo_ext.rewards.function import FunctionReward
@@ -104,10 +104,10 @@ def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
     told = []
     monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
     with pytest.raises(OSError, match=r"^x+$"):
-        agreement.on_every_process(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
+        agreement.on_every_rank(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
     assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
     with pytest.raises(agreement.ElsewhereError, match="on process 1: OSError: no room"):
-        agreement.on_every_process(lambda: 1, OSError)
+        agreement.on_every_rank(lambda: 1, OSError)
 
 
 class Broken:
