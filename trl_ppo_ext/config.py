@@ -385,23 +385,19 @@ class PPOConfig(TrainingArguments):
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
 
     def _check_generation_kwargs(self) -> None:
-        names = sorted(self.generation_kwargs or {})
+        names = set(self.generation_kwargs or {})
         if self.generation_backend == "continuous_batching":
             if self.repetition_penalty != 1:
                 raise ValueError(
                     f"`repetition_penalty` must be 1.0 with continuous batching, which shows it only the newest "
                     f"token, got {self.repetition_penalty}; use `generation_backend='transformers'`."
                 )
-            for name in set(names) - _CONTINUOUS_BATCHING:
-                raise ValueError(
-                    f"`generation_kwargs` holds `{name}`; with `generation_backend='continuous_batching'` it takes "
-                    f"only {', '.join(sorted(_CONTINUOUS_BATCHING))}. Leave it out, or use "
-                    "`generation_backend='transformers'`."
-                )
+            for name in names - _CONTINUOUS_BATCHING:
+                allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
+                raise ValueError(f"`generation_kwargs` holds `{name}`; continuous batching takes only {allowed}.")
             return
-        known = vars(GenerationConfig())
         for name in names:
-            if name not in known:
+            if name not in vars(GenerationConfig()):
                 raise ValueError(f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`.")
             if name in _OF_THE_POLICY:
                 raise ValueError(
