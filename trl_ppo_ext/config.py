@@ -291,7 +291,7 @@ class PPOConfig(TrainingArguments):
         # 4. Rules that need them
         self._check_generation_kwargs()
         if self.generation_batch_size is not None:
-            self._derive_accumulation()
+            self._derive_accumulation(self.generation_batch_size)
         completions = BatchPlan.from_config(self, self.world_size).completions
         if self.kl_target is not None and self.kl_horizon <= AdaptiveKL.MAX_ERROR * completions:
             raise ValueError(
@@ -385,23 +385,19 @@ class PPOConfig(TrainingArguments):
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
 
     def _check_generation_kwargs(self) -> None:
-        names = sorted(self.generation_kwargs or {})
+        names = set(self.generation_kwargs or {})
         if self.generation_backend == "continuous_batching":
             if self.repetition_penalty != 1:
                 raise ValueError(
                     f"`repetition_penalty` must be 1.0 with continuous batching, which shows it only the newest "
                     f"token, got {self.repetition_penalty}; use `generation_backend='transformers'`."
                 )
-            for name in set(names) - _CONTINUOUS_BATCHING:
-                raise ValueError(
-                    f"`generation_kwargs` holds `{name}`; with `generation_backend='continuous_batching'` it takes "
-                    f"only {', '.join(sorted(_CONTINUOUS_BATCHING))}. Leave it out, or use "
-                    "`generation_backend='transformers'`."
-                )
+            for name in names - _CONTINUOUS_BATCHING:
+                allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
+                raise ValueError(f"`generation_kwargs` holds `{name}`; continuous batching takes only {allowed}.")
             return
-        known = vars(GenerationConfig())
         for name in names:
-            if name not in known:
+            if name not in vars(GenerationConfig()):
                 raise ValueError(f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`.")
             if name in _OF_THE_POLICY:
                 raise ValueError(
@@ -409,15 +405,14 @@ class PPOConfig(TrainingArguments):
                     "`PPOConfig` if it has one, else leave it out (`num_generations` repeats prompts)."
                 )
 
-    def _derive_accumulation(self) -> None:
-        steps = accumulation_for(
-            self.generation_batch_size, self.num_mini_batches, self.per_device_train_batch_size, self.world_size
-        )
+    def _derive_accumulation(self, completions: int) -> None:
+        processes, size = self.world_size, self.per_device_train_batch_size
+        steps = accumulation_for(completions, self.num_mini_batches, size, processes)
         # DeepSpeed's config has been filled in by now and would keep the default of 1
-        if self.gradient_accumulation_steps not in ({steps} if self.deepspeed else {1, steps}):
+        if self.gradient_accumulation_steps not in ({1, steps} if self.deepspeed is None else {steps}):
             raise ValueError(
-                f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of "
-                f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; leave one of the two out."
+                f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of {completions}, got "
+                f"{self.gradient_accumulation_steps}; leave one of the two out."
             )
         self.gradient_accumulation_steps = steps
 
@@ -465,7 +460,12 @@ for _name, _help in re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", PPOConfi
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
 
 # default of `loss_aggregation` in the paper of each estimator
-_AGGREGATION = {"grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "sequence_sum", "reinforce": "sequence_sum"}
+_AGGREGATION: dict[str, Any] = {
+    "grpo": "sequence_mean",
+    "dr_grpo": "constant",
+    "rloo": "sequence_sum",
+    "reinforce": "sequence_sum",
+}
 # what a value must be, besides finite
 _RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
@@ -549,7 +549,7 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
         enums = [entry for entry in types if isinstance(entry, type) and issubclass(entry, Enum)]
         choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
         if choices:
-            types = (Literal[tuple(choices)],)  # type: ignore[assignment]
+            types = (Literal[tuple(choices)],)
         try:
             type_validator(name, value, Union[tuple(map(_accepted, types))])  # noqa: UP007
         except TypeError:  # whose text would show secrets
@@ -567,7 +567,7 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
 def _accepted(hint: Any) -> Any:
     """Type that is accepted for an annotation: also whole numbers for floats, paths for text, tuples for lists."""
     if get_origin(hint) is list:
-        entry = _accepted(get_args(hint)[0])
+        entry: Any = _accepted(get_args(hint)[0])
         return list[entry] | tuple[entry, ...]
     return {float: float | int, str: str | os.PathLike}.get(hint, hint)
 

@@ -1,0 +1,485 @@
+"""Invalid input raises with what was given, what was needed, and a remedy; before anything is loaded if possible."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
+from torch import nn
+from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainingArguments
+
+from trl_ppo_ext import PPOTrainer, arguments
+from trl_ppo_ext.rewards import RewardError
+
+
+def case(name, error, message, **given):
+    """`given` holds a value, or a function that makes it, for each argument that is not as it should be."""
+    return pytest.param(given, error, message, id=name)
+
+
+def build(tmp_path, given, **settings):
+    arguments = {
+        "model": llama,
+        "reward_funcs": [length_reward],
+        "args": config(tmp_path, **settings),
+        "train_dataset": prompts,
+        "processing_class": tokenizer,
+    }
+    made = {k: v() if callable(v) and not isinstance(v, nn.Module) else v for k, v in (arguments | given).items()}
+    return PPOTrainer(**made)
+
+
+# ---- PPOConfig ----
+
+
+WHOLE = (
+    "max_completion_length num_ppo_epochs num_mini_batches num_generations generation_batch_size "
+    "per_device_reward_batch_size per_device_train_batch_size gradient_accumulation_steps"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_estimator": "k4"}, r"`kl_estimator` must be one of 'k1', 'k2', 'k3', 'exact', got 'k4'"),
+        ({"reward_quantization": "int4"}, r"`reward_quantization` must be one of 'nf4', 'fp4', 'int8', .*got 'int4'"),
+        ({"temperature": 0}, r"`temperature` must be above 0, got 0"),
+        ({"temperature": -1.0}, r"`temperature` must be above 0, got -1.0"),
+        ({"repetition_penalty": 0.0}, r"`repetition_penalty` must be above 0, got 0.0"),
+        ({"cliprange": 0.0}, r"`cliprange` must be above 0, got 0.0"),
+        ({"cliprange_value": -0.2}, r"`cliprange_value` must be above 0, got -0.2"),
+        ({"reward_clip_range": 0.0}, r"`reward_clip_range` must be above 0, got 0.0"),
+        ({"kl_coef": -0.1}, r"`kl_coef` must be at least 0, got -0.1"),
+        ({"vf_coef": -0.1}, r"`vf_coef` must be at least 0, got -0.1"),
+        ({"missing_eos_penalty": -1.0}, r"`missing_eos_penalty` must be at least 0, got -1.0"),
+        ({"top_k": -1}, r"`top_k` must be at least 0, got -1"),
+        ({"lam": 1.5}, r"`lam` must be between 0 and 1, got 1.5"),
+        ({"lam": float("nan")}, r"`lam` must be finite, got nan"),
+        ({"gamma": -0.1}, r"`gamma` must be between 0 and 1, got -0.1"),
+        ({"top_p": 1.1}, r"`top_p` must be above 0 and at most 1, got 1.1"),
+        ({"min_p": 1.5}, r"`min_p` must be between 0 and 1, got 1.5"),
+        *[({name: 0}, rf"`{name}` must be at least 1, got 0") for name in WHOLE],
+        *[({name: 1.5}, rf"`{name}` must be int.*, got 1.5 \(float\)") for name in WHOLE],
+        ({"generation_kwargs": {"temperature": 0.5}}, r"`generation_kwargs` holds `temperature`.*set the field"),
+        ({"generation_kwargs": {"penalty_alpha": 0.6}}, r"`generation_kwargs` holds `penalty_alpha`.*leave it out"),
+        ({"auto_find_batch_size": True}, r"`auto_find_batch_size=True` is not.*set `per_device_train_batch_size`"),
+        ({"remove_unused_columns": True}, r"`remove_unused_columns` must be False"),
+        (
+            {"generation_batch_size": 96, "num_mini_batches": 5},
+            r"`generation_batch_size` must be a multiple of 20 \(num_mini_batches 5 .*got 96; use 80 or 100",
+        ),
+        (
+            {"generation_batch_size": 96, "num_mini_batches": 4, "per_device_train_batch_size": 5},
+            r"must be a multiple of 20 .*per_device_train_batch_size 5 × 1 processes\), got 96; use 80 or 100",
+        ),
+        (
+            {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
+            r"`gradient_accumulation_steps` must be 6 for a `generation_batch_size` of 96, got 5; leave one",
+        ),
+        (
+            {"num_generations": 3},
+            r"num_generations=3` does not divide the rollout of 8 completions .*4 × .*1 × .*2 × 1 processes.*"
+            r"use one of \[1, 2, 4, 8\], or change",
+        ),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_invalid_settings_raise_by_name_and_value(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+# ---- PPOTrainer: arguments ----
+
+
+def without(*tokens):
+    def make():
+        made = tokenizer()
+        for token in tokens:
+            setattr(made, token, None)
+        return made
+
+    return make
+
+
+def model_that_never_stops():
+    model = llama()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model
+
+
+def ready_peft_model(**kwargs):
+    return lambda: get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **kwargs))
+
+
+def questions(*texts):
+    return lambda: Dataset.from_dict({"prompt": list(texts)})
+
+
+def needs_answer(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+
+KNOWN_FROM_ARGUMENTS = [
+    # data
+    case(
+        "no prompt column",
+        ValueError,
+        r"`train_dataset` needs a column \"prompt\".*\['answer', 'question'\].*rename_column",
+        train_dataset=lambda: Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}),
+    ),
+    case(
+        "no column that the reward needs",
+        ValueError,
+        r"`needs_answer` cannot be called: it needs `answer`.*`train_dataset` \(there are: `target`\).*add the column",
+        reward_funcs=lambda: needs_answer,
+    ),
+    case(
+        "empty prompt",
+        ValueError,
+        r"Row 2 of `train_dataset`: .*empty; drop it",
+        train_dataset=questions("w1", "w2", ""),
+    ),
+    case(
+        "empty chat",
+        ValueError,
+        r"Row 1 of `train_dataset`: .*empty; drop it",
+        train_dataset=lambda: Dataset.from_dict({"prompt": [[{"role": "user", "content": "w1"}], []]}),
+        processing_class=lambda: tokenizer(chat_template=CHAT_TEMPLATE),
+    ),
+    case(
+        "prompt longer than the context",
+        ValueError,
+        r"Row 1 of `train_dataset`: .*60 tokens, .*context of 64 minus max_completion_length=8 leaves 56\. Drop or",
+        train_dataset=questions("w1", "w1 " * 60),
+    ),
+    case("empty dataset", ValueError, r"`train_dataset` is empty.*at least one prompt", train_dataset=questions()),
+    case(
+        "list of rows",
+        TypeError,
+        r"`train_dataset` must be a `datasets.Dataset`.*got list; `datasets.Dataset.from_list\(rows\)`",
+        train_dataset=[{"prompt": "w1"}],
+    ),
+    case("DatasetDict", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: DatasetDict(train=prompts())),
+    case("dict of datasets", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: {"train": prompts()}),
+    case(
+        "evaluation prompts are checked too",
+        ValueError,
+        r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty",
+        eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": [""]})},
+    ),
+    # tokenizer
+    case(
+        "no pad token, and EOS is the only stop",
+        ValueError,
+        r"no pad token, and its EOS '<eos>' is the only token that ends.*`tokenizer.pad_token = tokenizer.unk_token`",
+        processing_class=without("pad_token"),
+    ),
+    case(
+        "no EOS at all",
+        ValueError,
+        r"[Nn]either .*EOS.*set `tokenizer.eos_token`",
+        processing_class=without("eos_token"),
+        model=model_that_never_stops,
+    ),
+    case("tokenizer by name", TypeError, r"`processing_class`.*got str", processing_class="gpt2"),
+    case("no tokenizer for a model without a name", ValueError, r"`processing_class`", processing_class=None),
+    # rewards
+    case("no reward", ValueError, r"`reward_funcs` is empty; pass a function", reward_funcs=[]),
+    case("no reward at all", ValueError, r"`reward_funcs` is empty; pass a function", reward_funcs=None),
+    case("reward that is a number", TypeError, r"must be a function, a sequence classifier.*got 3", reward_funcs=3),
+    case(
+        "as many tokenizers as rewards",
+        ValueError,
+        r"`reward_processing_classes` has 2 entries for 1 rewards; give one for each",
+        reward_processing_classes=[None, None],
+    ),
+    # model and adapter
+    case("model that is a number", TypeError, r"`model` must be a model id or path.*got int", model=3),
+    case("model of plain torch", TypeError, r"`model` must be a model id or path.*got Linear", model=nn.Linear(2, 2)),
+    case("model that cannot write", ValueError, r"causal language model", model=lambda: llama(classifier=True)),
+    case(
+        "adapter on lm_head",
+        ValueError,
+        r"`peft_config` puts an adapter on the output projection.*Take `lm_head` out of `target_modules`",
+        peft_config=LoraConfig(target_modules=["q_proj", "lm_head"]),
+    ),
+    case(
+        "lm_head trained in full",
+        ValueError,
+        r"`peft_config` puts an adapter on the output projection.*Take `lm_head` out of .*`modules_to_save`",
+        peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    ),
+    case(
+        "prompt learning",
+        ValueError,
+        r"The adapter is .*PROMPT_TUNING.*virtual tokens.*such as `LoraConfig`",
+        peft_config=PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    ),
+    case("peft_config as a dict", TypeError, r"`peft_config`.*got dict", peft_config={"r": 16}),
+    case(
+        "PeftModel and peft_config",
+        ValueError,
+        r"`model` is a `PeftModel`.*Leave `peft_config` out, or pass the base model",
+        model=ready_peft_model(),
+        peft_config=LoraConfig(),
+    ),
+    case(
+        "loaded model and quantization_config",
+        ValueError,
+        r"`quantization_config` says how to load.*loaded already \(LlamaForCausalLM\); pass the model as a string",
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+    ),
+    # args and unknown arguments
+    case(
+        "args of another trainer",
+        TypeError,
+        r"`args` must be a `trl_ppo_ext.PPOConfig`, got TrainingArguments",
+        args=lambda: TrainingArguments("unused", use_cpu=True),
+    ),
+    case("args as a dict", TypeError, r"`args` must be a `trl_ppo_ext.PPOConfig`, got dict", args={}),
+    case("reward_model", TypeError, r"no argument `reward_model`.*pass it in `reward_funcs`", reward_model=None),
+    case("ref_model", TypeError, r"no argument `ref_model`.*leave it out: the reference is", ref_model=None),
+    case("value_model", TypeError, r"no argument `value_model`.*leave it out: the critic is", value_model=None),
+    case("tokenizer", TypeError, r"no argument `tokenizer`.*called `processing_class` now", tokenizer=tokenizer),
+    case("config", TypeError, r"no argument `config`.*called `args` now", config=None),
+    case("an argument nobody knows", TypeError, r"PPOTrainer has no argument `max_length`", max_length=3),
+]
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    def refuse(*args, **kwargs):
+        pytest.fail("a model was built before the arguments were checked")
+
+    monkeypatch.setattr("trl_ppo_ext.trainer.load_actor_critic", refuse)
+    monkeypatch.setattr("trl_ppo_ext.trainer.build_rewards", refuse)
+
+
+@pytest.mark.parametrize(("given", "error", "message"), KNOWN_FROM_ARGUMENTS)
+def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, given, error, message):
+    with pytest.raises(error, match=message):
+        build(tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_weights": [1.0, 2.0]}, r"`args.reward_weights` has 2 entries for 1 rewards; give one for each"),
+        ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; give one for each"),
+        (
+            {"model_init_kwargs": {"dtype": "float32"}},
+            r"`args.model_init_kwargs` says how to load a model.*loaded already \(LlamaForCausalLM\)",
+        ),
+        (
+            {"max_completion_length": 64},
+            r"max_completion_length=64 leaves no room for a prompt in the model's context of 64 tokens; lower it",
+        ),
+    ],
+    ids=["reward_weights", "no reward_weights", "model_init_kwargs", "max_completion_length"],
+)
+def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, {}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("stage", "deepspeed", "settings", "message"),
+    [
+        (0, {}, {}, r"would apply NaN or inf gradients without ZeRO.*set ZeRO's `stage` to 1, 2 or 3"),
+        (2, {"bf16": {"check_grad_overflow": False}}, {}, r"or with `check_grad_overflow` False; set ZeRO's `stage`"),
+        (2, {}, {"value_warmup_steps": 3}, r"`value_warmup_steps=3` is not supported.*use a `critic_init`"),
+        (2, {}, {"fp16": True}, r"`fp16=True` is not supported with DeepSpeed.*use `bf16`"),
+        (2, {"scheduler": {}}, {}, r"DeepSpeed's `scheduler` does not.*set `lr_scheduler_type`"),
+        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` needs.*`optimizer` out"),
+    ],
+    ids=["no ZeRO", "overflow", "value_warmup_steps", "fp16", "scheduler", "critic_learning_rate"],
+)
+def test_unsupported_settings_of_deepspeed_raise(
+    tmp_path, nothing_is_loaded, monkeypatch, stage, deepspeed, settings, message
+):
+    args = config(tmp_path, **settings)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=SimpleNamespace(config=deepspeed))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, {"args": args})
+
+
+def test_old_deepspeed_raises(tmp_path, nothing_is_loaded, monkeypatch):
+    args = config(tmp_path)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, hf_ds_config=SimpleNamespace(config={}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("trl_ppo_ext.arguments.version", lambda name: "0.17.1")
+    with pytest.raises(ValueError, match=r"DeepSpeed 0\.17\.1 may apply .*install 0\.19\.8 or newer"):
+        build(tmp_path, {"args": args})
+
+
+def test_processes_without_a_group_raise(tmp_path, monkeypatch):
+    """Two were launched on CPUs, and the config does not say so: each takes itself for the only one."""
+    args = config(tmp_path)
+    assert args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"):
+        arguments._check_processes(args.n_gpu, args.world_size)  # the only part of the trainer that is reached
+
+
+def test_data_parallel_raises_with_a_remedy(tmp_path, nothing_is_loaded):
+    args = config(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"One process sees 2 GPUs.*start one process per GPU with `accelerate"):
+        build(tmp_path, {"args": args})
+
+
+FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+@pytest.mark.parametrize(
+    ("launched", "settings", "arguments", "message"),
+    [
+        ({"VERSION": "1"}, {}, {}, r"sharded by FSDP1.*`fsdp_version: 2`.*ZeRO-3, or DDP with a 4-bit base"),
+        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, r"leave `fsdp_transformer_layer_cls_to_wrap` and .* out"),
+        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, r"would keep the base whole on every process; set it true"),
+        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, r"adapters without weights on all processes.*set it false"),
+        ({"OFFLOAD_PARAMS": "true"}, {}, {}, r"`fsdp_offload_params` is not supported; set it false"),
+        ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, r"set it false, and `gradient_checkpointing=True`"),
+        ({}, {"fp16": True}, {}, r"`fp16=True` is not supported with FSDP; use `bf16`"),
+        ({}, {"optim": "adafactor"}, {}, r"`optim='adafactor'` is not known to work on sharded.*'adamw_torch'"),
+        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"quantised base cannot be sharded"),
+        ({}, {}, {}, r"there is a single process to shard over; start several with `accelerate launch"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
+)
+def test_unsupported_settings_of_fsdp_raise(tmp_path, monkeypatch, launched, settings, arguments, message):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in (FSDP2 | launched).items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    llama().save_pretrained(tmp_path / "base")
+    model = {"model": str(tmp_path / "base"), "processing_class": tokenizer}
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, model | {"args": config(tmp_path, **settings)} | arguments)
+
+
+def test_fsdp_of_the_config_is_checked_as_the_launchers(tmp_path, nothing_is_loaded, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the config sets it, and it must not stay
+    for given, message in (({"version": 1}, "sharded by FSDP1"), ({"cpu_offload": True}, "`fsdp_offload_params`")):
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path, {"args": config(tmp_path, fsdp=True, fsdp_config=given)})
+
+
+def test_arguments_are_checked_before_a_model_is_resolved(tmp_path):
+    nowhere = str(tmp_path / "no" / "model")
+    with pytest.raises(TypeError, match="got 3"):
+        build(tmp_path, {"model": nowhere, "reward_funcs": 3, "processing_class": None})
+    with pytest.raises(TypeError, match="no argument `ref_model`"):
+        build(tmp_path, {"model": nowhere, "ref_model": None, "processing_class": None})
+
+
+def test_script_for_the_old_trainer_raises_with_what_changed(tmp_path):
+    """As TRL 1.12 was called: without `reward_funcs`, which did not exist."""
+    old = dict.fromkeys(["ref_model", "reward_model", "value_model"])
+    with pytest.raises(TypeError, match=r"`ref_model` \(TRL's old PPOTrainer had\): leave it out"):
+        PPOTrainer(args=config(tmp_path), processing_class=tokenizer(), model=llama(), train_dataset=prompts(), **old)
+
+
+def test_training_needs_a_dataset(tmp_path):
+    with pytest.raises(ValueError, match=r"`train\(\)` needs a `train_dataset`; pass one"):
+        build(tmp_path, {"train_dataset": None}).train()
+
+
+# ---- properties of a loaded model ----
+
+
+def model_that_changes_its_logits():
+    torch.manual_seed(0)
+    settings = Gemma2Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        final_logit_softcapping=30.0,
+    )
+    return Gemma2ForCausalLM(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        case(
+            "a pattern that finds lm_head",
+            ValueError,
+            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            peft_config=LoraConfig(target_modules=r".*(q_proj|lm_head)"),
+        ),
+        case(
+            "PeftModel with an adapter on lm_head",
+            ValueError,
+            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            model=ready_peft_model(target_modules=["q_proj", "lm_head"]),
+        ),
+        case(
+            "PeftModel that trains lm_head in full",
+            ValueError,
+            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            model=ready_peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        ),
+        case(
+            "logits that are capped after the projection", ValueError, r"logits", model=model_that_changes_its_logits
+        ),
+        case(
+            "reward model with two labels",
+            RewardError,
+            r"`LlamaForSequenceClassification` has 2 labels",
+            reward_funcs=lambda: llama(classifier=True, num_labels=2),
+            reward_processing_classes=tokenizer,
+        ),
+    ],
+)
+def test_invalid_models_raise_before_training(tmp_path, given, error, message):
+    with pytest.raises(error, match=message):
+        build(tmp_path, given)
+
+
+# ---- scores, at the first rollout ----
+
+
+@pytest.fixture(scope="module")
+def frozen_imports():
+    """Accelerate collects garbage before every run; without what was imported that is a second less each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen_imports")
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([1.0] * 3, r"`verdict` gave 3 scores for 8 completions; it must give exactly one for each"),
+        ([1.0] * 9, r"`verdict` gave 9 scores for 8 completions; it must give exactly one for each"),
+        ([1.0] * 7 + ["good"], r"`verdict` gave 'good' for completion 7; it must give a number, or None"),
+        ([1.0] * 7 + [float("nan")], r"`verdict` gave nan for completion 7; scores must be finite\. Give None"),
+        ([float("inf")] * 8, r"`verdict` gave inf for completion 0; scores must be finite\. Give None"),
+        (1.0, r"`verdict` gave a float; it must give a list with one entry for each of the 8 completions"),
+        (None, r"`verdict` gave a NoneType; it must give a list with one entry for each of the 8"),
+        ([1.0] * 5 + [None] * 3, r"No reward applies to 3 of 8 completions.*completion 5\. Add a reward"),
+    ],
+    ids=["too few", "too many", "text", "nan", "inf", "a bare number", "nothing", "none applies"],
+)
+def test_invalid_scores_end_the_run_before_an_update(tmp_path, scores, message):
+    def verdict(**kwargs):
+        return scores
+
+    trainer = build(tmp_path, {"reward_funcs": [verdict]}, max_steps=1)
+    with pytest.raises(RewardError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0

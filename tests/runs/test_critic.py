@@ -545,15 +545,15 @@ def test_without_a_critic_completions_of_a_prompt_are_compared_with_each_other(t
 
 REFUSED = [
     ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
-    (NONE | {"advantage_estimator": "gae"}, "`critic='none'` takes 'grpo', 'dr_grpo', 'rloo' or 'reinforce'"),
-    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "does not go with `critic='head'`; set `critic="),
+    (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo' or 'reinforce' without"),
+    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not go with `critic='head'`; use 'gae' with"),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not go with `critic='adapter'`"),
     *(
-        (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`advantage_estimator='{name}'` compares.* is 1")
+        (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`num_generations` .*'{name}'`.* got 1;")
         for name in ("grpo", "dr_grpo", "rloo")
     ),
     *(
-        (NONE | {name: value}, f"`{name}={value!r}` is about a critic or its advantages")
+        (NONE | {name: value}, f"`{name}={value!r}` needs a critic")
         for name, value in {
             "gamma": 0.9,
             "lam_critic": 0.9,
@@ -564,10 +564,10 @@ REFUSED = [
             "value_warmup_steps": 3,
         }.items()
     ),
-    (ADAPTER | {"critic_backprop": False}, "`critic_backprop=False` would leave the critic's own adapter untrained"),
+    (ADAPTER | {"critic_backprop": False}, "`critic_backprop` must be True for `critic='adapter'`"),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0, got 0.0"),
-    ({"value_warmup_steps": -1}, "`value_warmup_steps` must be a whole number, at least 0, got -1"),
-    ({"value_warmup_steps": 1.5}, "`value_warmup_steps` must be a whole number, at least 0, got 1.5"),
+    ({"value_warmup_steps": -1}, "`value_warmup_steps` must be at least 0, got -1"),
+    ({"value_warmup_steps": 1.5}, "`value_warmup_steps` must be int, got 1.5"),
 ]
 
 

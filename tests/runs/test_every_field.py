@@ -1,6 +1,5 @@
-"""Every field of the config is read, and changes what a run does."""
+"""Every field of the config changes a run."""
 
-import ast
 import contextlib
 import dataclasses
 import gc
@@ -16,77 +15,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
-from transformers import TrainingArguments
 
-import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.ppo.guards import NonFiniteError
 
-INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
 FIELDS = [field.name for field in dataclasses.fields(PPOConfig) if field.name in PPOConfig.__annotations__]
 
-
-# ---- a field that nothing reads ----
-
-
-def sources(folder, *, without=()):
-    """Texts of a package's files, by path in it."""
-    paths = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.py")}
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if name not in without}
-
-
-def reads(text, of):
-    """Names that are read as attributes of these objects, `x.args.name` as well as `args.name`."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = getattr(node.value, "id", None) or getattr(node.value, "attr", None)
-            if owner in of:
-                yield node.attr
-
-
-def unread(fields, texts):
-    """Fields that no text reads off a config; its own methods may read them off `self`."""
-    read = {
-        name
-        for path, text in texts.items()
-        for name in reads(text, {"args", "config"} | ({"self"} if path == "config.py" else set()))
-    }
-    return [field for field in fields if field not in read]
-
-
-@pytest.fixture(scope="module")
-def package():
-    """Checking a value, or setting it, is no use of it."""
-    return sources(Path(trl_ppo_ext.__file__).parent, without=("config_checks.py", "presets.py"))
-
-
-def test_every_field_is_read(package):
-    assert not unread([field for field in FIELDS if field not in INHERITED], package)
-
-
-def test_every_field_that_is_redefined_is_read_by_transformers_or_here(package):
-    trainer = {path.name: path.read_text() for path in Path(transformers.__file__).parent.glob("trainer*.py")}
-    redefined = {field for field in FIELDS if field in INHERITED}
-    # the state of the trainer asks for it as f"{kind}_steps"
-    assert not unread(redefined - {"logging_steps"}, package | trainer)
-
-
-def test_a_field_that_nothing_reads_is_found(package):
-    assert unread(["made_up", "gamma"], package) == ["made_up"]
-    not_read = 'made_up = 1\nargs.made_up = 2\nself.made_up\n"args.made_up"\nmodel.made_up\nmade_up.args'
-    assert unread(["made_up"], package | {"more.py": not_read, "config.py": "made_up: int = 3"}) == ["made_up"]
-    for read in ("x = args.made_up", "if self.args.made_up > 1: pass", "f(config.made_up)"):
-        assert not unread(["made_up"], package | {"more.py": read})
-    without_gamma = {path: text.replace("args.gamma", "1.0") for path, text in package.items()}
-    assert unread(["gamma", "lam"], without_gamma) == ["gamma"]
-
-
-# ---- what a run does ----
+# ---- a run and what it does ----
 
 SETTINGS = {
     "max_steps": 8,
@@ -99,7 +38,7 @@ TIMED = ("time/", "tokens_per_second", "train_runtime", "train_samples_per_secon
 
 
 class Run(NamedTuple):
-    """What a run did: every number and file that a user gets, and what was called for it."""
+    """Every number and file that a run gives its user, and counts of calls."""
 
     outcome: str
     start: dict
@@ -173,7 +112,7 @@ def digests(folder):
 
 
 def run(given, **settings):
-    """Train, save, and tell what happened; an error is an outcome."""
+    """Train, save, and record; an error is an outcome."""
     printed = io.StringIO()
     output_dir = f"run-{next(NUMBERS)}"
     try:
@@ -211,7 +150,7 @@ def cached_run(given, **settings):
 
 
 def differ(one, other, part):
-    """Whether two runs differ in a part, or else in a metric of that name, by more than rounding."""
+    """Return whether two runs differ in a part, or in the metric of that name, by more than rounding."""
     if part == "weights":
         both = one.weights.keys() & other.weights.keys()
         apart, moved = (
@@ -225,13 +164,13 @@ def differ(one, other, part):
     return series[0] != pytest.approx(series[1], rel=1e-4)
 
 
-# ---- what runs are given ----
+# ---- arguments of the runs ----
 
 
 @pytest.fixture(scope="module", autouse=True)
 def workplace(tmp_path_factory):
-    """A directory to work in, with models to be named."""
-    gc.freeze()  # Accelerate collects garbage before every run; without what was imported that is a second less
+    """A working directory with models to load by name."""
+    gc.freeze()  # Accelerate collects garbage before every run; without the imports that saves a second
     folder = tmp_path_factory.mktemp("fields")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
@@ -347,15 +286,15 @@ def started_from_an_adapter():
 
 
 class Case(NamedTuple):
-    """Values of a field, each of which makes another run.
+    """Values of a field, each of which changes the run.
 
     Args:
-        values: The first is what the others are compared with.
+        values: At least two.
         differs: Parts of a [`Run`] or metrics, in each of which any two runs differ.
         same: Parts in which they do not.
         settings: Further fields.
-        given: What the trainer is given.
-        exact: Says of the first and the last run whether the difference is the right one.
+        given: Function that makes the arguments of the trainer.
+        exact: Returns whether the first and the last run differ as they should.
     """
 
     values: tuple
@@ -381,13 +320,13 @@ def policy_moved(run):
 NO_CRITIC = {"critic": "none", "num_generations": 4}
 AVERAGED = "ema/adapter_model.safetensors"
 CASES = {
-    # what the Trainer has too
+    # fields of the Trainer
     "learning_rate": Case((1e-2, 1e-3), "weights learning_rate"),
     "adam_epsilon": Case((1e-5, 1e-2)),
     "bf16": Case((False, True)),
     "logging_steps": Case((1, 2), "logs", same="weights", exact=lambda a, b: len(a.logs) == 9 and len(b.logs) == 5),
     "remove_unused_columns": Case(
-        (False, True), "outcome", exact=lambda a, b: "remove_unused_columns=True" in b.outcome
+        (False, True), "outcome", exact=lambda a, b: "remove_unused_columns` must be False" in b.outcome
     ),
     # models
     "model_init_kwargs": Case((None, {"dtype": "bfloat16"}), given=by_name),
@@ -514,7 +453,7 @@ CASES = {
         same="weights logs",
         exact=lambda a, b: "moved" not in a.calls and b.calls["moved"] == 2 * b.calls["collect"],
     ),
-    # a run that goes wrong, or goes on
+    # failures and resuming
     "max_skipped_steps": Case(
         (100, 2),
         "outcome",
@@ -534,7 +473,7 @@ CASES = {
 }
 
 
-def test_every_field_has_a_case_and_no_other():
+def test_every_field_has_a_case():
     assert sorted(CASES) == sorted(FIELDS)
 
 
@@ -542,8 +481,8 @@ def test_every_field_has_a_case_and_no_other():
     "given, settings",
     [(plain, {}), (supervised, {"critic": "adapter", "num_generations": 4}), (failing, {"reward_on_error": "skip"})],
 )
-def test_a_run_repeats(given, settings):
-    """What makes a difference below is the field."""
+def test_run_repeats(given, settings):
+    """So below only the field makes a difference."""
     one, again = run(given, **settings), run(given, **settings)
     assert one.outcome == "done" and one.logs and one.completions and one.files
     for part, value in one._asdict().items():
@@ -556,7 +495,7 @@ def test_a_run_repeats(given, settings):
 
 
 @pytest.mark.parametrize("field", CASES)
-def test_a_field_changes_the_run(field):
+def test_field_changes_the_run(field):
     case = CASES[field]
     runs = [cached_run(case.given, **case.settings | {field: value}) for value in case.values]
     outcomes, differs = [one.outcome for one in runs], case.differs.split()

@@ -1,4 +1,4 @@
-"""Whatever stands in a config file or in a dataset: it is used, or refused by name; nothing else escapes."""
+"""Any content of a config file or dataset is used, or refused by name."""
 
 import dataclasses
 import json
@@ -18,7 +18,6 @@ from tiny import CHAT_TEMPLATE, WORDS, tokenizer
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.commands.launch import parse
-from trl_ppo_ext.config_checks import check_values
 from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, tokenize_prompts
 
 fuzz = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -94,8 +93,8 @@ def refusal(given, capsys):
 
 
 def check_accepted(args):
-    """A whole config: it holds numbers where numbers belong, and a checkpoint can keep its settings."""
-    check_values(args)
+    """A config that is valid once more, holds finite numbers, and can be saved in a checkpoint."""
+    args.check_values()
     for field in dataclasses.fields(PPOConfig):
         value = getattr(args, field.name, None)
         assert not isinstance(value, float) or math.isfinite(value), field.name
@@ -109,14 +108,14 @@ def names(text, given):
 
 @settings(fuzz, max_examples=250)
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=3))
-def test_a_config_file_gives_a_config_or_an_error_that_names_a_field(capsys, given):
+def test_config_file_gives_a_config_or_names_a_field(capsys, given):
     text = refusal(given, capsys)
     # argparse cannot even print an error that holds half a surrogate pair
     assert text is None or names(text, given) or "surrogates not allowed" in text, text
 
 
 @pytest.mark.parametrize("value", [[[1]], {"a": {"b": [None]}}, math.nan, "\x00", 2.5, True], ids=repr)
-def test_every_field_refuses_what_it_cannot_be_by_its_own_name(capsys, value):
+def test_fields_refuse_values_of_other_types_by_name(capsys, value):
     """One value at a time, so that the name must be that of the field."""
     own = {field.name for field in dataclasses.fields(PPOConfig)} - {
         field.name for field in dataclasses.fields(PPOConfig.__mro__[1])
@@ -138,36 +137,36 @@ def test_every_field_refuses_what_it_cannot_be_by_its_own_name(capsys, value):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"eval_strategy": False}, r"`eval_strategy` must be text, got False \(bool\).*put them in quotes"),
-        ({"learning_rate": [1e-4]}, r"`learning_rate` must be a number, got a list"),
-        ({"num_generations": 2.5}, r"`num_generations` must be a whole number, at least 1, got 2.5 \(float\)"),
+        ({"eval_strategy": False}, r"`eval_strategy` must be one of 'no', .*, got False \(bool\)\. In YAML.*quote them"),
+        ({"learning_rate": [1e-4]}, r"`learning_rate` must be float, got a list"),
+        ({"num_generations": 2.5}, r"`num_generations` must be int, got 2.5 \(float\)"),
         ({"fp16": "maybe"}, "fp16"),
-        ({"save_steps": None}, r"`save_steps` must be a number, got None"),
-        ({"learning_rate": -1.0}, r"`learning_rate` must be finite and not negative, got -1.0"),
-        ({"seed": -1}, r"`seed` must be a whole number from 0 to"),
-        ({"max_steps": 0}, r"`max_steps` must be at least 1, or -1 for `num_train_epochs`"),
-        ({"generation_kwargs": "temperature=1"}, r"`generation_kwargs` must be a mapping, or JSON text of one"),
+        ({"save_steps": None}, r"`save_steps` must be float, got None"),
+        ({"learning_rate": -1.0}, r"`learning_rate` must be at least 0, got -1.0"),
+        ({"seed": -1}, r"`seed` must be from 0 to"),
+        ({"max_steps": 0}, r"`max_steps` must be at least 1, or -1 to use `num_train_epochs`"),
+        ({"generation_kwargs": "temperature=1"}, r"`generation_kwargs` must be a mapping, its JSON"),
         ({"deepspeed": "null"}, r"`deepspeed` must be a mapping, .* or the path of a file"),
-        ({"accelerator_config": 1}, r"`accelerator_config` must be a mapping, or the path"),  # a file descriptor!
+        ({"accelerator_config": 1}, r"`accelerator_config` must be .*AcceleratorConfig or dict or str or None, got 1"),  # a file descriptor!
         ({"fsdp_config": "nowhere.json"}, r"`fsdp_config` must be a mapping"),
         ({"lr_scheduler_type": "sine"}, r"`lr_scheduler_type` must be one of 'linear', .*got 'sine'"),
         ({"log_level": "loud"}, r"`log_level` must be one of"),
         ({"output_dir": "runs\0"}, r"`output_dir` holds a NUL"),
-        ({"reward_funcs": {"a": 1}}, r"`reward_funcs` must be a list of text, got a dict"),
-        ({"reward_funcs": [1]}, r"`reward_funcs` must be a list of text"),
+        ({"reward_funcs": {"a": 1}}, r"`reward_funcs` must be list\[str\] or None, got a dict"),
+        ({"reward_funcs": [1]}, r"`reward_funcs` must be list\[str\] or None, got a list"),
         ({"lora_r": "eight"}, "lora_r"),
-        ({"lora_r": [8]}, r"`lora_r` must be a whole number, got a list"),
+        ({"lora_r": [8]}, r"`lora_r` must be int.*, got a list"),
         ({"dtype": "float8"}, r"`dtype` must be one of 'auto'"),
         ({"datasets": 3}, r"`datasets` must be a list of mappings"),
         ({"datasets": [{"dataset": "x"}]}, r"The arguments cannot be read: .*dataset"),
-        ({"dataset_name": 7}, r"`dataset_name` must be text, got 7 \(int\)"),
+        ({"dataset_name": 7}, r"`dataset_name` must be str or None, got 7 \(int\)"),
         ({1: 2}, r"The arguments cannot be read: .*strings"),
         ({"learning_rat": 1}, r"no argument `learning_rat`.*did you mean `learning_rate`"),
         ({"env": [1]}, "`env`"),
     ],
     ids=repr,
 )
-def test_a_value_of_a_wrong_kind_is_refused_with_what_is_needed(capsys, given, message):
+def test_invalid_values_raise_with_the_needed_type(capsys, given, message):
     text = refusal(given, capsys)
     assert text is not None
     assert re.search(message, " ".join(text.split())), text
@@ -175,14 +174,14 @@ def test_a_value_of_a_wrong_kind_is_refused_with_what_is_needed(capsys, given, m
 
 @settings(fuzz, max_examples=60)
 @given(st.one_of(st.text(max_size=30), st.binary(max_size=20).map(lambda b: b.decode("latin-1"))))
-def test_any_text_as_a_config_file_gives_a_config_or_a_value_error(capsys, text):
+def test_any_text_gives_a_config_or_a_value_error(capsys, text):
     try:
         check_accepted(read(text + "\nuse_cpu: true\nbf16: false\n"))
     except (ValueError, SystemExit):
         capsys.readouterr()
 
 
-def test_one_entry_stands_for_a_list_of_it(capsys):
+def test_one_entry_is_read_as_a_list(capsys):
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(PLAIN | {"reward_funcs": "accuracy_reward", "lora_target_modules": "all-linear"}, file)
         file.flush()
@@ -190,14 +189,14 @@ def test_one_entry_stands_for_a_list_of_it(capsys):
     assert script_args.reward_funcs == ["accuracy_reward"] and model_args.lora_target_modules == "all-linear"
 
 
-def test_a_refused_config_leaves_nothing_behind(tmp_path, capsys):
+def test_invalid_config_creates_nothing(tmp_path, capsys):
     wanted = {"output_dir": str(tmp_path / "run"), "num_generations": 3, "generation_batch_size": 8}
     assert "num_generations=3" in refusal(wanted, capsys)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", [["hf_verysecret"], {"a": "hf_verysecret"}, "hf_verysecret\0"])
-def test_a_token_of_a_wrong_kind_is_not_shown(capsys, value):
+def test_errors_do_not_show_tokens(capsys, value):
     for name in ("hub_token", "model_init_kwargs"):
         text = refusal({name: value}, capsys) or ""
         assert "verysecret" not in text
@@ -255,7 +254,7 @@ def check_rows(rows, of):
 
 @settings(fuzz, max_examples=300)
 @given(st.lists(odd_prompts, min_size=1, max_size=4), st.sampled_from([TEXT, CHAT, STRICT]))
-def test_a_row_is_tokenised_or_refused_by_its_number(prompts, of):
+def test_rows_are_tokenized_or_refused_by_number(prompts, of):
     bad = check_rows([{"prompt": prompt} for prompt in prompts], of)
     alone = [check_rows([{"prompt": prompt}], of) for prompt in prompts]
     assert bad == next((index for index, refused in enumerate(alone) if refused is not None), None)
@@ -269,7 +268,7 @@ def test_a_row_is_tokenised_or_refused_by_its_number(prompts, of):
         max_size=4,
     )
 )
-def test_a_stream_whose_rows_lack_their_prompt_is_refused(rows):
+def test_stream_with_missing_prompts_raises(rows):
     bad = check_rows(rows, TEXT)
     whole = all(row.get("prompt") for row in rows)
     assert (bad is None) == whole
@@ -289,14 +288,14 @@ def test_a_stream_whose_rows_lack_their_prompt_is_refused(rows):
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_prompt_that_cannot_be_used_says_why(prompt, of, message):
+def test_unusable_prompts_raise_with_the_reason(prompt, of, message):
     rows = [{"prompt": "w1" if isinstance(prompt, str) else [{"role": "user", "content": "w1"}]}, {"prompt": prompt}]
     stream = IterableDataset.from_generator(lambda: iter(rows))
     with pytest.raises(PromptError, match=rf"Row 1 of `train_dataset`: {message}"):
         list(tokenize_prompts(stream, of, "train_dataset", 8))
 
 
-def test_special_tokens_in_a_prompt_are_those_tokens_and_cost_no_row():
+def test_special_tokens_in_prompts_are_kept():
     rows = tokenize_prompts(Dataset.from_dict({"prompt": ["w1 <eos> w2", "<pad>"]}), TEXT, "train_dataset", 8)
     w1, w2 = TEXT.convert_tokens_to_ids(["w1", "w2"])
     assert rows[PROMPT_IDS] == [[w1, TEXT.eos_token_id, w2], [TEXT.pad_token_id]]

@@ -60,7 +60,7 @@ def _encode_row(
     # 1. All entries are text, or all are chat messages
     entries = [row[column] for column in form]
     kind = {"text": str, "messages": list}.get(form[0], type(entries[0]))
-    needed = {str: "text", list: "a list of chat messages"}
+    needed: dict[Any, str] = {str: "text", list: "a list of chat messages"}
     for column, entry in zip(form, entries):
         if kind not in needed or not isinstance(entry, kind):
             expected = needed.get(kind, "text or a list of chat messages")

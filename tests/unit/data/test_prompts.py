@@ -88,7 +88,7 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
 
 
 def test_errors_count_rows_over_the_whole_dataset():
-    rows = dataset(*["w1"] * 2500, "")  # tokenised in batches of a thousand
+    rows = dataset(*["w1"] * 2500, "")
     for kind in (rows, streamed(rows)):
         with pytest.raises(PromptError, match="Row 2500 of `eval_dataset`"):
             list(tokenize_prompts(kind, tokenizer(), "eval_dataset", 4))

@@ -181,17 +181,13 @@ def test_rows_equal_those_of_sft(dataset, tmp_path):
         pytest.param(rows(messages=[MESSAGES, []]), r'Row 1 .*"messages" is empty', id="empty messages"),
         pytest.param(rows(messages=["w1"]), r'"messages" must be a list of chat messages, got \'w1\'', id="no chat"),
         pytest.param(rows(text=[MESSAGES]), r'"text" must be text, got', id="chat as text"),
-        pytest.param(
-            rows(messages=[[{"content": "w1"}]]), r"must be text or a list of chat messages, got", id="no role"
-        ),
-        pytest.param(
-            rows(messages=[[{"role": "user", "content": None}]]), r"template fails with UndefinedError", id="no text"
-        ),
+        pytest.param(rows(messages=[[{"content": "w1"}]]), r"must be text or a list of chat", id="no role"),
+        pytest.param(rows(messages=[[{"role": "user", "content": None}]]), r"template fails with Un", id="no text"),
         pytest.param(rows(question=["w1"], note=["w2"]), r"needs .*\"text\".*got \['note', 'question'\]", id="none"),
         pytest.param(rows(prompt=["w1"]), r'needs the columns "prompt" and "completion", or', id="half"),
         pytest.param(
             rows(text=["w1"], messages=[MESSAGES]),
-            r"only one of these forms.*`dataset.select_columns\(\['me",
+            r"only one .*select_columns\(\['me",
             id="several",
         ),
         pytest.param(rows(text=[]), r"dataset is empty; pass at least one row", id="no rows"),
@@ -206,7 +202,7 @@ def test_unusable_data_raises_with_its_row_and_a_remedy(dataset, message):
 
 
 def test_errors_count_rows_over_the_whole_dataset():
-    with pytest.raises(PTXError, match="Row 2500 of the PTX dataset"):  # tokenized in batches of a thousand
+    with pytest.raises(PTXError, match="Row 2500 of the PTX dataset"):
         tokenize_ptx(rows(*["w1"] * 2500, ""), tokenizer(), 64)
 
 

@@ -427,10 +427,10 @@ def test_a_4bit_base(build, tmp_path, backend):
     "settings, message",
     [
         ({"generation_backend": "vllm"}, "`generation_backend` must be one of 'transformers', 'continuous_batching'"),
-        (CONTINUOUS | {"repetition_penalty": 1.2}, "`repetition_penalty=1.2`.*leave it at 1.0, or use"),
+        (CONTINUOUS | {"repetition_penalty": 1.2}, "`repetition_penalty` must be 1.0 .*got 1.2; use"),
         (CONTINUOUS | {"generation_kwargs": {"min_new_tokens": 4}}, "holds `min_new_tokens`.*takes .*page_size"),
         (CONTINUOUS | {"generation_kwargs": {"seed": 4}}, "holds `seed`"),
-        ({"generation_kwargs": {"page_size": 4}}, "holds `page_size`, but `transformers.GenerationConfig` has no"),
+        ({"generation_kwargs": {"page_size": 4}}, "holds `page_size`, an unknown field of `GenerationConfig`"),
     ],
 )
 def test_what_a_backend_cannot_honour_is_refused_by_the_config(tmp_path, settings, message):
