@@ -8,7 +8,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .config_checks import check_generation, check_horizon, check_values, choose_defaults
 from .ppo.batch_plan import BatchPlan, accumulation_for
-from .presets import PRESETS
+from .presets import load_preset
 from .redaction import without_secrets
 
 
@@ -387,6 +387,4 @@ class PPOConfig(TrainingArguments):
         Raises:
             `ValueError`: If there is no such preset.
         """
-        if name not in PRESETS:
-            raise ValueError(f"There is no preset {name!r}; there are {', '.join(map(repr, PRESETS))}.")
-        return cls(output_dir, **(PRESETS[name] | overrides))
+        return cls(output_dir, **(load_preset(name) | overrides))

@@ -35,12 +35,14 @@ from transformers import (
 from trl_ppo_ext.arguments import as_list
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
+from trl_ppo_ext.commands.arguments import parse
 from trl_ppo_ext.commands.launch import build_trainer
-from trl_ppo_ext.presets import PRESETS
+from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
-FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE)
+PRESETS = sorted((RECIPES / "presets").glob("*.yaml"))
+FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE + PRESETS)
 IDS = [str(file.relative_to(RECIPES)) for file in FILES]
 LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
@@ -214,11 +216,17 @@ def test_every_folder_says_what_it_is():
             assert file.name in text or file.name in ("README.md", "__pycache__"), file
 
 
-def test_tldr_is_n_plus_but_for_the_learning_rate():
+def test_tldr_is_n_plus_except_for_the_learning_rate():
     given = yaml.safe_load((RECIPES / "tldr" / "ppo.yaml").read_text())
-    paper = dict(PRESETS["n_plus"])
+    paper = load_preset("n_plus")
     assert given["learning_rate"] == pytest.approx(10 * paper.pop("learning_rate"))
     assert {name: given[name] for name in paper} == paper
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_preset_can_be_the_config_of_a_command(file):
+    args = parse("train", ["--config", str(file), "--use_cpu", "true", "--bf16", "false"], "")[1]
+    assert {name: getattr(args, name) for name in load_preset(file.stem)} == load_preset(file.stem)
 
 
 def test_gsm8k_differs_in_the_critic_alone():
