@@ -1,4 +1,4 @@
-"""Console script `trl-ppo`. The module of a subcommand is imported when it is chosen, so `--help` does not load torch."""
+"""Console script `trl-ppo`. A subcommand's module is imported when it is chosen: `--help` does not load torch."""
 
 import argparse
 import sys

@@ -33,8 +33,8 @@ CARD = """---
 
 # A pretrained critic for PPO
 
-Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps on its
-rollouts, with γ = {gamma:g} and λ = {lam:g} for the targets. On held-out rollouts it explains
+Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps on
+its rollouts, with γ = {gamma:g} and λ = {lam:g} for the targets. On held-out rollouts it explains
 {explained_variance_after:.3f} of the variance of the returns, {explained_variance_before:.3f} before training.
 
 It is not a model of its own. A PPO run on the same base, with the same initial adapter, starts from it:
