@@ -162,7 +162,7 @@ def test_every_field_refuses_what_it_cannot_be_by_its_own_name(capsys, value):
         ({"datasets": [{"dataset": "x"}]}, r"The arguments cannot be read: .*dataset"),
         ({"dataset_name": 7}, r"`dataset_name` must be text, got 7 \(int\)"),
         ({1: 2}, r"The arguments cannot be read: .*strings"),
-        ({"learning_rat": 1}, r"no argument `learning_rat`.*did you mean `learning_rate`"),
+        ({"learning_rat": 1}, r"Unknown argument `learning_rat`.*did you mean `learning_rate`"),
         ({"env": [1]}, "`env`"),
     ],
     ids=repr,

@@ -168,9 +168,10 @@ def trainer_arguments(
         )
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script_args.dataset_test_split, "dataset_test_split")
-        columns = getattr(kwargs["eval_dataset"], "column_names", None)
+    for name in ("train_dataset", "eval_dataset"):
+        columns = getattr(kwargs.get(name), "column_names", None)
         if columns:
-            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, "`eval_dataset`")
+            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, f"`{name}`")
     if script_args.ptx_dataset_name is not None:
         supervised = load_splits(script_args.ptx_dataset_name, argument="ptx_dataset_name")
         kwargs["ptx_dataset"] = get_split(supervised, "train", "ptx_dataset_name")
