@@ -121,14 +121,14 @@ def check_reward(
 
 
 def _load_rows(dataset: str | Sequence[dict[str, Any]], split: str | None, max_pairs: int) -> list[dict[str, Any]]:
-    name = dataset if isinstance(dataset, str) else "The dataset"
+    rows: Any = dataset
     if isinstance(dataset, str):
         splits = load_splits(dataset, argument="DATASET")
-        default = next((split for split in ("test", "validation", "train") if split in splits), "test")
-        dataset = get_split(splits, split or default, "--split")
-    if not len(dataset):
-        raise ValueError(f"{name} has no rows; give at least one pair.")
-    return [dataset[index] for index in spread_indices(len(dataset), max_pairs)]
+        default = next((name for name in ("test", "validation", "train") if name in splits), "test")
+        rows = get_split(splits, split or default, "--split")
+    if not len(rows):
+        raise ValueError(f"{dataset if isinstance(dataset, str) else 'The dataset'} has no rows; give at least one.")
+    return [rows[index] for index in spread_indices(len(rows), max_pairs)]
 
 
 def _measure(

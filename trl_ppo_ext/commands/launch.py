@@ -10,7 +10,7 @@ from typing import Any, cast
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig
-from trl import get_dataset, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl import rewards as trl_rewards
 
 from ..arguments import as_list
@@ -150,13 +150,14 @@ def trainer_arguments(
         raise ValueError("`ignore_bias_buffers` only helps models without adapters; leave it out.")
     # the compute dtype of a quantized base is the run's, unless a dtype is named
     dtype = None if model_args.dtype == "auto" else model_args.dtype
+    model_config = cast(ModelConfig, model_args)
     kwargs: dict[str, Any] = {
         "model": model_args.model_name_or_path,
         "args": args,
         "reward_funcs": [find_reward(name) for name in as_list(script_args.reward_funcs)],
         "monitor_funcs": [find_reward(name, "monitor_funcs") for name in as_list(script_args.monitor_funcs)],
-        "peft_config": get_peft_config(replace(model_args, use_peft=True)),
-        "quantization_config": get_quantization_config(replace(model_args, dtype=dtype)),
+        "peft_config": get_peft_config(replace(model_config, use_peft=True)),
+        "quantization_config": get_quantization_config(replace(model_config, dtype=dtype)),
         "train_dataset": get_split(splits, script_args.dataset_train_split, "dataset_train_split"),
     }
     columns = getattr(kwargs["train_dataset"], "column_names", None)  # unknown for some streams

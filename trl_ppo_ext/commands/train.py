@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(trainer: PPOTrainer, datasets: list[str] | None = None) -> None:
     """Train from the beginning or from a checkpoint, then save and, with `push_to_hub`, push."""
+    metadata: dict[str, Any] = {"datasets": datasets} if datasets else {}
     checkpoint: Any = trainer.args.resume_from_checkpoint
     checkpoint = {"true": True, "false": None, "none": None}.get(str(checkpoint).lower(), checkpoint)
     try:
@@ -90,7 +91,7 @@ def train(trainer: PPOTrainer, datasets: list[str] | None = None) -> None:
         ) from error
     if trainer.args.push_to_hub:
         try:
-            trainer.push_to_hub(**({"datasets": datasets} if datasets else {}))
+            trainer.push_to_hub(**metadata)
         except PushError as error:  # nothing of the run is lost, and the error has a remedy
             raise ValueError(str(error)) from error
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")

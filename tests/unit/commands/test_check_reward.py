@@ -369,7 +369,7 @@ def test_max_pairs_are_spread_over_the_dataset(model):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "has no rows; give at least one pair"),
+        ([], "has no rows; give at least one"),
         ([{"question": "q", "chosen": "a"}], r"needs the columns 'chosen' and 'rejected'; .*'chosen', 'question'\]"),
         ([ROWS[0], {"chosen": "w1", "rejected": None}], r"Pair 1 has .*must all be text, or all be lists of messages"),
         ([{"prompt": "w1", "chosen": "w1", "rejected": None}], r"Pair 0 has .*must all be text"),
