@@ -24,15 +24,7 @@ from .arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments
 from .arguments import parse as parse
 
 ADAPTER = "adapter:"
-# with the settings of TRL's own GRPO script
-TRL_REWARDS = {
-    "accuracy_reward": lambda: trl_rewards.accuracy_reward,
-    "reasoning_accuracy_reward": lambda: trl_rewards.reasoning_accuracy_reward,
-    "think_format_reward": lambda: trl_rewards.think_format_reward,
-    "get_soft_overlong_punishment": lambda: trl_rewards.get_soft_overlong_punishment(
-        max_completion_len=1280, soft_punish_cache=256
-    ),
-}
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
@@ -40,7 +32,9 @@ def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
     if name in TRL_REWARDS:
-        return TRL_REWARDS[name]()
+        return getattr(trl_rewards, name)
+    if name == "get_soft_overlong_punishment":  # with the settings of TRL's own GRPO script
+        return trl_rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if os.path.isdir(name) or not is_dotted:
         return name

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,13 +36,8 @@ Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_p
 its rollouts, with γ = {gamma:g} and λ = {lam:g} for the targets. On held-out rollouts it explains
 {explained_variance_after:.3f} of the variance of the returns, {explained_variance_before:.3f} before training.
 
-It is not a model of its own. A PPO run on the same base, with the same initial adapter, starts from it:
-
-```python
-from trl_ppo_ext import PPOConfig
-
-args = PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")
-```
+It is not a model of its own. A PPO run on the same base, with the same initial adapter, starts from it with
+`PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
 """
 
 
@@ -131,20 +125,19 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
     """Rows of the evaluation sets, spread evenly, or else those that training reaches last; a stream's first."""
-    args, sets, train = trainer.args, trainer.eval_dataset, trainer.train_dataset
-    if sets is None and not isinstance(train, IterableDataset):
-        seed = args.seed if args.data_seed is None else args.data_seed
-        order = list(RolloutSampler(len(train), 1, 1, 1, args.shuffle_dataset, seed))
-        train = train.select(order[::-1][:count])
-    sets = train if sets is None else sets
+    args, sets = trainer.args, trainer.eval_dataset
+    if sets is None:
+        train = sets = trainer.train_dataset
+        if not isinstance(train, IterableDataset):
+            seed = args.seed if args.data_seed is None else args.data_seed
+            order = list(RolloutSampler(len(train), 1, 1, 1, args.shuffle_dataset, seed))
+            sets = train.select(order[::-1][:count])
     sets = list(sets.values()) if isinstance(sets, dict) else [sets]
     rows: list[dict[str, Any]] = []
     for dataset in sets:
         share = -(-count // len(sets))
-        if isinstance(dataset, IterableDataset):
-            rows += islice(dataset, share)
-        else:
-            rows += dataset.select(spread_indices(len(dataset), share))
+        is_stream = isinstance(dataset, IterableDataset)
+        rows += dataset.take(share) if is_stream else dataset.select(spread_indices(len(dataset), share))
     return [rows[index % len(rows)] for index in range(count)]
 
 
@@ -162,17 +155,21 @@ def _save(trainer: PPOTrainer, directory: Path, numbers: dict[str, float], weigh
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
     directory.mkdir(parents=True, exist_ok=True)
     save_critic(trainer.actor_critic, str(directory), weights)
-    rewards = [reward.name for reward in trainer.experience.rewards]
-    lam = args.lam if args.lam_critic is None else args.lam_critic
-    about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": rewards}
-    about |= {"gamma": args.gamma, "lam": lam} | numbers
+    about: dict[str, Any] = {
+        "kind": args.critic,
+        "base_model": public_name(base),
+        "rewards": [reward.name for reward in trainer.experience.rewards],
+        "gamma": args.gamma,
+        "lam": args.lam if args.lam_critic is None else args.lam_critic,
+        **numbers,
+    }
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     metadata = ModelCardData(
         base_model=base if base and not Path(base).exists() else None,  # the Hub has no local paths
         tags=["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"],
     )
-    about["rewards"] = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in rewards)
-    about["base"] = about["base_model"] or "a base without a name"
+    rewards = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in about["rewards"])
+    about |= {"rewards": rewards, "base": about["base_model"] or "a base without a name"}
     (directory / "README.md").write_text(CARD.format(metadata=metadata.to_yaml(), **about))
 
 

@@ -197,10 +197,7 @@ def _print_memory(args: PPOConfig, kwargs: dict[str, Any], prompt_length: int) -
         estimate = estimate_memory(
             kwargs["model"],
             args,
-            reward_funcs=kwargs["reward_funcs"],
-            monitor_funcs=kwargs["monitor_funcs"],
-            quantization_config=kwargs["quantization_config"],
-            peft_config=kwargs["peft_config"],
+            **{key: kwargs[key] for key in ("reward_funcs", "monitor_funcs", "quantization_config", "peft_config")},
             ptx="ptx_dataset" in kwargs,
             prompt_length=prompt_length,
             device="cuda" if on_gpu else "cpu",
