@@ -18,7 +18,7 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, accumulation_for
 from .ppo.math import AdaptiveKL
-from .presets import PRESETS
+from .presets import load_preset
 from .redaction import shown, without_secrets
 
 logger = logging.get_logger(__name__)
@@ -450,9 +450,8 @@ class PPOConfig(TrainingArguments):
         Raises:
             `ValueError`: If there is no such preset.
         """
-        if name not in PRESETS:
-            raise ValueError(f"There is no preset {name!r}; there are {', '.join(map(repr, PRESETS))}.")
-        return cls(output_dir, **(PRESETS[name] | overrides))
+        return cls(output_dir, **(load_preset(name) | overrides))
+
 
 
 # the help of `trl-ppo train` is the docstring's

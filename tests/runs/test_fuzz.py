@@ -161,7 +161,7 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
         ({"datasets": [{"dataset": "x"}]}, r"The arguments cannot be read: .*dataset"),
         ({"dataset_name": 7}, r"`dataset_name` must be str or None, got 7 \(int\)"),
         ({1: 2}, r"The arguments cannot be read: .*strings"),
-        ({"learning_rat": 1}, r"no argument `learning_rat`.*did you mean `learning_rate`"),
+        ({"learning_rat": 1}, r"Unknown argument `learning_rat`.*did you mean `learning_rate`"),
         ({"env": [1]}, "`env`"),
     ],
     ids=repr,

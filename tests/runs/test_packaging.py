@@ -248,6 +248,7 @@ def test_the_installed_wheel_works_outside_of_the_checkout(wheel, tmp_path):
 
     assert str(site) in run(python, "-c", "import trl_ppo_ext; print(trl_ppo_ext.__file__)")
     script = tmp_path / "venv" / folder / "trl-ppo"
+    run(python, "-c", "from trl_ppo_ext import PPOConfig; PPOConfig.preset('n_plus', 'out', use_cpu=True, bf16=False)")
     printed = run(script, "--help")
     for command in import_module("trl_ppo_ext.commands.main").COMMANDS:
         assert command in printed

@@ -1,4 +1,4 @@
-"""Every recipe runs as its file says, with tiny models and rows of the right schema in place of the Hub's."""
+"""Every recipe runs with the settings of its file, on tiny models and datasets with the schema of the Hub's."""
 
 import contextlib
 import json
@@ -35,12 +35,14 @@ from transformers import (
 from trl_ppo_ext.arguments import as_list
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
+from trl_ppo_ext.commands.arguments import parse
 from trl_ppo_ext.commands.launch import build_trainer
-from trl_ppo_ext.presets import PRESETS
+from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
-FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE)
+PRESETS = sorted((RECIPES / "presets").glob("*.yaml"))
+FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE + PRESETS)
 IDS = [str(file.relative_to(RECIPES)) for file in FILES]
 LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
@@ -163,7 +165,7 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_a_recipe_runs_as_its_file_says(file, hub, tmp_path, made):
+def test_recipe_runs_with_the_settings_of_its_file(file, hub, tmp_path, made):
     given, ours = stand_ins(file, hub, tmp_path / "run")
     assert cli.main(["train", "--config", str(file), *arguments(ours)]) == 0
     *parsed, trainer = made
@@ -194,7 +196,7 @@ def check_quantised(given, trainer):
 
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_a_recipe_can_be_looked_at_before_it_runs(file, hub, tmp_path, made, capsys):
+def test_recipe_has_a_dry_run(file, hub, tmp_path, made, capsys):
     _, ours = stand_ins(file, hub, tmp_path / "run")
     assert cli.main(["train", "--config", str(file), *arguments(ours), "--dry_run"]) == 0
     said = capsys.readouterr().out
@@ -204,7 +206,7 @@ def test_a_recipe_can_be_looked_at_before_it_runs(file, hub, tmp_path, made, cap
     assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
-def test_every_folder_says_what_it_is():
+def test_every_folder_has_a_complete_readme():
     readme = (RECIPES / "README.md").read_text()
     for folder in {file.parent for file in FILES}:
         text = (folder / "README.md").read_text()
@@ -214,14 +216,20 @@ def test_every_folder_says_what_it_is():
             assert file.name in text or file.name in ("README.md", "__pycache__"), file
 
 
-def test_tldr_is_n_plus_but_for_the_learning_rate():
+def test_tldr_is_n_plus_except_for_the_learning_rate():
     given = yaml.safe_load((RECIPES / "tldr" / "ppo.yaml").read_text())
-    paper = dict(PRESETS["n_plus"])
+    paper = load_preset("n_plus")
     assert given["learning_rate"] == pytest.approx(10 * paper.pop("learning_rate"))
     assert {name: given[name] for name in paper} == paper
 
 
-def test_gsm8k_differs_in_the_critic_alone():
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_preset_can_be_the_config_of_a_command(file):
+    args = parse("train", ["--config", str(file), "--use_cpu", "true", "--bf16", "false"], "")[1]
+    assert {name: getattr(args, name) for name in load_preset(file.stem)} == load_preset(file.stem)
+
+
+def test_gsm8k_configs_differ_only_in_the_critic():
     with_critic, grpo = (
         yaml.safe_load((RECIPES / "gsm8k" / f"{name}.yaml").read_text()) for name in ("critic", "grpo")
     )
@@ -229,7 +237,7 @@ def test_gsm8k_differs_in_the_critic_alone():
     assert differing == {"critic", "num_generations", "gamma", "lam", "value_warmup_steps", "output_dir"}
 
 
-def test_gsm8k_rewards(monkeypatch):
+def test_gsm8k_rewards_parse_answers(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES / "gsm8k"))
     from gsm8k_task import answered, correct, number
 
@@ -252,7 +260,7 @@ LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 1433
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_labels": 1}
 
 
-def test_the_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
+def test_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
     """With the real models' shapes: nothing of theirs is needed but their configs."""
     Qwen2Config(**QWEN_7B, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path / "policy")
     LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "reward")
@@ -270,7 +278,7 @@ def test_the_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("file", ACCELERATE, ids=lambda file: file.stem)
-def test_accelerate_reads_its_files(file):
+def test_accelerate_config_is_read_by_accelerate(file):
     config = load_config_from_file(str(file))
     kind = {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU", "cpu_2_processes": "MULTI_GPU"}.get(file.stem, "NO")
     kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}.get(file.stem, kind)
@@ -281,14 +289,14 @@ def test_accelerate_reads_its_files(file):
     assert config.num_machines == (2 if file.stem == "multi_node" else 1)
 
 
-def test_the_files_of_accelerate_are_those_that_are_promised():
+def test_accelerate_configs_are_listed_in_the_readme():
     kinds = {"single_gpu", "cpu", "cpu_2_processes", "ddp", "zero2", "zero3", "fsdp2", "multi_node"}
     assert {file.stem for file in ACCELERATE} == kinds
     readme = (RECIPES / "README.md").read_text()
     assert all(file.name in readme for file in ACCELERATE)
 
 
-def test_the_slurm_script_is_one_that_bash_reads():
+def test_slurm_script_is_valid_bash():
     script = RECIPES / "multi_node" / "train.slurm"
     subprocess.run(["bash", "-n", script], check=True)
     for named in ("recipes/accelerate/multi_node.yaml", "recipes/ppo.py", "recipes/multi_node/ppo.yaml"):
@@ -344,7 +352,7 @@ TWO = ["--num_processes", "2", "--mixed_precision", "no"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO), ("fsdp2", TWO)])
-def test_two_processes_are_launched_as_the_readme_says(hub, tmp_path, name, options):
+def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
     file = RECIPES / "chat_multi_gpu" / "ppo.yaml"
     _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
     with contextlib.ExitStack() as stack:
@@ -363,7 +371,7 @@ def test_two_processes_are_launched_as_the_readme_says(hub, tmp_path, name, opti
 
 
 @pytest.mark.slow
-def test_two_machines_are_launched_as_the_slurm_script_does(hub, tmp_path):
+def test_two_machines_launch_as_in_the_slurm_script(hub, tmp_path):
     file = RECIPES / "multi_node" / "ppo.yaml"
     _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
     together = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), *TWO]

@@ -1,241 +1,127 @@
-"""From arguments on a command line or in a YAML file to a [`PPOTrainer`]."""
+"""Build a [`PPOTrainer`] from parsed arguments."""
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 from accelerate import PartialState
-from datasets import Dataset, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset
 from transformers import AutoConfig
-from trl import (
-    DatasetMixtureConfig,
-    ModelConfig,
-    ScriptArguments,
-    get_dataset,
-    get_peft_config,
-    get_quantization_config,
-)
+from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl import rewards as trl_rewards
 
 from ..arguments import as_list
 from ..config import PPOConfig
-from ..data.preference_pairs import FILE_FORMATS
+from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import hub_kwargs
 from ..redaction import sentence
 from ..rewards import RewardAdapter, RewardFunc, check_reward_columns
 from ..trainer import PPOTrainer
-from .arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments, parse
+from .arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments
+from .arguments import parse as parse
 
-__all__ = [
-    "MixtureConfig",
-    "PPOModelConfig",
-    "PPOScriptArguments",
-    "build_trainer",
-    "find_reward",
-    "load_datasets",
-    "parse",
-    "trainer_arguments",
-]
 ADAPTER = "adapter:"
-PATHS = ("/", "./", "../")  # how a path begins, and no id on the Hub
-FILE_SUFFIXES = (*FILE_FORMATS, ".csv", ".txt")
-NAME_A_DATASET = (
-    "Name a dataset on the Hub (with `dataset_config`, if it has several), a .json, .jsonl or .parquet file, or a "
-    "directory."
-)
-# by name, as TRL's own script for GRPO knows them, with the settings it gives them
-TRL_REWARDS = {
-    "accuracy_reward": lambda: trl_rewards.accuracy_reward,
-    "reasoning_accuracy_reward": lambda: trl_rewards.reasoning_accuracy_reward,
-    "think_format_reward": lambda: trl_rewards.think_format_reward,
-    "get_soft_overlong_punishment": lambda: trl_rewards.get_soft_overlong_punishment(
-        max_completion_len=1280, soft_punish_cache=256
-    ),
-}
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
 def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
-    """What an entry of `reward_funcs` on a command line means."""
+    """Resolve an entry of `reward_funcs`: an adapter, a function, or a classifier's path or id."""
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
-    if os.path.isdir(name):
-        return name
     if name in TRL_REWARDS:
-        return TRL_REWARDS[name]()
-    *module, _ = parts = name.split(".")
-    if not module or not all(part.isidentifier() for part in parts):
-        return name  # an id on the Hub
-    reward = _imported(name, argument)
-    if not (callable(reward) or hasattr(reward, "score")):
-        raise ValueError(
-            f"`{argument}`: {_found(name, reward)}; name a function, or an object with `name` and `score`."
-        )
-    return reward
+        return getattr(trl_rewards, name)
+    if name == "get_soft_overlong_punishment":  # with the settings of TRL's own GRPO script
+        return trl_rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if os.path.isdir(name) or not is_dotted:
+        return name
+    return _import(name, argument, "name a function, or an object with `name` and `score`")
 
 
-def _imported(name: str, argument: str) -> Any:
-    """What a dotted path leads to; nothing if the module has no such name."""
+def _import(name: str, argument: str, remedy: str) -> Any:
+    """Import a function by its dotted path."""
     module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"`{argument}={name!r}` must be a dotted path; name a module and a function in it, such as "
+            "my_rows.to_prompt."
+        )
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script does not look there by itself
+        sys.path.append(os.getcwd())  # console scripts do not search it
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another one
+            raise  # the module exists, and fails to import another one
         raise ValueError(
-            f"`{argument}`: {name!r} is read as a dotted path, but there is no module {error.name!r} beside the "
-            "config file, in the working directory or on sys.path; start where it lies, or set PYTHONPATH."
+            f"`{argument}`: {name!r} is a dotted path, but no module {error.name!r} is beside the config file, in the "
+            "working directory or on sys.path; start in its folder, or set PYTHONPATH."
         ) from None
-    return getattr(module, attribute, None)
+    value = getattr(module, attribute, None)
+    if not (callable(value) or hasattr(value, "score")):
+        kind = "missing" if value is None else f"of the type {type(value).__name__}"
+        file = getattr(module, "__file__", module_name)
+        raise ValueError(f"`{argument}`: {name!r} is {kind} in {file}; {remedy}.")
+    return value
 
 
-def _found(name: str, found: Any) -> str:
-    module = sys.modules[name.rpartition(".")[0]]
-    kind = "nothing" if found is None else f"a {type(found).__name__}"
-    return f"{name!r} is {kind} in {getattr(module, '__file__', module.__name__)}"
+def load_datasets(script_args: PPOScriptArguments, mixture: MixtureConfig | None = None) -> dict[str, Any]:
+    """Load the splits of a run, mapped by `map_function`, and `eval_rows` of the test split."""
+    splits = dict(_load_named(script_args, mixture or MixtureConfig()))
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    rows = script_args.eval_rows
+    if rows is not None and test in splits and test != train:
+        dataset = splits[test]
+        is_map_style = isinstance(dataset, Dataset)
+        splits[test] = dataset.select(spread_indices(len(dataset), rows)) if is_map_style else dataset.take(rows)
+    if script_args.map_function is not None:
+        function = _import(script_args.map_function, "map_function", "name a function from a row to its new columns")
+        # the main process fills the cache that the others read
+        with PartialState().main_process_first():
+            splits |= {split: splits[split].map(function) for split in {train, test} & splits.keys()}
+    return splits
 
 
-def _find_map(name: str) -> Callable[[dict], dict]:
-    if "." not in name:
-        raise ValueError(
-            f"`map_function={name!r}` is no dotted path; name a module and a function in it, such as "
-            "my_rows.to_prompt."
-        )
-    function = _imported(name, "map_function")
-    if not callable(function):
-        raise ValueError(
-            f"`map_function`: {_found(name, function)}; name a function from a row to what is added to it."
-        )
-    return function
-
-
-def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None = None) -> Mapping[str, Any]:
-    """Load the dataset that the arguments name."""
-    return _prepared(_load_all(script_args, mixture), script_args)
-
-
-def _load_all(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
-    if mixture is not None and mixture.datasets:
+def _load_named(script_args: PPOScriptArguments, mixture: MixtureConfig) -> Mapping[str, Any]:
+    """Load the splits of `datasets` or of `dataset_name`, whichever is set."""
+    if mixture.datasets:
         for name in ("dataset_name", "dataset_config", "dataset_streaming"):
             if getattr(script_args, name):
-                raise ValueError(f"Both `datasets` and `{name}` are given; leave one of them out.")
+                raise ValueError(f"Both `datasets` and `{name}` are set; leave one of them out.")
         return get_dataset(mixture)
-    if mixture is not None and (mixture.streaming or mixture.test_split_size is not None):
+    if mixture.streaming or mixture.test_split_size is not None:
         raise ValueError(
-            "`streaming` and `test_split_size` are about `datasets`, of which there are none; with `dataset_name` it "
-            "is `dataset_streaming` and `dataset_test_split`."
+            "`streaming` and `test_split_size` only apply to `datasets`, which is not set; with `dataset_name` use "
+            "`dataset_streaming` and `dataset_test_split`."
         )
     if script_args.dataset_name is None:
-        raise ValueError("There is no dataset; give `dataset_name` (an id, a file or a directory), or `datasets`.")
-    return _load(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
+    return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
 
 
-def _prepared(loaded: Mapping[str, Any], script_args: ScriptArguments) -> Mapping[str, Any]:
-    """Of the splits that are used, the rows that are used, as they are used."""
-    name, rows = (getattr(script_args, field, None) for field in ("map_function", "eval_rows"))
-    train, test = script_args.dataset_train_split, script_args.dataset_test_split
-    if name is None and rows is None:
-        return loaded
-    prepared = dict(loaded)
-    if rows is not None and test in prepared and test != train:
-        prepared[test] = _spread(prepared[test], rows)
-    if name is not None:
-        function = _find_map(name)
-        # one process fills the cache that the others then read
-        with PartialState().main_process_first():
-            prepared |= {split: prepared[split].map(function) for split in {train, test} & prepared.keys()}
-    return prepared
+def _model_init_kwargs(args: PPOConfig, model_args: PPOModelConfig) -> dict[str, Any] | None:
+    """Merge `model_init_kwargs` with the model arguments."""
+    kwargs = dict(cast(dict, args.model_init_kwargs or {}))  # parsed by now, if it came as a string
+    revision = None if model_args.model_revision == "main" else model_args.model_revision
+    settings = {"revision": revision, "dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    for name, value in settings.items():
+        if value is not None and kwargs.setdefault(name, value) != value:
+            raise ValueError(
+                f"`model_init_kwargs` sets {name}={kwargs[name]!r}, and the model arguments set {value!r}; leave one "
+                "of the two out."
+            )
+    return kwargs or None
 
 
-def _spread(dataset: Any, rows: int) -> Any:
-    """Rows from all over a dataset, which may be sorted; of a stream, the first."""
-    if not isinstance(dataset, Dataset):
-        return dataset.take(rows)
-    rows = min(rows, len(dataset))
-    return dataset.select([index * len(dataset) // rows for index in range(rows)])
-
-
-def _load(
-    name: str, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
-) -> Mapping[str, Any]:
-    if _is_a_missing_file(name):
-        raise ValueError(
-            f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. {NAME_A_DATASET}"
-        )
-    path = Path(name)
-    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-    if (saved or path.is_file()) and config is not None:
-        raise ValueError(f"`dataset_config={config!r}` picks a part of a dataset on the Hub; leave it out for {name}.")
-    if saved:
-        if streaming:
-            raise ValueError(f"{name} was written by `save_to_disk`, which is not streamed; leave it out.")
-        loaded = load_from_disk(name)
-        return loaded if isinstance(loaded, Mapping) else {"train": loaded}
-    if path.is_file() and path.suffix not in FILE_FORMATS:
-        raise ValueError(f"{name} is none of the files that can be read: {', '.join(FILE_FORMATS)}.")
-    try:
-        if path.is_file():
-            return load_dataset(FILE_FORMATS[path.suffix], data_files=name, streaming=streaming)
-        return load_dataset(name, name=config, streaming=streaming)
-    except DatasetGenerationError as error:
-        raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
-    except (OSError, ValueError) as error:  # it is not there, cannot be reached, or has several configs
-        raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {NAME_A_DATASET}") from error
-
-
-def _is_a_missing_file(name: str) -> bool:
-    """Whether it can only be a path, at which there is nothing: the Hub need not be asked."""
-    looks_like_one = name.startswith(PATHS) or Path(name).suffix in FILE_SUFFIXES
-    return looks_like_one and not os.path.exists(name)
-
-
-def _split(dataset: Mapping[str, Any], split: str, argument: str) -> Any:
-    if split not in dataset:
-        raise ValueError(f"The dataset has no split {split!r}; set `{argument}` to one of {sorted(dataset)}.")
-    return dataset[split]
-
-
-def _given(model_args: ModelConfig) -> dict[str, Any]:
-    """Fields that are not at their default."""
-    default = type(model_args)()
-    values = {entry.name: getattr(model_args, entry.name) for entry in fields(model_args)}
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
-
-
-def _is_lora(name: str) -> bool:
-    return name.startswith("lora_") or name in ("use_rslora", "use_dora")
-
-
-def _check(script_args: ScriptArguments, model_args: ModelConfig) -> None:
-    """Refuse what could not be honoured."""
-    given = _given(model_args)
-    if model_args.model_name_or_path is None:
-        raise ValueError("There is no model; give `model_name_or_path`.")
-    if script_args.ignore_bias_buffers:
-        raise ValueError("`ignore_bias_buffers` is a remedy for models without adapters; leave it out.")
-    if given.get("lora_dropout"):
-        raise ValueError(
-            f"`lora_dropout={model_args.lora_dropout}` is not supported: old and new log-probabilities must come from "
-            "the same forward. Leave it out."
-        )
-    if "lora_task_type" in given:
-        raise ValueError(f"`lora_task_type` must be 'CAUSAL_LM' for a policy, got {model_args.lora_task_type!r}.")
-    for name in given.keys() & {"bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"}:
-        if not model_args.load_in_4bit:
-            raise ValueError(f"`{name}` says how to quantise to 4 bits; set `load_in_4bit` too, or leave it out.")
-
-
-def _check_model(model_args: ModelConfig, args: PPOConfig) -> None:
-    """Refuse what is no model before datasets and rewards are loaded."""
-    name = str(model_args.model_name_or_path)
+def _check_model(name: str | None, args: PPOConfig) -> None:
+    """Check that the model has a config, before datasets and rewards are loaded."""
+    if name is None:
+        raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
     if os.path.isfile(os.path.join(name, "adapter_config.json")):
-        return  # an adapter, about which the trainer knows more to say
+        return  # the trainer's error about adapters says more
     try:
         AutoConfig.from_pretrained(name, **hub_kwargs(args))
     except (OSError, ValueError) as error:
@@ -245,84 +131,54 @@ def _check_model(model_args: ModelConfig, args: PPOConfig) -> None:
         ) from error
 
 
-def _check_prompts(dataset: Any, script_args: ScriptArguments) -> None:
-    columns = getattr(dataset, "column_names", None)
+def trainer_arguments(
+    script_args: PPOScriptArguments,
+    args: PPOConfig,
+    model_args: PPOModelConfig,
+    splits: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
+    args.model_init_kwargs = _model_init_kwargs(args, model_args)
+    _check_model(model_args.model_name_or_path, args)
+    if script_args.ignore_bias_buffers:
+        raise ValueError("`ignore_bias_buffers` only helps models without adapters; leave it out.")
+    # the compute dtype of a quantized base is the run's, unless a dtype is named
+    dtype = None if model_args.dtype == "auto" else model_args.dtype
+    model_config = cast(ModelConfig, model_args)
+    kwargs: dict[str, Any] = {
+        "model": model_args.model_name_or_path,
+        "args": args,
+        "reward_funcs": [find_reward(name) for name in as_list(script_args.reward_funcs)],
+        "monitor_funcs": [find_reward(name, "monitor_funcs") for name in as_list(script_args.monitor_funcs)],
+        "peft_config": get_peft_config(replace(model_config, use_peft=True)),
+        "quantization_config": get_quantization_config(replace(model_config, dtype=dtype)),
+        "train_dataset": get_split(splits, script_args.dataset_train_split, "dataset_train_split"),
+    }
+    columns = getattr(kwargs["train_dataset"], "column_names", None)  # unknown for some streams
     if columns and "prompt" not in columns:
         name = f"dataset_name={script_args.dataset_name!r}" if script_args.dataset_name else "datasets"
         raise ValueError(
             f"`{name}` has no column 'prompt' in the split {script_args.dataset_train_split!r}; it has "
-            f"{sorted(columns)}. Set `map_function` to a function that makes one of a row, such as my_rows.to_prompt."
+            f"{sorted(columns)}. Set `map_function` to a function that returns one, such as my_rows.to_prompt."
         )
-
-
-def _check_columns(built: dict[str, Any]) -> None:
-    """Refuse functions that the dataset's columns do not suit; those of a stream may not be known."""
-    rewards = built["reward_funcs"] + built["monitor_funcs"]
+    if args.eval_strategy != "no":
+        kwargs["eval_dataset"] = get_split(splits, script_args.dataset_test_split, "dataset_test_split")
     for name in ("train_dataset", "eval_dataset"):
-        columns = getattr(built.get(name), "column_names", None)
+        columns = getattr(kwargs.get(name), "column_names", None)
         if columns:
-            check_reward_columns(rewards, columns, f"`{name}`")
-
-
-def _model_init_kwargs(args: PPOConfig, model_args: ModelConfig) -> dict[str, Any] | None:
-    """What `args.model_init_kwargs` and the model arguments say together."""
-    names = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
-    given = {names[name]: value for name, value in _given(model_args).items() if name in names}
-    own = cast(dict, args.model_init_kwargs or {})  # parsed by now, if it came as a string
-    for name in given.keys() & own.keys():
-        if given[name] != own[name]:
-            raise ValueError(
-                f"`model_init_kwargs` says {name}={own[name]!r}, and the model arguments say {given[name]!r}; leave "
-                "one of the two out."
-            )
-    return own | given or None
-
-
-def trainer_arguments(
-    script_args: PPOScriptArguments,
-    args: PPOConfig,
-    model_args: ModelConfig,
-    dataset: Mapping[str, Any] | None = None,
-    needs_eval: bool = True,
-) -> dict[str, Any]:
-    """What [`PPOTrainer`] is built with; nothing but the datasets is loaded."""
-    _check(script_args, model_args)
-    args.model_init_kwargs = _model_init_kwargs(args, model_args)
-    _check_model(model_args, args)
-    given = _given(model_args)
-    wants_adapter = model_args.use_peft or any(_is_lora(name) for name in given)
-    built: dict[str, Any] = {
-        name: [find_reward(reward, name) for reward in as_list(getattr(script_args, name))]
-        for name in ("reward_funcs", "monitor_funcs")
-    }
-    built |= {
-        "peft_config": get_peft_config(replace(model_args, use_peft=True)) if wants_adapter else None,
-        # its compute dtype: "auto" is none, and the run's own is filled in where the model is loaded
-        "quantization_config": get_quantization_config(replace(model_args, dtype=_dtype_of_4bit(given))),
-    }
-    dataset = load_datasets(script_args) if dataset is None else dataset
-    built["train_dataset"] = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
-    _check_prompts(built["train_dataset"], script_args)
-    if args.eval_strategy != "no" and needs_eval:
-        built["eval_dataset"] = _split(dataset, script_args.dataset_test_split, "dataset_test_split")
-    _check_columns(built)
+            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, f"`{name}`")
     if script_args.ptx_dataset_name is not None:
-        supervised = _load(script_args.ptx_dataset_name, argument="ptx_dataset_name")
-        built["ptx_dataset"] = _split(supervised, "train", "ptx_dataset_name")
-    return built
+        supervised = load_splits(script_args.ptx_dataset_name, argument="ptx_dataset_name")
+        kwargs["ptx_dataset"] = get_split(supervised, "train", "ptx_dataset_name")
+    return kwargs
 
 
 def build_trainer(
     script_args: PPOScriptArguments,
     args: PPOConfig,
-    model_args: ModelConfig,
-    dataset: Mapping[str, Any] | None = None,
+    model_args: PPOModelConfig,
+    splits: Mapping[str, Any],
     **overrides: Any,
 ) -> PPOTrainer:
-    """Build the trainer that the arguments describe."""
-    built = trainer_arguments(script_args, args, model_args, dataset, needs_eval="eval_dataset" not in overrides)
-    return PPOTrainer(model_args.model_name_or_path, args=args, **built | overrides)
-
-
-def _dtype_of_4bit(given: dict[str, Any]) -> str | None:
-    return None if given.get("dtype") == "auto" else given.get("dtype")
+    """Build the trainer described by the arguments."""
+    return PPOTrainer(**trainer_arguments(script_args, args, model_args, splits) | overrides)

@@ -1,49 +1,48 @@
-"""The console script `trl-ppo`. A sub-command's module is imported when it is chosen, so that help comes at once."""
+"""Console script `trl-ppo`. A subcommand's module is imported when it is chosen: `--help` does not load torch."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# sub-command: (module with `add_arguments(parser)` and `main(args)`, line of help)
+# subcommand: (module with `add_arguments(parser)` and `main(args)`, line of help)
 COMMANDS = {
-    "check-reward": ("check_reward", "compare a reward model in full precision and in 4-bit on preference pairs"),
-    "compare": ("report.compare", "write the curves of several runs over each other, as one HTML file"),
-    "env": ("environment", "print versions and hardware, for a bug report"),
-    "estimate": ("estimate", "say what memory a run will need, and which settings would make it fit"),
-    "pretrain-critic": ("pretrain_critic", "train a critic on rollouts of a frozen policy, to start PPO runs from"),
-    "report": ("report.command", "write the report of a run, going on or ended, as one HTML file"),
-    "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
-    "train": ("train", "train a policy with PPO; with --dry_run, say what the run would be"),
+    "check-reward": ("commands.check_reward", "compare a reward model in full precision and quantized"),
+    "compare": ("tracking.report.compare", "plot the curves of several runs in one HTML file"),
+    "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
+    "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
+    "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
+    "serve-reward": ("rewards.serving", "serve a reward model over HTTP, for RemoteReward"),
+    "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
 }
-# these read a config file too, so TRL's parser reads their arguments: `main(argv)`
+# these also read a config file, so TRL's parser reads their arguments: `main(argv)`
 LAUNCHERS = {"estimate", "pretrain-critic", "train"}
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser, with the arguments of one subcommand."""
     root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, line) in COMMANDS.items():
         sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == command and name not in LAUNCHERS:
-            module = import_module(f".{module_name}", "trl_ppo_ext")
+        if name == command:
+            module = import_module(f"trl_ppo_ext.{module_name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.main)
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command."""
+    """Run a subcommand and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else None
     try:
         if command in LAUNCHERS:
-            import_module(f".{COMMANDS[command][0]}", "trl_ppo_ext").main(argv[1:])
+            import_module(f"trl_ppo_ext.{COMMANDS[command][0]}").main(argv[1:])
         else:
             args = parser(command).parse_args(argv)
             args.run(args)
-    except (ValueError, OSError) as error:  # wrong arguments, a model that is not there, a port that is taken
+    except (ValueError, OSError) as error:  # wrong arguments, a missing model, a port in use
         print(f"trl-ppo {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`trl-ppo check-reward`: each number recomputed by other means, and what it does with other people's data."""
+"""`trl-ppo check-reward`: each number recomputed by other means, and every form of data."""
 
 import argparse
 import json
@@ -8,14 +8,16 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from pandas import Series
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
 from trl_ppo_ext.commands import check_reward as module
-from trl_ppo_ext.commands.check_reward import accuracy, average_ranks, check_reward, correlation, verdict
+from trl_ppo_ext.commands.check_reward import accuracy, check_reward, compare, correlation, verdict
 from trl_ppo_ext.rewards import ClassifierReward
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "docstrings"
@@ -116,8 +118,8 @@ def order(chosen, rejected):
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
-def test_every_number_is_what_scoring_by_hand_gives(model, pairs, quantization, monkeypatch):
-    clock = iter([10.0, 12.0, 20.0, 28.0])  # 2 s in full precision, 8 s quantised
+def test_report_equals_scoring_by_hand(model, pairs, quantization, monkeypatch):
+    clock = iter([10.0, 12.0, 20.0, 28.0])  # 2 s in full precision, 8 s quantized
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
     report = check_reward(model, pairs, quantization=quantization, batch_size=5, device="cpu")
 
@@ -133,7 +135,7 @@ def test_every_number_is_what_scoring_by_hand_gives(model, pairs, quantization, 
             {
                 "accuracy": statistics.mean(wins),
                 "mean": statistics.mean(by_hand),
-                "deviation": statistics.stdev(by_hand),
+                "standard_deviation": statistics.stdev(by_hand),
                 "length_correlation": statistics.correlation(by_hand, tokens),
                 "completions_per_second": 48 / seconds,
                 "memory_mib": bytes_by_hand(classifier) / 1024**2,
@@ -150,7 +152,7 @@ def test_every_number_is_what_scoring_by_hand_gives(model, pairs, quantization, 
     assert (report["pairs"], report["pairs_too_long"], report["dtype"]) == (24, 0, "float32")
 
 
-def test_speed_is_timed_on_shapes_that_were_seen_before(model, monkeypatch):
+def test_speed_is_timed_on_shapes_seen_before(model, monkeypatch):
     events, score = [], ClassifierReward.score
 
     def recorded(self, batch):
@@ -172,30 +174,28 @@ def test_speed_is_timed_on_shapes_that_were_seen_before(model, monkeypatch):
 
 
 def test_ties_count_half():
-    assert accuracy(torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 2.0, 0.0])) == 0.5
-    assert accuracy(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])) == 0.75
-    assert accuracy(torch.tensor([1.0]), torch.tensor([2.0])) == 0
+    assert accuracy(np.array([2.0, 1.0, 1.0, 0.0, 1.0, 1.0, 2.0, 0.0])) == 0.5
+    assert accuracy(np.array([2.0, 1.0, 1.0, 1.0])) == 0.75
+    assert accuracy(np.array([1.0, 2.0])) == 0
 
 
-def test_equal_values_share_the_average_of_their_ranks():
+def test_rank_agreement_averages_ranks_of_ties():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        x, y = torch.randint(0, 6, (2, 15), generator=generator).double()
-        assert average_ranks(x).tolist() == ranks_by_hand(x.tolist())
-        by_hand = spearman_by_hand(x.tolist(), y.tolist())
-        assert correlation(average_ranks(x), average_ranks(y)) == pytest.approx(by_hand)
+        x, y = torch.randint(0, 6, (2, 16), generator=generator).double().numpy()
+        assert compare(x, y)["rank_agreement"] == pytest.approx(spearman_by_hand(x.tolist(), y.tolist()))
 
 
-def test_rank_agreement_sees_order_alone():
-    x = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
-    assert correlation(average_ranks(x), average_ranks(x.exp())) == pytest.approx(1)
-    assert correlation(average_ranks(x), average_ranks(-(x**3))) == pytest.approx(-1)
-    assert correlation(x, x.exp()) < 0.99
+def test_rank_agreement_depends_only_on_order():
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0)).double().numpy()
+    assert compare(x, np.exp(x))["rank_agreement"] == pytest.approx(1)
+    assert compare(x, -(x**3))["rank_agreement"] == pytest.approx(-1)
+    assert correlation(Series(x), Series(np.exp(x))) < 0.99
 
 
-def test_a_pair_that_becomes_a_tie_is_ordered_differently():
-    full, quantized = torch.tensor([2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 3.0]), torch.tensor([1.0] * 8)
-    compared = module._compare(full, quantized)  # pairs (2, 1), (1, 1), (0, 1), (3, 3), then ties throughout
+def test_pair_that_becomes_a_tie_is_ordered_differently():
+    full, quantized = np.array([2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 3.0]), np.ones(8)
+    compared = compare(full, quantized)  # pairs (2, 1), (1, 1), (0, 1), (3, 3), then ties throughout
     assert compared == {"rank_agreement": None, "disagreement": 0.5, "largest_difference": 2.0}
 
 
@@ -239,17 +239,17 @@ def outcome(agreement=0.99, flipped=0.01, full=0.8, quantized=0.8):
             outcome(quantized=0.74),
             "4-bit: the accuracy falls from 0.800 to 0.740: load this model with reward_quantization='int8' or 'none'",
         ),
-        ("nf4", outcome(None), "4-bit: all scores are equal, there is no ranking to keep"),
+        ("nf4", outcome(None), "4-bit: all scores are equal, so there is no ranking to keep"),
     ],
 )
-def test_the_verdict_says_how_to_load_the_model(quantization, found, line):
+def test_verdict_names_the_quantization_to_use(quantization, found, line):
     assert verdict(quantization, found) == line
 
 
-def test_scores_that_keep_their_ranks_may_not_keep_the_order_of_pairs():
+def test_verdict_rejects_swapped_pairs_despite_rank_agreement():
     """As where prompts differ far more than the two answers to one: each pair is a step apart, and is swapped."""
-    full = torch.tensor([10.0 * n + 1 for n in range(20)] + [10.0 * n for n in range(20)])
-    found = module._compare(full, full.roll(20))
+    full = np.array([10.0 * n + 1 for n in range(20)] + [10.0 * n for n in range(20)])
+    found = compare(full, np.roll(full, 20))
     assert found["rank_agreement"] > 0.99 and found["disagreement"] == 1
     assert "100.0% of the pairs are ordered differently" in verdict("nf4", outcome() | found)
 
@@ -257,7 +257,7 @@ def test_scores_that_keep_their_ranks_may_not_keep_the_order_of_pairs():
 # ---- the command ----
 
 
-def test_the_table_shows_the_numbers_that_the_file_holds(model, pairs, tmp_path, capsys):
+def test_table_shows_the_numbers_of_the_file(model, pairs, tmp_path, capsys):
     module.main(parsed(model, pairs, "--json", str(tmp_path / "report.json")))
     report = json.loads((tmp_path / "report.json").read_text())
     shown = capsys.readouterr().out
@@ -265,29 +265,21 @@ def test_the_table_shows_the_numbers_that_the_file_holds(model, pairs, tmp_path,
         cells[0]: cells[1:] for line in shown.splitlines() if len(cells := re.split(r"\s*[│┃]\s*", line)[1:-1]) == 3
     }
     assert rows["24 pairs"] == ["full (float32)", "nf4"]
-    for label, key, form in (
-        ("accuracy", "accuracy", "{:.3f}"),
-        ("mean score", "mean", "{:.3f}"),
-        ("standard deviation", "deviation", "{:.3f}"),
-        ("correlation with length", "length_correlation", "{:.3f}"),
-        ("completions/s", "completions_per_second", "{:.1f}"),
-        ("model memory (MiB)", "memory_mib", "{:.1f}"),
-    ):
-        assert rows[label] == [form.format(report[load][key]) for load in ("full", "quantized")]
-    assert rows["rank agreement (Spearman)"] == ["", f"{report['rank_agreement']:.3f}"]
-    assert rows["pairs ordered differently"] == ["", f"{100 * report['disagreement']:.1f}%"]
-    assert rows["largest difference"] == ["", f"{report['largest_difference']:.3f}"]
+    for key in report["full"]:
+        assert rows[key.replace("_", " ")] == [f"{report[load][key]:.3f}" for load in ("full", "quantized")]
+    for key in ("rank_agreement", "disagreement", "largest_difference"):
+        assert rows[key.replace("_", " ")] == ["", f"{report[key]:.3f}"]
     assert shown.splitlines()[-1] == report["verdict"] == verdict("nf4", report)
     assert without_speed(report) == without_speed(check_reward(model, pairs, device="cpu"))
 
 
-def test_int8_does_not_repeat_itself_for_every_layer(model, pairs, capsys, caplog):
+def test_int8_does_not_warn_for_every_layer(model, pairs, capsys, caplog):
     module.main(parsed(model, pairs, "--quantization", "int8"))
     assert "8-bit" in capsys.readouterr().out
     assert not [record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]
 
 
-def test_a_model_whose_scores_are_all_equal_has_no_ranking(tmp_path, capsys):
+def test_model_with_equal_scores_has_no_ranking(tmp_path, capsys):
     classifier = llama(classifier=True, hidden_size=64)
     torch.nn.init.zeros_(classifier.score.weight)
     classifier.save_pretrained(tmp_path)
@@ -302,7 +294,7 @@ def test_a_model_whose_scores_are_all_equal_has_no_ranking(tmp_path, capsys):
 # ---- data ----
 
 
-def test_the_form_of_the_dataset_makes_no_difference(model, pairs, tmp_path):
+def test_report_is_independent_of_the_dataset_format(model, pairs, tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps(ROWS))
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "pairs.parquet"))
     folder = tmp_path / "folder"
@@ -315,7 +307,7 @@ def test_the_form_of_the_dataset_makes_no_difference(model, pairs, tmp_path):
         assert without_speed(check_reward(model, form, device="cpu")) == expected
 
 
-def test_a_prompt_may_be_part_of_the_completions(model):
+def test_prompt_may_be_part_of_the_completions(model):
     """Their words begin to differ at once, so the common beginning is the prompt."""
     whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in ROWS]
     expected = without_speed(check_reward(model, ROWS, device="cpu"))
@@ -324,7 +316,7 @@ def test_a_prompt_may_be_part_of_the_completions(model):
     assert without_speed(check_reward(model, none, device="cpu")) == expected
 
 
-def test_a_text_that_ends_with_eos_gets_no_second_one(model):
+def test_text_with_eos_gets_no_second_one(model):
     ended = [row | {side: row[side] + "<eos>" for side in ("chosen", "rejected")} for row in ROWS]
     expected = without_speed(check_reward(model, ROWS, device="cpu"))
     assert without_speed(check_reward(model, ended, device="cpu")) == expected
@@ -357,7 +349,7 @@ def test_conversations_are_scored_in_the_chat_template(model):
     assert implicit["rank_agreement"] == report["rank_agreement"]
 
 
-def test_pairs_beyond_the_context_are_left_out_and_counted(model, tmp_path, capsys):
+def test_pairs_beyond_the_context_are_skipped_and_counted(model, tmp_path, capsys):
     long = {"prompt": "w1 ", "chosen": words(0, 63), "rejected": "w2"}  # 65 tokens with the EOS, for a context of 64
     fits = {"prompt": "w1 ", "chosen": words(0, 62), "rejected": "w2"}
     rows = [long, *ROWS[:5], long, fits]
@@ -365,32 +357,32 @@ def test_pairs_beyond_the_context_are_left_out_and_counted(model, tmp_path, caps
     assert (report["pairs"], report["pairs_too_long"]) == (6, 2)
     assert without_speed(report)["full"] == without_speed(check_reward(model, [*ROWS[:5], fits], device="cpu"))["full"]
     module.main(parsed(model, write(tmp_path / "p.jsonl", rows)))
-    assert "2 more pairs are longer than the model's context and were left out" in capsys.readouterr().out
+    assert "2 more pairs exceed the model's context and were skipped" in capsys.readouterr().out
 
 
-def test_fewer_pairs_are_spread_over_the_dataset(model):
+def test_max_pairs_are_spread_over_the_dataset(model):
     report = check_reward(model, ROWS, max_pairs=6, device="cpu")
     assert report["pairs"] == 6
-    assert without_speed(report) == without_speed(check_reward(model, ROWS[::4], max_pairs=None, device="cpu"))
+    assert without_speed(report) == without_speed(check_reward(model, ROWS[::4], device="cpu"))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "has no rows; give at least one pair"),
+        ([], "has no rows; give at least one"),
         ([{"question": "q", "chosen": "a"}], r"needs the columns 'chosen' and 'rejected'; .*'chosen', 'question'\]"),
         ([ROWS[0], {"chosen": "w1", "rejected": None}], r"Pair 1 has .*must all be text, or all be lists of messages"),
         ([{"prompt": "w1", "chosen": "w1", "rejected": None}], r"Pair 0 has .*must all be text"),
         ([{"chosen": 1.0, "rejected": 2.0}], r"Pair 0 has \{'chosen': '1\.0', 'rejected': '2\.0'\}; .*must all"),
         (
             [{side: [{"role": "user", "content": "w1"}] for side in ("chosen", "rejected")} | {"prompt": "w1"}],
-            r"Pair 0 has .*Drop the prompt where the others hold whole conversations",
+            r"Pair 0 has .*Drop the prompt if the others are whole conversations",
         ),
         ([{"chosen": words(0, 70), "rejected": "w1"}], "None of the 1 pairs fits in the model's context of 64 tokens"),
     ],
     ids=["no rows", "columns", "one missing", "rejected missing", "numbers", "mixed", "too long"],
 )
-def test_rows_that_cannot_be_compared_are_refused(model, rows, message):
+def test_invalid_rows_are_refused(model, rows, message):
     with pytest.raises(ValueError, match=message):
         check_reward(model, rows, device="cpu")
 
@@ -398,28 +390,27 @@ def test_rows_that_cannot_be_compared_are_refused(model, rows, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "none"}, "quantization must be 'nf4', 'fp4' or 'int8', got 'none'"),
-        ({"max_pairs": 0}, "max_pairs must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"split": "nowhere"}, "nowhere"),
+        ({"max_pairs": 0}, "`max_pairs` must be at least 1, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"split": "nowhere"}, r"no split 'nowhere'; set `--split` to one of \['train'\]"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(model, pairs, settings, message):
+def test_invalid_settings_are_refused(model, pairs, settings, message):
     with pytest.raises(ValueError, match=message):
         check_reward(model, pairs, **({"device": "cpu"} | settings))
 
 
-def test_files_that_cannot_be_used_are_refused(model, pairs, tmp_path):
-    with pytest.raises(ValueError, match=r"--json .* lies in a folder that does not exist"):
+def test_invalid_files_are_refused(model, pairs, tmp_path):
+    with pytest.raises(ValueError, match=r"--json .* is in a folder that does not exist"):
         module.main(parsed("no such model", pairs, "--json", str(tmp_path / "nowhere" / "report.json")))
-    with pytest.raises(OSError, match=r"nothing\.jsonl"):
+    with pytest.raises(ValueError, match=r"`DATASET='.*nothing\.jsonl'` does not exist"):
         check_reward(model, str(tmp_path / "nothing.jsonl"), device="cpu")
     (tmp_path / "broken.jsonl").write_text('{"chosen": "w1", "rej')
-    with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl'` cannot be read"):
         check_reward(model, str(tmp_path / "broken.jsonl"), device="cpu")
 
 
-def test_models_that_cannot_be_compared_are_refused(model, tmp_path):
+def test_invalid_models_are_refused(model, tmp_path):
     three = save(tmp_path / "three", tokenizer(), num_labels=3)
     with pytest.raises(ValueError, match="3 labels"):
         check_reward(three, ROWS, device="cpu")
@@ -431,23 +422,23 @@ def test_models_that_cannot_be_compared_are_refused(model, tmp_path):
     strict = save(tmp_path / "strict", tokenizer(chat_template="{{ raise_exception('ask first') }}"))
     with pytest.raises(ValueError, match="chat template does not take pair 0: ask first; drop or reshape it"):
         check_reward(strict, conversation, device="cpu")
-    load_by_hand(model, "nf4").save_pretrained(tmp_path / "quantised")
-    with pytest.raises(ValueError, match="saved quantised, so there is no full precision to compare with"):
-        check_reward(str(tmp_path / "quantised"), ROWS, device="cpu")
+    load_by_hand(model, "nf4").save_pretrained(tmp_path / "quantized")
+    with pytest.raises(ValueError, match="saved quantized, so there is no full precision to compare with"):
+        check_reward(str(tmp_path / "quantized"), ROWS, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(model):
-    with pytest.raises(ValueError, match="device='cuda:0' needs a GPU, and there is none; leave it 'auto'"):
+def test_missing_gpu_is_refused(model):
+    with pytest.raises(ValueError, match="`device='cuda:0'` needs a GPU, and none is available; use 'auto'"):
         check_reward(model, ROWS, device="cuda:0")
 
 
-def test_scores_that_are_not_finite_are_refused(tmp_path):
+def test_nonfinite_scores_are_refused(tmp_path):
     classifier = llama(classifier=True, hidden_size=64)
     torch.nn.init.constant_(classifier.score.weight, float("inf"))
     classifier.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"8 of 8 scores of .* are not finite in torch.float32"):
+    with pytest.raises(ValueError, match=r"8 of 8 scores of .* are NaN or inf in torch.float32"):
         check_reward(str(tmp_path), ROWS[:4], device="cpu")
 
 
@@ -486,7 +477,7 @@ def train_classifier(rows, own_tokenizer, steps=120, batch_size=8):
     return classifier.eval()
 
 
-def test_a_trained_reward_model_keeps_its_ranking_in_4_bit(tmp_path, monkeypatch, capsys):
+def test_trained_reward_model_keeps_its_ranking_in_4_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(RECIPE))
     train, held_out, own_tokenizer = docstring_pairs()
     train_classifier(train, own_tokenizer).save_pretrained(tmp_path / "model")

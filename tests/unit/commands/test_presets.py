@@ -1,4 +1,4 @@
-"""Presets: what the page says of them is what they are, and each makes a config with its paper's sizes."""
+"""Presets: their files agree with docs/presets.md, and each gives a config with the sizes of its paper."""
 
 import ast
 import dataclasses
@@ -9,9 +9,11 @@ import pytest
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.presets import PRESETS
+from trl_ppo_ext.presets import load_preset
 
-PAGE = Path(__file__).parents[3] / "docs" / "presets.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "presets.md"
+PRESETS = {path.stem: load_preset(path.stem) for path in sorted((ROOT / "recipes" / "presets").glob("*.yaml"))}
 SECTION = re.compile(r"^## `(\w+)`$", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$")
 # name: prompts of a rollout, completions of an optimizer step, optimizer steps that a rollout feeds
@@ -25,7 +27,7 @@ SIZES = {
 
 
 def tables():
-    """Rows (field, value, source) of each preset's table; a row that cannot be read fails here."""
+    """Rows (field, value, source) of each preset's table; an unreadable row fails here."""
     _, *parts = SECTION.split(PAGE.read_text(encoding="utf-8"))
     rows = {}
     for name, section in zip(parts[::2], parts[1::2]):
@@ -42,12 +44,23 @@ def config(name, tmp_path):
     return PPOConfig(tmp_path, use_cpu=True, bf16=False, **PRESETS[name])
 
 
-def test_the_page_has_every_preset_and_no_other():
-    assert list(tables()) == list(PRESETS) == list(SIZES)
+def test_page_lists_every_preset_and_no_other():
+    assert tables().keys() == PRESETS.keys() == SIZES.keys()
+
+
+def test_unknown_preset_is_refused_with_the_known_ones():
+    message = "Unknown preset 'n-plus'; choose one of 'dapo', 'instructgpt', 'n_plus', 'orz', 'vapo'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PPOConfig.preset("n-plus")
+
+
+def test_preset_takes_overrides_of_its_fields(tmp_path):
+    made = PPOConfig.preset("n_plus", tmp_path, use_cpu=True, bf16=False, learning_rate=3e-5)
+    assert (made.learning_rate, made.adam_epsilon) == (3e-5, 1e-5)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_page_tells_every_value_and_its_source(name):
+def test_page_lists_every_value_with_its_source(name):
     rows = tables()[name]
     told = {field: value for field, value, _ in rows}
     assert len(told) == len(rows)
@@ -59,28 +72,28 @@ def test_the_page_tells_every_value_and_its_source(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_hold_fields_of_the_config_alone(name):
+def test_presets_hold_only_fields_of_the_config(name):
     assert PRESETS[name].keys() <= {field.name for field in dataclasses.fields(PPOConfig) if field.init}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_makes_a_config_that_keeps_its_values(name, tmp_path):
+def test_config_keeps_the_values_of_its_preset(name, tmp_path):
     made = config(name, tmp_path)
     assert {field: getattr(made, field) for field in PRESETS[name]} == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_sizes_of_its_paper(name, tmp_path):
+def test_preset_has_the_sizes_of_its_paper(name, tmp_path):
     plan = BatchPlan.from_config(config(name, tmp_path), num_processes=1)
     assert (plan.prompts, plan.mini_batch_size, plan.optimizer_steps) == SIZES[name]
 
 
 @pytest.mark.parametrize("name, iterations", [("instructgpt", 10), ("dapo", 20)])
-def test_warmup_that_papers_count_in_rollouts_is_that_many_optimizer_steps(name, iterations):
+def test_warmup_in_rollouts_is_converted_to_optimizer_steps(name, iterations):
     assert PRESETS[name]["warmup_steps"] == iterations * SIZES[name][2]
 
 
 @pytest.mark.parametrize("name, episodes, rollout", [("instructgpt", 256_000, 512), ("n_plus", 1_000_000, 512)])
-def test_the_page_tells_the_optimizer_steps_of_the_papers_episodes(name, episodes, rollout):
+def test_page_lists_the_optimizer_steps_of_the_papers_episodes(name, episodes, rollout):
     section = PAGE.read_text(encoding="utf-8").split(f"## `{name}`")[1].split("\n## ")[0]
     assert f"`max_steps={episodes // rollout * SIZES[name][2]}`" in section

@@ -1,4 +1,4 @@
-"""A critic that is trained before PPO: what is measured, what is saved, and that PPO starts from it."""
+"""A pretrained critic: what is measured and saved, and that PPO starts from it."""
 
 import contextlib
 import io
@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
-from peft import LoraConfig
 from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
-from trl import DatasetMixtureConfig, ModelConfig
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter
 from trl_ppo_ext.commands import launch
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import pretrain_critic as module
-from trl_ppo_ext.commands.launch import PPOModelConfig, PPOScriptArguments, build_trainer, find_reward, load_datasets
+from trl_ppo_ext.commands.arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments
+from trl_ppo_ext.commands.launch import build_trainer, find_reward, load_datasets
 from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
 from trl_ppo_ext.modeling.loading import default_peft_config
 
@@ -119,7 +118,7 @@ def pretrained(request):
 # ---- the command ----
 
 
-def test_a_value_that_the_prompt_tells_is_learned(pretrained):
+def test_value_that_depends_on_the_prompt_is_learned(pretrained):
     assert pretrained.status == 0
     assert pretrained.numbers["explained_variance_before"] == 0  # a fresh critic says 0 everywhere
     assert pretrained.numbers["explained_variance_after"] > 0.9  # measured: 0.99 and more
@@ -133,14 +132,14 @@ def test_only_the_critic_is_trained(pretrained):
     assert len(critic) == (2 if pretrained.kind == "head" else 2 + 2 * 14)  # two layers of seven projections
 
 
-def test_the_numbers_are_printed_with_the_line_that_starts_from_the_critic(pretrained):
+def test_command_prints_the_numbers_and_how_to_start(pretrained):
     kind, numbers = pretrained.kind, pretrained.numbers
     assert f"Explained variance before: {numbers['explained_variance_before']:.3f}\n" in pretrained.printed
     assert f"Explained variance after:  {numbers['explained_variance_after']:.3f}\n" in pretrained.printed
     assert f"PPOConfig(critic='{kind}', critic_init='{kind}')\n" in pretrained.printed
 
 
-def test_the_folder_holds_the_critic_its_numbers_and_a_card_and_no_path_of_this_machine(pretrained, workplace):
+def test_folder_holds_critic_numbers_and_card_without_local_paths(pretrained, workplace):
     kind, directory = pretrained.kind, pretrained.directory
     names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     of_adapter = {"critic/adapter_config.json", "critic/adapter_model.safetensors"}
@@ -156,7 +155,7 @@ def test_the_folder_holds_the_critic_its_numbers_and_a_card_and_no_path_of_this_
     assert "`of_last_word`" in card and "base_model" not in card  # a path means nothing to the Hub
 
 
-def test_a_ppo_run_starts_with_the_very_values_of_the_pretrained_critic(pretrained, there, monkeypatch, tmp_path):
+def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, monkeypatch, tmp_path):
     def first_rollout(**start):
         args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
         args.per_device_train_batch_size = 32
@@ -178,7 +177,7 @@ def load_prompts():
     return load_datasets(PPOScriptArguments(dataset_name="prompts.jsonl"))["train"]
 
 
-def test_help_lists_the_fields_in_groups_and_the_defaults_of_this_command(capsys):
+def test_help_lists_fields_in_groups_with_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["pretrain-critic", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -194,7 +193,7 @@ def test_help_lists_the_fields_in_groups_and_the_defaults_of_this_command(capsys
     assert "1 is Monte Carlo. (default: 1.0)" in text
 
 
-def test_the_command_is_listed(capsys):
+def test_command_is_listed(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert "pretrain-critic" in capsys.readouterr().out
@@ -205,45 +204,45 @@ def test_the_command_is_listed(capsys):
     [
         (["--critic", "none"], "`critic='none'` leaves nothing to pretrain"),
         (["--push_to_hub"], "hf upload"),
-        (["--num_ppo_epoch", "3"], "no argument `num_ppo_epoch`, which stands on the command line; did you mean"),
-        (["run.yaml"], "no argument `run.yaml`"),
+        (["--num_ppo_epoch", "3"], "Unknown argument `num_ppo_epoch` on the command line, set to '3'; did you mean"),
+        (["run.yaml"], "Unknown argument `run.yaml`"),
         (["--dataset_name", "none.jsonl"], "none.jsonl"),
         (["--dataset_train_split", "training"], "no split 'training'; set `dataset_train_split` to one of ['train']"),
         (["--eval_strategy", "steps", "--eval_steps", "9"], "no split 'test'; set `dataset_test_split`"),
-        (["--reward_funcs", "easy_rewards.of_lost_word"], "'easy_rewards.of_lost_word' is nothing in "),
-        (["--reward_funcs", "easy_rewards.not_a_reward"], "'easy_rewards.not_a_reward' is a int in "),
-        (["--reward_funcs", "eazy_rewards.of_last_word"], "there is no module 'eazy_rewards'"),
+        (["--reward_funcs", "easy_rewards.of_lost_word"], "'easy_rewards.of_lost_word' is missing in "),
+        (["--reward_funcs", "easy_rewards.not_a_reward"], "'easy_rewards.not_a_reward' is of the type int in "),
+        (["--reward_funcs", "eazy_rewards.of_last_word"], "no module 'eazy_rewards'"),
         (["--lora_dropout", "0.1"], "`lora_dropout=0.1` is not supported"),
         (["--lora_task_type", "SEQ_CLS"], "`lora_task_type` must be 'CAUSAL_LM'"),
-        (["--use_bnb_nested_quant"], "`use_bnb_nested_quant` says how to quantise to 4 bits; set `load_in_4bit`"),
+        (["--use_bnb_nested_quant"], "`use_bnb_nested_quant` only applies to 4 bits; set `load_in_4bit`"),
         (["--ignore_bias_buffers"], "`ignore_bias_buffers`"),
         (["--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "leave one of the two out"),
-        (["--test_split_size", "0.1"], "`streaming` and `test_split_size` are about `datasets`"),
+        (["--test_split_size", "0.1"], "`streaming` and `test_split_size` only apply to `datasets`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_honoured_is_refused_by_name(there, capsys, arguments, says):
+def test_wrong_arguments_are_refused_by_name(there, capsys, arguments, says):
     assert cli.main(["pretrain-critic", "--config", "run.yaml", *arguments, "--output_dir", "refused"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-ppo pretrain-critic: error: ") and says in error
     assert not (there / "refused").exists()
 
 
-def test_an_unknown_key_of_the_config_file_is_refused_by_name(there, capsys):
+def test_unknown_key_of_the_config_file_is_refused_by_name(there, capsys):
     (there / "wrong.yaml").write_text(RUN + "lam_crtic: 1.0\n")
     assert cli.main(["pretrain-critic", "--config", "wrong.yaml"]) == 2
     error = capsys.readouterr().err
-    assert "no argument `lam_crtic`, which stands in the config file; did you mean `lam_critic`?" in error
+    assert "Unknown argument `lam_crtic` in the config file, set to '1.0'; did you mean `lam_critic`?" in error
 
 
-@pytest.mark.parametrize("text, says", [("a: [", "is no YAML"), ("- a", "must contain a YAML mapping")])
-def test_a_config_file_that_is_none_is_refused(there, capsys, text, says):
+@pytest.mark.parametrize("text, says", [("a: [", "must be YAML"), ("- a", "must contain a YAML mapping")])
+def test_invalid_config_file_is_refused(there, capsys, text, says):
     (there / "broken.yaml").write_text(text)
     assert cli.main(["pretrain-critic", "--config", "broken.yaml"]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_config_file_must_follow_its_option(capsys):
+def test_config_option_needs_a_file(capsys):
     assert cli.main(["pretrain-critic", "--config"]) == 2
     assert "--config needs the path of a YAML file" in capsys.readouterr().err
 
@@ -288,7 +287,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lams", [{"lam": 0.5, "lam_critic": None}, {"lam_length_alpha": 0.2, "lam_critic": 0.3}])
-def test_returns_are_monte_carlo_whatever_the_lambda_of_the_run(tmp_path, lams):
+def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
     for name, value in lams.items():
         setattr(run.args, name, value)
@@ -300,7 +299,7 @@ def test_returns_are_monte_carlo_whatever_the_lambda_of_the_run(tmp_path, lams):
     assert {name: getattr(run.args, name) for name in lams} == lams
 
 
-def test_explained_variance_is_that_of_all_tokens_of_all_rollouts(tmp_path):
+def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     run = shaken(trainer(tmp_path))
     rollouts = held_out_rollouts(run, completions=24)
     assert len(rollouts) == 3
@@ -323,7 +322,7 @@ def named(count, prefix=""):
     return Dataset.from_list([{"prompt": f"{prefix}w{n}"} for n in range(count)])
 
 
-def test_evaluation_prompts_are_measured_on_if_there_are_any(tmp_path):
+def test_held_out_prompts_come_from_the_evaluation_sets(tmp_path):
     run = trainer(tmp_path, evaluation=named(16, "w0 "))
     assert asked_for(run, 8) == [f"w0 w{2 * n}" for n in range(8)]  # spread evenly
     assert asked_for(run, 9) == [f"w0 w{n}" for n in range(16)]  # two rollouts
@@ -332,7 +331,7 @@ def test_evaluation_prompts_are_measured_on_if_there_are_any(tmp_path):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_otherwise_prompts_are_those_that_training_does_not_come_to(tmp_path, shuffle):
+def test_held_out_prompts_are_those_that_training_reaches_last(tmp_path, shuffle):
     seen = []
     run = trainer(
         tmp_path,
@@ -347,12 +346,12 @@ def test_otherwise_prompts_are_those_that_training_does_not_come_to(tmp_path, sh
     assert not set(seen) & set(held_out)
 
 
-def test_a_stream_is_measured_on_its_first_rows(tmp_path):
+def test_held_out_prompts_of_a_stream_are_its_first(tmp_path):
     run = trainer(tmp_path, train=named(24).to_iterable_dataset())
     assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
 
 
-def test_monitored_rewards_are_not_asked_when_nobody_sees_what_they_give(tmp_path):
+def test_monitored_rewards_are_not_measured(tmp_path):
     asked = []
 
     def watched(prompts, **kwargs):
@@ -368,7 +367,7 @@ def test_monitored_rewards_are_not_asked_when_nobody_sees_what_they_give(tmp_pat
 # ---- pretrain_critic ----
 
 
-def test_it_refuses_what_leaves_nothing_to_train(tmp_path):
+def test_run_without_critic_or_dataset_is_refused(tmp_path):
     args = config(tmp_path, critic="none", num_generations=2)
     run = PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
     with pytest.raises(ValueError, match="critic='none'"):
@@ -378,7 +377,7 @@ def test_it_refuses_what_leaves_nothing_to_train(tmp_path):
         pretrain_critic(run)
 
 
-def test_processes_but_the_main_one_write_nothing(tmp_path, monkeypatch):
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
     run = trainer(tmp_path / "run", max_steps=1)
     monkeypatch.setattr(module, "HELD_OUT", 8)
     monkeypatch.setattr(PPOConfig, "should_save", False)
@@ -386,7 +385,7 @@ def test_processes_but_the_main_one_write_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "critic").exists()
 
 
-def test_it_is_saved_where_one_says(tmp_path, monkeypatch):
+def test_critic_is_saved_in_output_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "HELD_OUT", 8)
     run = trainer(tmp_path / "run", max_steps=1, gamma=0.5)
     numbers = pretrain_critic(run, tmp_path / "elsewhere")
@@ -398,7 +397,7 @@ def test_it_is_saved_where_one_says(tmp_path, monkeypatch):
 # ---- from arguments to a trainer ----
 
 
-def test_rewards_come_in_every_form(there, monkeypatch):
+def test_rewards_are_resolved_in_every_form(there, monkeypatch):
     from trl.rewards import think_format_reward
 
     assert find_reward("Skywork/Skywork-Reward-V2-Qwen3-0.6B") == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
@@ -417,7 +416,7 @@ def test_rewards_come_in_every_form(there, monkeypatch):
     assert find_reward("scores_of_mine.Judge").score(4) == 2
 
 
-def test_a_reward_module_that_misses_a_module_is_no_wrong_name(there):
+def test_reward_module_with_a_missing_import_raises_it(there):
     (there / "broken_rewards.py").write_text("import no_such_library\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         find_reward("broken_rewards.reward")
@@ -441,30 +440,30 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
         assert rows(tmp_path / name) == given, name
     assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {"train", "test"}
     assert rows(tmp_path / "a.jsonl", dataset_streaming=True) == given
-    mixture = DatasetMixtureConfig([{"path": "json", "data_files": str(tmp_path / "a.jsonl")}])
+    mixture = MixtureConfig([{"path": "json", "data_files": str(tmp_path / "a.jsonl")}])
     assert list(load_datasets(PPOScriptArguments(), mixture)["train"]) == given
 
 
 @pytest.mark.parametrize(
     "name, content, arguments, says",
     [
-        ("a.csv", "prompt\nw1\n", {}, "none of the files that can be read: .json"),
+        ("a.csv", "prompt\nw1\n", {}, "must be a file of the types .json"),
         ("a.json", "{", {}, "cannot be read"),
-        ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` picks a part"),
-        ("state.json", "{}", {"dataset_streaming": True}, "not streamed"),
+        ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` selects a part"),
+        ("state.json", "{}", {"dataset_streaming": True}, "`dataset_streaming=True` does not support"),
     ],
 )
-def test_a_dataset_that_cannot_be_read_is_refused(tmp_path, name, content, arguments, says):
+def test_unreadable_dataset_is_refused(tmp_path, name, content, arguments, says):
     (tmp_path / name).write_text(content)
     path = tmp_path if name == "state.json" else tmp_path / name
     with pytest.raises(ValueError, match=re.escape(says)):
         rows(path, **arguments)
 
 
-def test_one_dataset_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="There is no dataset; give `dataset_name`"):
+def test_exactly_one_dataset_is_required(tmp_path):
+    with pytest.raises(ValueError, match="`dataset_name` is not set"):
         load_datasets(PPOScriptArguments())
-    mixture = DatasetMixtureConfig([{"path": "json"}])
+    mixture = MixtureConfig([{"path": "json"}])
     with pytest.raises(ValueError, match="Both `datasets` and `dataset_name`"):
         load_datasets(PPOScriptArguments(dataset_name="a"), mixture)
     with pytest.raises(ValueError, match="Both `datasets` and `dataset_streaming`"):
@@ -475,36 +474,35 @@ def test_one_dataset_is_needed(tmp_path):
 def built(monkeypatch, there):
     """What PPOTrainer would be built with."""
 
-    def build(model_args=None, script_args=None, args=None, **kwargs):
-        monkeypatch.setattr(launch, "PPOTrainer", lambda model, **given: {"model": model} | given)
+    def build(model_args=None, script_args=None, args=None, dataset=None, **kwargs):
+        monkeypatch.setattr(launch, "PPOTrainer", dict)
         script_args = PPOScriptArguments("prompts.jsonl", reward_funcs=["gpt2"], **(script_args or {}))
         model_args = model_args or PPOModelConfig("policy")
-        return build_trainer(script_args, config(there, **(args or {})), model_args, **kwargs)
+        dataset = load_datasets(script_args) if dataset is None else dataset
+        return build_trainer(script_args, config(there, **(args or {})), model_args, dataset, **kwargs)
 
     return build
 
 
-def test_by_default_the_adapter_dtype_and_quantisation_are_the_trainers(built):
-    for model_args in (PPOModelConfig("policy"), ModelConfig("policy")):
-        given = built(model_args)
-        assert given["model"] == "policy" and given["args"].model_init_kwargs is None
-        assert given["peft_config"] is None and given["quantization_config"] is None
-        assert "eval_dataset" not in given and "ptx_dataset" not in given
-        assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
+def test_default_adapter_and_dtype_are_those_of_the_trainer(built):
+    given = built(PPOModelConfig("policy"))
+    assert given["model"] == "policy" and given["args"].model_init_kwargs is None
+    assert given["peft_config"] == default_peft_config() and given["quantization_config"] is None
+    assert "eval_dataset" not in given and "ptx_dataset" not in given
+    assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
     assert built(PPOModelConfig("policy", use_peft=True))["peft_config"] == default_peft_config()
 
 
-def test_a_lora_argument_alone_changes_that_and_nothing_else_about_the_adapter(built):
+def test_lora_argument_changes_only_its_field(built):
     expected = default_peft_config()
     expected.r = 4
     assert built(PPOModelConfig("policy", lora_r=4))["peft_config"] == expected
     assert built(PPOModelConfig("policy", use_dora=True))["peft_config"].use_dora
     named_modules = PPOModelConfig("policy", lora_target_modules=["q_proj", "v_proj"])
     assert built(named_modules)["peft_config"].target_modules == {"q_proj", "v_proj"}
-    assert isinstance(built(ModelConfig("policy", lora_r=4))["peft_config"], LoraConfig)
 
 
-def test_how_the_model_is_loaded_comes_from_the_model_arguments(built):
+def test_model_init_kwargs_come_from_the_model_arguments(built):
     model_args = PPOModelConfig("policy", "v2", dtype="bfloat16", attn_implementation="eager")
     expected = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "eager"}
     assert built(model_args)["args"].model_init_kwargs == expected
@@ -517,28 +515,28 @@ def test_how_the_model_is_loaded_comes_from_the_model_arguments(built):
     assert built(PPOModelConfig("policy", load_in_8bit=True))["quantization_config"].load_in_8bit
 
 
-def test_datasets_are_handed_over_by_split(built, there):
+def test_datasets_are_passed_by_split(built, there):
     made = {name: named(3, f"{name} ") for name in ("train", "test", "other")}
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     given = built(args=evaluating, dataset=made)
     assert given["train_dataset"] is made["train"] and given["eval_dataset"] is made["test"]
     given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
-    assert built(args=evaluating, eval_dataset=made["other"])["eval_dataset"] is made["other"]  # the file has no test
     supervised = built(script_args={"ptx_dataset_name": "prompts.jsonl", "monitor_funcs": ["gpt2", "./policy"]})
     assert len(supervised["ptx_dataset"]) == 12 and supervised["monitor_funcs"] == ["gpt2", "./policy"]
 
 
-def test_a_model_is_needed(built):
-    with pytest.raises(ValueError, match="give `model_name_or_path`"):
+def test_model_is_required(built):
+    with pytest.raises(ValueError, match="`model_name_or_path` is not set"):
         built(PPOModelConfig())
 
 
-def test_what_is_built_is_a_trainer_with_these_settings(there, tmp_path):
+def test_built_trainer_has_the_settings(there, tmp_path):
     trainer = build_trainer(
         PPOScriptArguments("prompts.jsonl", reward_funcs=["easy_rewards.of_last_word"]),
         config(tmp_path),
         PPOModelConfig("policy", dtype="bfloat16", attn_implementation="eager", lora_r=2),
+        {"train": load_prompts()},
     )
     assert trainer.actor_critic.dtype == torch.bfloat16
     assert trainer.actor_critic.config._attn_implementation == "eager"
@@ -546,7 +544,7 @@ def test_what_is_built_is_a_trainer_with_these_settings(there, tmp_path):
     assert [reward.name for reward in trainer.collector.rewards] == ["of_last_word"]
 
 
-def test_the_test_split_is_what_the_command_measures_on(there, monkeypatch):
+def test_command_measures_on_the_test_split(there, monkeypatch):
     (there / "splits").mkdir()
     for split, first in (("train", "w1"), ("test", "w2")):
         (there / "splits" / f"{split}.jsonl").write_text(json.dumps({"prompt": first}) + "\n")

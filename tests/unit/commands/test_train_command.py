@@ -1,9 +1,7 @@
-"""`trl-ppo train` and `trl-ppo env`: what they take, what they refuse and how, and what they leave behind."""
+"""`trl-ppo train`: accepted and refused arguments, and the files of a run."""
 
 import contextlib
 import json
-import os
-import platform
 import re
 import runpy
 import shutil
@@ -19,11 +17,11 @@ from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 
 from trl_ppo_ext import PPOConfig
+from trl_ppo_ext import trainer as trainer_module
 from trl_ppo_ext.checkpoints.hub import PushError
-from trl_ppo_ext.commands import launch, train
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.commands.arguments import _GROUPS, _TRAINER
-from trl_ppo_ext.tracking.environment import environment
+from trl_ppo_ext.commands import train
+from trl_ppo_ext.data import loading
 
 REWARDS = """
 def of_last_word(prompts, **kwargs):
@@ -111,7 +109,7 @@ def weights(directory):
 # ---- training ----
 
 
-def test_a_run_ends_with_an_adapter_that_can_be_loaded(there, capsys):
+def test_run_saves_an_adapter_that_peft_loads(there, capsys):
     assert run(output_dir="whole") == 0
     assert "Saved in whole." in capsys.readouterr().out
     loaded = PeftModel.from_pretrained(llama(), "whole")
@@ -119,14 +117,14 @@ def test_a_run_ends_with_an_adapter_that_can_be_loaded(there, capsys):
     assert (there / "whole" / "checkpoint-4").is_dir()
 
 
-def test_the_command_line_wins_over_the_file(there, capsys):
+def test_command_line_wins_over_the_file(there, capsys):
     assert run("--max_steps", "2", "--dry_run") == 0
     assert "2 optimizer steps" in capsys.readouterr().out
     assert cli.main(["train", "--config=configs/run.yaml", "--dry-run", "--max-steps=6"]) == 0
     assert "6 optimizer steps" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(there):
+def test_run_resumes_from_its_newest_checkpoint(there):
     assert run(output_dir="straight") == 0
     for folder, how in (("resumed", True), ("named", "named/checkpoint-2")):
         shutil.copytree("straight/checkpoint-2", f"{folder}/checkpoint-2")
@@ -137,7 +135,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(there):
         assert all(torch.equal(again[name], before[name]) for name in before)
 
 
-def test_a_run_is_evaluated_on_as_many_rows_as_are_asked_for(there, monkeypatch):
+def test_run_is_evaluated_on_eval_rows(there, monkeypatch):
     found = {}
     built = train.build_trainer
     monkeypatch.setattr(train, "build_trainer", lambda *given: found.setdefault("trainer", built(*given)))
@@ -148,13 +146,13 @@ def test_a_run_is_evaluated_on_as_many_rows_as_are_asked_for(there, monkeypatch)
     assert "eval_reward" in trainer.state.log_history[-2] or "eval_reward" in trainer.state.log_history[-1]
 
 
-def test_a_dataset_without_prompts_gets_them_from_a_function(there, capsys):
+def test_map_function_adds_missing_prompts(there, capsys):
     mapped = {"dataset_name": "questions.jsonl", "map_function": "cli_rewards.to_prompt"}
     assert run("--dry_run", **mapped) == 0
     assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
 
 
-def test_what_the_hub_does_not_take_is_told_in_one_line(there, monkeypatch, capsys):
+def test_failed_push_is_reported_in_one_line(there, monkeypatch, capsys):
     refused = Pushed(True)
     refused.push_to_hub = lambda **metadata: (_ for _ in ()).throw(PushError("me/run was not pushed"))
     monkeypatch.setattr(train, "build_trainer", lambda *given: refused)
@@ -178,7 +176,7 @@ class Pushed:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
 
 
-def test_a_run_is_pushed_with_its_datasets_if_that_is_asked_for(there, monkeypatch):
+def test_run_is_pushed_with_its_datasets(there, monkeypatch):
     pushed, saved = Pushed(True), Pushed(False)
     for trainer in (pushed, saved):
         monkeypatch.setattr(train, "build_trainer", lambda *given, trainer=trainer: trainer)
@@ -189,7 +187,7 @@ def test_a_run_is_pushed_with_its_datasets_if_that_is_asked_for(there, monkeypat
     assert ("push_to_hub", (), {"datasets": ["trl-lib/tldr"]}) in pushed.calls
 
 
-def test_a_run_that_fails_says_where_and_what_led_to_it(there):
+def test_failing_run_reports_its_step_and_cause(there):
     says = (
         r"failed after 2 optimizer steps: RewardError: The reward `fails_late` failed with OSError: the disk is "
         r"gone\. Once .*--resume_from_checkpoint true"
@@ -199,12 +197,12 @@ def test_a_run_that_fails_says_where_and_what_led_to_it(there):
     assert "the disk is gone" in str(error.value.__cause__)
 
 
-def test_resuming_what_is_not_there_is_refused_in_one_line(there, capsys):
+def test_resuming_without_checkpoint_is_refused_in_one_line(there, capsys):
     assert run(output_dir="nowhere", resume_from_checkpoint=True) == 2
     assert "There is no checkpoint in `nowhere` to resume from" in capsys.readouterr().err
 
 
-def test_the_recipes_script_is_the_command(there, monkeypatch, capsys):
+def test_recipes_script_is_the_command(there, monkeypatch, capsys):
     script = Path(__file__).parents[3] / "recipes" / "ppo.py"
     run("--dry_run")
     capsys.readouterr()
@@ -217,13 +215,14 @@ def test_the_recipes_script_is_the_command(there, monkeypatch, capsys):
 # ---- what a run would be ----
 
 
-def test_a_dry_run_says_what_the_run_would_be(there, capsys):
+def test_dry_run_prints_a_preview(there, capsys):
     assert run("--dry_run", dataset_name="chat.jsonl", num_generations=2, gradient_accumulation_steps=3) == 0
     said = capsys.readouterr().out
     assert (
-        "24 completions of 12 prompts (2 each) = 4 a micro-batch × 3 micro-batches × 2 minibatches × 1 process" in said
+        "24 completions of 12 prompts (2 each) = 4 per micro-batch × 3 micro-batches × 2 minibatches × 1 process"
+        in said
     )
-    assert "2 optimizer steps a rollout = 1 epochs × 2 minibatches of 12 completions" in said
+    assert "2 optimizer steps per rollout = 1 epochs × 2 minibatches of 12 completions" in said
     assert "4 optimizer steps = 2 rollouts = 48 completions" in said
     assert "rewards: of_last_word" in said and "first 10 rows" in said and "in a context of 64" in said
     assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
@@ -231,7 +230,7 @@ def test_a_dry_run_says_what_the_run_would_be(there, capsys):
     assert not (there / "run").exists()
 
 
-def test_a_dry_run_goes_on_where_memory_cannot_be_estimated(there, capsys):
+def test_dry_run_continues_without_memory_estimate(there, capsys):
     assert run("--dry_run", optim="adafactor") == 0
     said = capsys.readouterr().out
     assert "not estimated: `optim='adafactor'`" in said and "The first prompt" in said
@@ -260,7 +259,7 @@ WRONG = [
     ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
     ({"dataset_name": "chat.jsonl", "model_name_or_path": "plain"}, "chat_template", "messages", "set|give"),
     ({"max_completion_length": 64}, "max_completion_length", "=64", "lower it"),
-    ({"model_name_or_path": None}, "`model_name_or_path`", "no model", "give `model_name_or_path`"),
+    ({"model_name_or_path": None}, "`model_name_or_path`", "no model", "give an id or a path"),
     ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "Give the id"),
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a function, a sequence classifier"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
@@ -281,9 +280,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes, field, value, remedy", WRONG, ids=lambda x: str(x) if isinstance(x, dict) else "")
-def test_a_wrong_config_is_refused_with_the_field_the_value_and_the_remedy(
-    there, capsys, changes, field, value, remedy
-):
+def test_wrong_config_is_refused_with_field_value_and_remedy(there, capsys, changes, field, value, remedy):
     assert run("--dry_run", **changes) == 2
     error = " ".join(capsys.readouterr().err.split())
     for part in (re.escape(field), value, remedy):
@@ -291,8 +288,8 @@ def test_a_wrong_config_is_refused_with_the_field_the_value_and_the_remedy(
     assert "Traceback" not in error and not (there / "run").exists()
 
 
-def test_a_reward_that_cannot_be_called_is_refused_before_weights_are_loaded(there, monkeypatch, capsys):
-    monkeypatch.setattr(train, "build_trainer", lambda *given: launch.trainer_arguments(*given))  # and no further
+def test_invalid_reward_is_refused_before_weights_are_loaded(there, monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "load_actor_critic", lambda *given: pytest.fail("weights were loaded"))
     assert run(reward_funcs="accuracy_reward") == 2
     assert "`accuracy_reward` cannot be called: it needs `solution`" in capsys.readouterr().err
 
@@ -300,24 +297,24 @@ def test_a_reward_that_cannot_be_called_is_refused_before_weights_are_loaded(the
 @pytest.mark.parametrize(
     "name", ["none.jsonl", "none.json", "none.csv", "none.parquet", "none.txt", "./no/ne", "/no/ne"]
 )
-def test_for_a_file_that_is_not_there_the_hub_is_not_asked(monkeypatch, name):
-    monkeypatch.setattr(launch, "load_dataset", lambda *args, **kwargs: pytest.fail("it was asked"))
+def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
+    monkeypatch.setattr(loading, "load_dataset", lambda *args, **kwargs: pytest.fail("it was looked up"))
     with pytest.raises(
         ValueError, match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a"
     ):
-        launch._load(name)
+        loading.load_splits(name)
 
 
-def test_the_cause_ends_its_sentence(monkeypatch):
+def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("no connection")
 
-    monkeypatch.setattr(launch, "load_dataset", offline)
+    monkeypatch.setattr(loading, "load_dataset", offline)
     with pytest.raises(ValueError, match=r"cannot be loaded: no connection\. Name a dataset"):
-        launch._load("nobody/nothing")
+        loading.load_splits("nobody/nothing")
 
 
-def test_a_key_that_may_be_a_secret_is_refused_without_its_value(there, capsys):
+def test_unknown_key_like_a_secret_is_refused_without_its_value(there, capsys):
     assert run("--dry_run", hub_tokn="hf_verysecret") == 2
     error = capsys.readouterr().err
     assert "did you mean `hub_token`?" in error and "verysecret" not in error
@@ -326,53 +323,22 @@ def test_a_key_that_may_be_a_secret_is_refused_without_its_value(there, capsys):
 @pytest.mark.parametrize(
     "file, says", [("none.yaml", "none.yaml does not exist"), ("policy", "policy is a directory")]
 )
-def test_a_config_file_that_is_not_there_is_refused_by_name(there, capsys, file, says):
+def test_missing_config_file_is_refused_by_name(there, capsys, file, says):
     assert cli.main(["train", "--config", file]) == 2
     assert f"--config {says}; name a YAML file. The working directory is {there}." in capsys.readouterr().err
 
 
-def test_help_is_complete_and_in_groups(capsys):
+def test_help_lists_every_field_in_its_group(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0 and "--config FILE.yaml" in text
-    titles = ["dataset and rewards:", *(f"{title}:" for title in _GROUPS.values()), f"{_TRAINER}:", "model:"]
-    places = [text.index(title) for title in titles]
-    assert places == sorted(places)
-    of = dict(zip(titles, [text[start:end] for start, end in zip(places, [*places[1:], None])]))
-    assert set(_GROUPS) <= {entry.name for entry in fields(PPOConfig)}
-    for option, title in {
-        "--dry_run": "dataset and rewards:",
-        "--map_function": "dataset and rewards:",
-        "--temperature": "prompts and sampling:",
-        "--reward_weights": "rewards: weights, failures, shaping:",
-        "--kl_coef": "PPO:",
-        "--ema_decay": "beside PPO: supervised loss, one-pass scoring, averaged weights:",
-        "--learning_rate": f"{_TRAINER}:",
-        "--load_in_4bit": "model:",
-    }.items():
-        assert f"{option}" in of[title], option
-    for name in (entry.name for entry in fields(PPOConfig)):
-        assert f"--{name} " in text, name
-
-
-# ---- the environment ----
-
-
-def test_the_environment_holds_versions_and_hardware_and_no_secrets(capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
-    monkeypatch.setenv("WANDB_API_KEY", "verysecret")
-    found = environment()
-    assert json.loads(json.dumps(found)) == found
-    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["packages"]["trl_ppo_ext"] and found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["cpu"]["cores"] >= 1 and len(found["gpus"]) == torch.cuda.device_count()
-    assert cli.main(["env"]) == 0
-    said = capsys.readouterr().out
-    for name in ("trl_ppo_ext", "torch", "transformers", "Python", "CPU", "GPUs"):
-        assert f"- {name}: " in said
-    for private in ("verysecret", str(Path.home()), platform.node(), os.getcwd()):
-        assert private not in said + json.dumps(found) or private == "/", private
+    groups = re.split(r"(dataset and rewards|training|model|dataset mixture)(?: \([\w ]+\))?: (?=--)", text)
+    assert groups[1::2] == ["dataset and rewards", "training", "model", "dataset mixture"]
+    options = [["--dry_run", "--map_function"], [], ["--load_in_4bit"], ["--test_split_size"]]
+    options[1] = [f"--{entry.name} " for entry in fields(PPOConfig)]
+    for group, expected in zip(groups[2::2], options):
+        assert not [option for option in expected if option not in group]
 
 
 assert WORDS[3] == "w3"  # the rewards above read numbers off words

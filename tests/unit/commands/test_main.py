@@ -1,0 +1,38 @@
+"""`trl-ppo` itself: its help, and its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trl_ppo_ext.commands import main as cli
+
+
+def test_help_lists_every_command_without_torch():
+    program = (
+        "import sys\nfrom trl_ppo_ext.commands.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0 and f"usage: trl-ppo {command}" in capsys.readouterr().out
+
+
+def test_interrupted_command_exits_with_130(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "train", ("commands.interrupted", ""))
+
+    class Interrupted:
+        @staticmethod
+        def main(argv):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trl_ppo_ext.commands.interrupted", Interrupted)
+    assert cli.main(["train"]) == 130
