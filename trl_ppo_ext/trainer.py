@@ -152,8 +152,16 @@ class PPOTrainer(PublishingTrainer, SavingTrainer):
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_given_optimizers(*optimizers, actor_critic)
         with loading_whole():
-            rewards = build_rewards(rewards_given, tokenizers, args, actor_critic, tokenizer)
-            monitors = build_rewards(monitors_given, None, args, actor_critic, tokenizer)
+            settings: dict[str, Any] = {
+                "batch_size": args.per_device_reward_batch_size,
+                "label": args.reward_label,
+                "quantization": args.reward_quantization,
+                "offload": args.offload_rewards,
+                "device": args.device,
+                "trust_remote_code": args.trust_remote_code,
+            }
+            rewards = build_rewards(rewards_given, tokenizers, actor_critic, tokenizer, **settings)
+            monitors = build_rewards(monitors_given, None, actor_critic, tokenizer, **settings)
         super().__init__(
             model=actor_critic,
             args=args,

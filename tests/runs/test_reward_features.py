@@ -44,7 +44,7 @@ def test_asynchronous_functions_of_a_batch_run_together():
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    assert ask([FunctionReward(slow)] * 5, batch()) == [[1.0] * 3] * 5
+    assert [scores.totals.tolist() for scores in ask([FunctionReward(slow)] * 5, batch())] == [[1.0] * 3] * 5
     assert time.perf_counter() - start < 0.5
 
 
@@ -55,7 +55,8 @@ def test_asynchronous_functions_run_inside_a_running_loop():
     async def notebook():
         return ask([FunctionReward(reward)], batch())
 
-    assert asyncio.run(notebook()) == [[2.0] * 3]
+    (scores,) = asyncio.run(notebook())
+    assert scores.totals.tolist() == [2.0] * 3
 
 
 def test_functions_log_columns_and_metrics(tmp_path, capsys):
@@ -162,7 +163,7 @@ def test_too_many_failures_end_the_run_with_the_first_cause():
 
 def test_a_wrong_count_fails_all_completions_and_stops_no_monitor():
     short = gives(1.0)
-    with pytest.raises(RewardError, match="gave 1 scores for 3 completions"):
+    with pytest.raises(RewardError, match="returned 1 scores for 3 completions"):
         score_all([short], batch(), None, "raise", 1.0, **ALONE)
     skipped = score_all([short, gives(1.0, 1.0, 1.0)], batch(), None, "skip", 1.0, **ALONE)
     assert skipped.failed.tolist() == [[True, False]] * 3 and not skipped.usable.any()
@@ -213,32 +214,23 @@ def test_running_moments_are_those_of_everything_seen():
     assert moments.deviation == pytest.approx(x.double().std().item(), rel=1e-10)
 
 
-class Shape:
-    reward_baseline = None
-    normalize_rewards = False
-    reward_clip_range = None
-    missing_eos_penalty = None
-
-
 def shape(scores, **settings):
-    args = Shape()
-    vars(args).update(settings)
-    shaping = RewardShaping(args)
+    shaping = RewardShaping(**settings)
     mask = torch.ones(len(scores), dtype=torch.bool)
     return shaping, shaping(torch.tensor(scores), mask, mask, ALONE["all_sum"])
 
 
 def test_reference_baseline_is_the_first_rollouts_mean():
-    shaping, first = shape([1.0, 3.0], reward_baseline="reference")
+    shaping, first = shape([1.0, 3.0], baseline="reference")
     assert first.tolist() == [-1.0, 1.0]
     mask = torch.ones(2, dtype=torch.bool)
     assert shaping(torch.tensor([5.0, 6.0]), mask, mask, ALONE["all_sum"]).tolist() == [3.0, 4.0]
 
 
 def test_normalised_scores_have_the_running_mean_and_deviation_taken_out():
-    _, first = shape([1.0, 2.0, 3.0], normalize_rewards=True)
+    _, first = shape([1.0, 2.0, 3.0], normalize=True)
     torch.testing.assert_close(first, torch.tensor([-1.0, 0.0, 1.0]))
-    _, equal = shape([2.0, 2.0], normalize_rewards=True)
+    _, equal = shape([2.0, 2.0], normalize=True)
     assert not equal.any()
 
 

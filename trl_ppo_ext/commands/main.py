@@ -13,7 +13,7 @@ COMMANDS = {
     "estimate": ("estimate", "say what memory a run will need, and which settings would make it fit"),
     "pretrain-critic": ("pretrain_critic", "train a critic on rollouts of a frozen policy, to start PPO runs from"),
     "report": ("report.command", "write the report of a run, going on or ended, as one HTML file"),
-    "serve-reward": ("serving", "serve a reward model over HTTP, for RemoteReward"),
+    "serve-reward": ("commands.serve_reward", "serve a reward model over HTTP, for RemoteReward"),
     "train": ("train", "train a policy with PPO; with --dry_run, say what the run would be"),
 }
 # these read a config file too, so TRL's parser reads their arguments: `main(argv)`

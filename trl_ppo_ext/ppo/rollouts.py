@@ -55,7 +55,12 @@ class Experience:
         self.tokenizer = tokenizer
         self.args = args
         self.accelerator = accelerator
-        self.shaping = RewardShaping(args)
+        self.shaping = RewardShaping(
+            baseline=args.reward_baseline,
+            normalize=args.normalize_rewards,
+            clip_range=args.reward_clip_range,
+            missing_eos_penalty=args.missing_eos_penalty,
+        )
         self.kl_coef = kl_coefficient(args)
         self.entropy_coef = entropy_coefficient(args)
         self.sample_metrics = SampleMetrics(rewards, monitors, self.all_sum, accelerator.gather)

@@ -22,9 +22,8 @@ from tiny import WORDS, llama, tokenizer
 
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, load_classifier
-from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT, _retry_after, checked_url
-from trl_ppo_ext.rewards.judge import Judge, JudgeError, fill, readable
-from trl_ppo_ext.rewards.remote import RemoteReward, RemoteRewardError
+from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT
+from trl_ppo_ext.rewards.remote import Judge, JudgeError, RemoteReward, RemoteRewardError, fill, readable
 
 KEY = "sk-test-0123456789abcdef"
 TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"
@@ -109,9 +108,6 @@ def test_retry_after_is_waited_out(port, mode):
     start = time.perf_counter()
     assert judge(port, mode, timeout=5).score(batch(["abc"])) == [3]
     assert 0.9 < time.perf_counter() - start < 3
-    assert _retry_after("7") == 7
-    assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert [_retry_after(value) for value in (None, "", "-1", "nan", "soon")] == [None] * 5
 
 
 def test_a_restart_in_mid_run_loses_nothing():
@@ -134,7 +130,7 @@ def test_a_restart_in_mid_run_loses_nothing():
 
 CAUSES = {
     "broken": "failed after 2 attempts: it answered 500 Internal Server Error: CUDA out of memory",
-    "limited_for_an_hour": "failed after 2 attempts: it answered 429",
+    "limited_for_an_hour": "failed after 1 attempt: it answered 429",
     "silent": "failed after 2 attempts: no complete answer within timeout=1 s",
     "trickle": "failed after 2 attempts: no complete answer within timeout=1 s",
     "half_json": "failed after 2 attempts: it answered with .* bytes that are not JSON",
@@ -146,9 +142,9 @@ CAUSES = {
 }
 JUDGED = {
     "numberless": "failed after 1 attempt: its answer has no match of `pattern` .*: 'I would rather not say.'",
-    "nan": "failed after 1 attempt: its answer's score cannot be used: nan is not finite",
-    "cut_off": "failed after 1 attempt: its answer was cut off .*; raise `max_tokens`",
-    "wrong_count": "failed after 1 attempt: its answer's score 99999 lies outside `score_range`",
+    "nan": "failed after 1 attempt: its answer's score must be a finite number: .*nan",
+    "cut_off": "failed after 1 attempt: its answer was truncated .*; raise `max_tokens`",
+    "wrong_count": "failed after 1 attempt: its answer's score 99999 is outside `score_range`",
 }
 
 
@@ -162,9 +158,9 @@ def test_a_judge_that_misbehaves_fails_in_time_and_says_why(port, mode):
             raise error
 
 
-@pytest.mark.parametrize("mode", CAUSES | {"wrong_count": "failed after 1 attempt: it gave 2 scores for 3"})
+@pytest.mark.parametrize("mode", CAUSES | {"wrong_count": "failed after 1 attempt: it returned 2 scores for 3"})
 def test_a_remote_reward_that_misbehaves_fails_in_time_and_says_why(port, mode):
-    cause = CAUSES.get(mode, "failed after 1 attempt: it gave 2 scores for 3 completions")
+    cause = CAUSES.get(mode, "failed after 1 attempt: it returned 2 scores for 3 completions")
     with ends_within(3.5):
         errors = remote(port, mode).score(batch(["abc", "de", "f"]))
     for error in errors:
@@ -192,13 +188,10 @@ def test_a_failed_request_fails_exactly_its_completions(port):
 def test_unusable_scores_fail_alone_and_null_does_not_apply(port):
     scores = remote(port, "odd").score(batch(["a"] * 5))
     assert scores[0] is None and scores[4] == 1
-    assert [str(error).split("request: ")[1][:20] for error in scores[1:3]] == [
-        "'4' is text; the ser",
-        "True is not a number",
-    ]
-    assert "is not a number" in str(scores[3])
+    for error, returned in zip(scores[1:4], ("'4'", "True", "1000")):
+        assert f"returned {returned}" in str(error) and "must be a finite number" in str(error)
     nan = remote(port, "nan").score(batch(["a", "bb"]))
-    assert "not finite" in str(nan[0]) and nan[1] == 2
+    assert "returned nan" in str(nan[0]) and nan[1] == 2
 
 
 def test_a_dead_server_is_given_up_for_the_rest_of_a_batch(port):
@@ -255,7 +248,7 @@ def test_a_key_over_plain_http_to_another_machine_warns(monkeypatch):
     monkeypatch.setenv("TEST_KEY", KEY)
     with pytest.warns(UserWarning, match="unencrypted"):
         Judge("http://judge.example/v1", "m", TEMPLATE, api_key_env="TEST_KEY")
-    assert checked_url("https://judge.example/v1", "TEST_KEY").host == "judge.example"
+    Judge("https://judge.example/v1", "m", TEMPLATE, api_key_env="TEST_KEY")
 
 
 def test_proxies_are_not_asked_for_this_machine(port, monkeypatch):
@@ -393,7 +386,7 @@ def test_help_imports_nothing_heavy(options):
     code = f"""if True:
         import importlib.machinery, sys, types
         package = types.ModuleType("trl_ppo_ext")  # without what the package's own __init__ imports
-        package.__path__ = [{str(Path(cli.__file__).parent)!r}]
+        package.__path__ = [{str(Path(cli.__file__).parents[1])!r}]
         sys.modules["trl_ppo_ext"] = package
         from trl_ppo_ext.commands import main as cli
         try:

@@ -19,7 +19,6 @@ from trl_ppo_ext.rewards import (
     RewardError,
     ScoringBatch,
     build_rewards,
-    combine,
     load_classifier,
     read_scores,
     score_all,
@@ -66,25 +65,25 @@ def test_none_is_where_a_reward_does_not_apply():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        pytest.param([1.0, 2.0], r"gave 2 scores for 3 completions; .*exactly one for each", id="too few"),
-        pytest.param([1.0] * 4, r"gave 4 scores for 3 completions; .*exactly one for each", id="too many"),
-        pytest.param([], r"gave 0 scores for 3 completions", id="none at all"),
-        pytest.param(torch.ones(4), r"gave 4 scores for 3 completions", id="too long a tensor"),
-        pytest.param(torch.tensor(1.0), r"gave a Tensor; .*list with one entry", id="a tensor without rows"),
-        pytest.param([1.0, "good", 2.0], r"gave 'good' for completion 1; .*a number, or None", id="text"),
-        pytest.param([1.0, "2.5", 2.0], r"gave '2.5' for completion 1; .*a number, or None", id="a number as text"),
-        pytest.param("123", r"gave a str; .*one entry for each", id="one text"),
-        pytest.param([[1.0], [2.0], [3.0]], r"gave 1 token rewards for completion 0, which has 4 tokens", id="lists"),
-        pytest.param(torch.ones(3, 1), r"gave 1 token rewards for completion 0, which has 4", id="a column"),
-        pytest.param([1.0, 2.0, NAN], r"gave nan for completion 2; .*finite.*None where it does not apply", id="nan"),
-        pytest.param([float("inf"), 1, 2], r"gave inf for completion 0; .*finite", id="inf"),
-        pytest.param([-float("inf"), 1, 2], r"gave -inf for completion 0; .*finite", id="minus inf"),
-        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"gave nan for completion 1; .*finite", id="nan in a tensor"),
-        pytest.param([1.0, 1e39, 2.0], r"gave 1e\+39 for completion 1; .*finite", id="beyond float32"),
-        pytest.param(1.0, r"gave a float; .*list with one entry for each of the 3 completions", id="a bare number"),
-        pytest.param(None, r"gave a NoneType; .*list with one entry for each of the 3", id="nothing"),
-        pytest.param({"a": 1, "b": 2, "c": 3}, r"gave a dict; .*list with one entry", id="a dict"),
-        pytest.param((x for x in (1.0, 2.0, 3.0)), r"gave a generator; .*list with one entry", id="a generator"),
+        pytest.param([1.0, 2.0], r"returned 2 scores for 3 completions; .*exactly one for each", id="too few"),
+        pytest.param([1.0] * 4, r"returned 4 scores for 3 completions; .*exactly one for each", id="too many"),
+        pytest.param([], r"returned 0 scores for 3 completions", id="none at all"),
+        pytest.param(torch.ones(4), r"returned 4 scores for 3 completions", id="too long a tensor"),
+        pytest.param(torch.tensor(1.0), r"returned a Tensor; .*list with one entry", id="a tensor without rows"),
+        pytest.param([1.0, "good", 2.0], r"returned 'good' for completion 1; .*a finite number, or None", id="text"),
+        pytest.param([1.0, "2.5", 2.0], r"returned '2.5' for completion 1; .*a finite number, or None", id="a number as text"),
+        pytest.param("123", r"returned a str; .*one entry for each", id="one text"),
+        pytest.param([[1.0], [2.0], [3.0]], r"returned 1 token rewards for completion 0, which has 4 tokens", id="lists"),
+        pytest.param(torch.ones(3, 1), r"returned 1 token rewards for completion 0, which has 4", id="a column"),
+        pytest.param([1.0, 2.0, NAN], r"returned nan for completion 2; .*finite.*None if the reward does not apply", id="nan"),
+        pytest.param([float("inf"), 1, 2], r"returned inf for completion 0; .*finite", id="inf"),
+        pytest.param([-float("inf"), 1, 2], r"returned -inf for completion 0; .*finite", id="minus inf"),
+        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"returned nan for completion 1; .*finite", id="nan in a tensor"),
+        pytest.param([1.0, 1e39, 2.0], r"returned 1e\+39 for completion 1; .*finite", id="beyond float32"),
+        pytest.param(1.0, r"returned a float; .*list with one entry for each of the 3 completions", id="a bare number"),
+        pytest.param(None, r"returned a NoneType; .*list with one entry for each of the 3", id="nothing"),
+        pytest.param({"a": 1, "b": 2, "c": 3}, r"returned a dict; .*list with one entry", id="a dict"),
+        pytest.param((x for x in (1.0, 2.0, 3.0)), r"returned a generator; .*list with one entry", id="a generator"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_reward(scores, message):
@@ -92,11 +91,13 @@ def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_reward(scores, 
         raise next(iter(read_scores("politeness", scores, [4, 4, 4]).failures.values()))
 
 
-def test_rewards_are_summed_where_they_apply():
-    scores = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, NAN]])
-    assert combine(scores).tolist() == [3.0, 3.0, 4.0]
-    assert combine(scores, [10.0, -1.0]).tolist() == [8.0, -3.0, 40.0]
-    assert combine(scores, [0.0, 1.0]).tolist() == [2.0, 3.0, 0.0]
+@pytest.mark.parametrize(
+    ("weights", "totals"), [(None, [3, 3, 4]), ([10.0, -1.0], [8, -3, 40]), ([0.0, 1.0], [2, 3, 0])]
+)
+def test_rewards_are_summed_where_they_apply(weights, totals):
+    rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, 4], [2, 3, None])]
+    scored = score_all(rewards, batch(*[("p", "c")] * 3), weights, "raise", 1.0, lambda x: x, torch.device("cpu"))
+    assert scored.totals.tolist() == totals
 
 
 def test_a_completion_that_no_reward_applies_to_is_refused():
@@ -157,16 +158,16 @@ def takes_places(prompts, /, **kwargs):
         (
             takes_texts,
             [],
-            r"it needs `texts`, which nothing gives, and it does not take .*rename .*; end .*`\*\*kwargs`",
+            r"it needs `texts`, which nothing provides, and it does not take .*rename .*; end .*`\*\*kwargs`",
         ),
         (
             needs_target,
             ["answer"],
-            r"it needs `target`, which nothing gives\..*\(there are: `answer`\).*add the column",
+            r"it needs `target`, which nothing provides\..*\(available: `answer`\).*add the column",
         ),
-        (needs_target, [], r"\(there are: none\)"),
+        (needs_target, [], r"\(available: none\)"),
         (takes_no_columns, ["target"], r"does not take `target`\..*end its parameters with `\*\*kwargs`"),
-        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*let it take them so"),
+        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*accept keywords"),
         (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: it needs `target`"),
         (list, None, r"does not take `prompts`"),
     ],
@@ -222,13 +223,13 @@ class Judge:
     ],
     ids=["function", "partial", "partial of an object", "object", "method"],
 )
-def test_a_reward_is_named_after_what_it_is(function, name, tmp_path):
-    (reward,) = build_rewards([function], None, config(tmp_path), torch.float32, torch.device("cpu"))
+def test_a_reward_is_named_after_what_it_is(function, name):
+    (reward,) = build_rewards([function], None, None, None)
     assert reward.name == name
     assert len(reward.score(batch(("p", "c"), ("q", "d")))) == 2
 
 
-def test_rewards_of_one_name_are_told_apart(tmp_path):
+def test_rewards_of_one_name_are_told_apart():
     def named(name):
         def reward(**kwargs):
             return [0.0]
@@ -237,7 +238,7 @@ def test_rewards_of_one_name_are_told_apart(tmp_path):
         return reward
 
     def names(*wanted):
-        built = build_rewards([named(n) for n in wanted], None, config(tmp_path), torch.float32, torch.device("cpu"))
+        built = build_rewards([named(n) for n in wanted], None, None, None)
         return [reward.name for reward in built]
 
     assert names("f", "g") == ["f", "g"]
@@ -374,16 +375,14 @@ def saved(tmp_path_factory):
     return str(path), model
 
 
-def built(path, tmp_path, **kwargs):
-    (reward,) = build_rewards(
-        [path], None, config(tmp_path, **kwargs), SimpleNamespace(dtype=torch.float32), tokenizer()
-    )
+def built(path, **kwargs):
+    (reward,) = build_rewards([path], None, SimpleNamespace(dtype=torch.float32), tokenizer(), **kwargs)
     return reward
 
 
-def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
+def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved):
     path, model = saved
-    reward = built(path, tmp_path)
+    reward = built(path)
     assert reward.name == "tiny-reward"
     linear = {name: module for name, module in reward.model.named_modules() if isinstance(module, nn.Linear)}
     head = linear.pop("score")
@@ -399,16 +398,16 @@ def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
     assert not any(module.training for module in reward.model.modules())
 
 
-def test_four_bit_scores_follow_those_in_full_precision(saved, tmp_path):
+def test_four_bit_scores_follow_those_in_full_precision(saved):
     path, model = saved
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(28, (64, 6), generator=generator).tolist()
     pairs = [(" ".join(f"w{i}" for i in row[:3]) + " ", " ".join(f"w{i}" for i in row[3:])) for row in words]
     full = torch.tensor(by_hand(model, tokenizer(), pairs))
-    quantised = torch.tensor(built(path, tmp_path).score(batch(*pairs)))
+    quantised = torch.tensor(built(path).score(batch(*pairs)))
     assert torch.corrcoef(torch.stack([full, quantised]))[0, 1] > 0.95
     assert (full - quantised).abs().max() > 1e-4  # or nothing was quantised
-    plain = built(path, tmp_path, reward_quantization="none").score(batch(*pairs))
+    plain = built(path, quantization="none").score(batch(*pairs))
     assert plain == pytest.approx(full.tolist(), abs=1e-5)
 
 
