@@ -71,22 +71,13 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
     """Check the scores that a reward returned and place them at their tokens."""
     expected = len(lengths)
     entries = scores.tolist() if hasattr(scores, "tolist") else scores
+    listed = isinstance(entries, Sequence) and not isinstance(entries, str)
     if isinstance(entries, RewardError):
         entries = [entries] * expected
-    elif isinstance(entries, str) or not isinstance(entries, Sequence):
-        entries = [
-            RewardError(
-                f"The reward `{name}` returned a {type(scores).__name__}; it must return a list with one entry for "
-                f"each of the {expected} completions."
-            )
-        ] * expected
-    elif len(entries) != expected:  # nobody can tell whose scores these are
-        entries = [
-            RewardError(
-                f"The reward `{name}` returned {len(entries)} scores for {expected} completions; it must return "
-                "exactly one per completion."
-            )
-        ] * expected
+    elif not listed or len(entries) != expected:  # all fail, since entries cannot be assigned to completions
+        returned = f"{len(entries)} scores" if listed else f"a {type(scores).__name__}"
+        cause = f"The reward `{name}` returned {returned} for {expected} completions; "
+        entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
 
     totals = torch.full((expected,), torch.nan)
     tokens = torch.zeros(expected, max(lengths))

@@ -23,6 +23,7 @@ from .base import RewardError, run_coroutine
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
+_OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 
 
 def read_key(api_key_env: str) -> str:
@@ -77,7 +78,7 @@ def _tls() -> ssl.SSLContext:
     return httpx2.create_ssl_context()  # reads a hundred certificates: once, not for each batch
 
 
-class _UnusableAnswer(ValueError):
+class _UnusableAnswerError(ValueError):
     """Raised for an answer that is not worth a retry."""
 
 
@@ -99,11 +100,11 @@ class _BoundedClient(httpx2.AsyncClient):
                 try:
                     if response.headers.get("content-encoding", "identity").lower() != "identity":
                         # a few compressed bytes can grow to gigabytes
-                        raise _UnusableAnswer("it answered with compressed content, which was not asked for")
+                        raise _UnusableAnswerError("it answered with compressed content, which was not asked for")
                     async for chunk in response.aiter_raw():
                         content += chunk
                         if len(content) > MAX_RESPONSE_BYTES:
-                            raise _UnusableAnswer(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
+                            raise _UnusableAnswerError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -112,8 +113,9 @@ class _BoundedClient(httpx2.AsyncClient):
             try:
                 json.loads(content)
             except (ValueError, RecursionError):  # e.g. the page of a proxy whose server restarts: worth a retry
-                text = content[:1000].decode(errors="replace")
-                raise httpx2.DecodingError(f"it answered with {len(content)} bytes that are not JSON: {text}") from None
+                start = content[:1000].decode(errors="replace")
+                cause = f"it answered with {len(content)} bytes that are not JSON: {start}"
+                raise httpx2.DecodingError(cause) from None
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content), request=request)
 
 
@@ -151,16 +153,14 @@ class HttpClient:
     def post_all(
         self, bodies: Sequence[dict], read: Callable[[Any, dict], Any], fail: Callable[[str], RewardError]
     ) -> list[Any]:
-        """Post each body, and return `read(answer, body)`; `fail(cause)` where there is no answer or a `ValueError`."""
+        """Return `read(answer, body)` for each body, or `fail(cause)` if there is no answer or `read` refuses it."""
         state = random.getstate()  # the jitter of back-off must not change the run's random numbers
         try:
             return run_coroutine(self._post_all(bodies, read, fail))
         finally:
             random.setstate(state)
 
-    async def _post_all(
-        self, bodies: Sequence[dict], read: Callable[[Any, dict], Any], fail: Callable[[str], RewardError]
-    ) -> list[Any]:
+    async def _post_all(self, bodies: Sequence[dict], read: Callable, fail: Callable[[str], RewardError]) -> list[Any]:
         try:
             authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
         except ValueError as error:
@@ -196,7 +196,7 @@ class HttpClient:
                     return read(response.json(), body)
                 except (openai.APIError, TypeError, ValueError) as error:
                     cause = self._without_key(self._cause(error))
-                    if isinstance(error, openai.APIConnectionError | openai.InternalServerError | openai.RateLimitError):
+                    if isinstance(error, _OUTAGE):
                         outage.append(cause)
                     attempts = http.attempts[asyncio.current_task()] or 1
                     return fail(f"failed after {attempts} attempt{'s' * (attempts > 1)}: {cause}")

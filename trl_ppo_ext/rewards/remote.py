@@ -13,17 +13,11 @@ NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
 
 
 class JudgeError(RewardError):
-    """Raised or returned by [`Judge`] when its server gives no usable score.
-
-    The message names the judge, the server, the number of attempts, and the cause.
-    """
+    """Raised or returned by [`Judge`]; names the judge, the server, the number of attempts and the cause."""
 
 
 class RemoteRewardError(RewardError):
-    """Raised or returned by [`RemoteReward`] when its server gives no usable score.
-
-    The message names the reward, the server, the number of attempts, and the cause.
-    """
+    """Raised or returned by [`RemoteReward`]; names the reward, the server, the number of attempts and the cause."""
 
 
 class Judge:
@@ -119,12 +113,6 @@ class Judge:
         self.options = {"model": model} | {key: value for key, value in limits.items() if value is not None}
         self.options |= extra_body or {}
 
-    def __repr__(self) -> str:
-        key = self.client.api_key_env
-        return (
-            f"Judge(url={self.client.url!r}, model={self.options['model']!r}, name={self.name!r}, api_key_env={key!r})"
-        )
-
     def score(self, batch: ScoringBatch) -> list[float | JudgeError]:
         """Score each completion with one request."""
         bodies = [self._body(batch, row) for row in range(len(batch))]
@@ -206,9 +194,6 @@ class RemoteReward:
         self.client = HttpClient(address, api_key_env, concurrency, timeout, max_retries)
         self.name = name or parsed.host
         self.batch_size = batch_size
-
-    def __repr__(self) -> str:
-        return f"RemoteReward(url={self.client.url!r}, name={self.name!r}, api_key_env={self.client.api_key_env!r})"
 
     def score(self, batch: ScoringBatch) -> list[float | RemoteRewardError | None]:
         """Score completions in requests of `batch_size`."""

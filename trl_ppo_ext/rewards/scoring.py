@@ -70,13 +70,13 @@ def score_all(
             raise next(iter(scores.failures.values()))
     failed = failed.to(device)
     # every process reaches this reduction, so that all of them stop together
-    *counts, completions = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(batch)], dtype=torch.long)])).tolist()
+    counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(batch)], dtype=torch.long)])).tolist()
     for reward, scores, count in zip(rewards, all_scores, counts):
-        if count > max_failures * completions:
+        if count > max_failures * counts[-1]:
             first = next(iter(scores.failures.values()), None)
             raise RewardError(
-                f"The reward `{reward.name}` failed for {count} of {completions} completions, more than "
-                f"max_reward_failures={max_failures} allows. The first cause: {first or 'it failed on another process'}"
+                f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
+                f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
 
     # 2. Their completions are skipped, or get a number.
