@@ -3,24 +3,21 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .adapter import AdapterReward, RewardAdapter
-from .base import Reward, RewardError, Scores, ScoringBatch, read_scores
+from .adapter import RewardAdapter
+from .base import Reward, RewardError, ScoringBatch, read_scores
 from .build import RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
 from .function import FunctionReward
 from .model import ClassifierReward, load_classifier
 from .scoring import RewardShaping, RunningMoments, Scored, monitor, score_all
 
 if TYPE_CHECKING:
-    from .remote import Judge, JudgeError, RemoteReward, RemoteRewardError
+    from .remote import Judge, RemoteReward
 
 __all__ = [
-    "AdapterReward",
     "ClassifierReward",
     "FunctionReward",
     "Judge",
-    "JudgeError",
     "RemoteReward",
-    "RemoteRewardError",
     "Reward",
     "RewardAdapter",
     "RewardError",
@@ -28,7 +25,6 @@ __all__ = [
     "RewardShaping",
     "RunningMoments",
     "Scored",
-    "Scores",
     "ScoringBatch",
     "build_rewards",
     "check_reward_arguments",
