@@ -176,8 +176,16 @@ class PPOTrainer(Trainer):
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
-            rewards = build_rewards(reward_list, reward_tokenizers, args, actor_critic, tokenizer)
-            monitors = build_rewards(monitor_list, None, args, actor_critic, tokenizer)
+            settings: dict[str, Any] = {
+                "batch_size": args.per_device_reward_batch_size,
+                "label": args.reward_label,
+                "quantization": args.reward_quantization,
+                "offload": args.offload_rewards,
+                "device": args.device,
+                "trust_remote_code": args.trust_remote_code,
+            }
+            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
+            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent

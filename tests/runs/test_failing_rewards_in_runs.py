@@ -1,4 +1,4 @@
-"""Runs whose judge fails: they stop with the cause and a usable checkpoint, or go on with exact counts."""
+"""Runs with a failing judge: they stop with the cause and a usable checkpoint, or skip with exact counts."""
 
 import time
 
@@ -34,7 +34,7 @@ class BreaksAfter(TrainerCallback):
 @pytest.mark.parametrize(
     "mode, cause", [("broken", "500"), ("silent", "answer"), ("half_json", "JSON"), ("nan", "number|finite")]
 )
-def test_raise_names_the_judge_and_the_cause_and_leaves_a_usable_checkpoint(tmp_path, port, mode, cause):
+def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, mode, cause):
     settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
     reward = judge(port, "ok", timeout=2.0, max_retries=1)
     broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **settings)
@@ -51,7 +51,7 @@ def test_raise_names_the_judge_and_the_cause_and_leaves_a_usable_checkpoint(tmp_
 
 
 @pytest.mark.parametrize("make", [judge, remote])
-def test_skip_goes_on_and_its_counts_are_exact(tmp_path, port, make):
+def test_skip_continues_with_exact_counts(tmp_path, port, make):
     settings = {"batch_size": 1} if make is remote else {}
     reward = make(port, "broken_for_x", max_retries=0, timeout=10.0, **settings)
     built = trainer(

@@ -1,4 +1,4 @@
-"""Rewards that people really have: asynchronous, per token, failing, normalised, watched."""
+"""Rewards that are asynchronous, per-token, failing, normalized or monitored."""
 
 import asyncio
 import re
@@ -44,7 +44,7 @@ def test_asynchronous_functions_of_a_batch_run_together():
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    assert ask([FunctionReward(slow)] * 5, batch()) == [[1.0] * 3] * 5
+    assert [scores.totals.tolist() for scores in ask([FunctionReward(slow)] * 5, batch())] == [[1.0] * 3] * 5
     assert time.perf_counter() - start < 0.5
 
 
@@ -55,7 +55,8 @@ def test_asynchronous_functions_run_inside_a_running_loop():
     async def notebook():
         return ask([FunctionReward(reward)], batch())
 
-    assert asyncio.run(notebook()) == [[2.0] * 3]
+    (scores,) = asyncio.run(notebook())
+    assert scores.totals.tolist() == [2.0] * 3
 
 
 def test_functions_log_columns_and_metrics(tmp_path, capsys):
@@ -89,7 +90,7 @@ def test_token_rewards_enter_where_they_belong():
         ([1.0, "x", 2.0], "'x' for completion 0"),
     ],
 )
-def test_token_rewards_that_do_not_fit_are_failures_of_their_completion(entry, message):
+def test_invalid_token_rewards_fail_their_completion(entry, message):
     scores = read_scores("r", [entry, 1.0], [3, 3])
     assert list(scores.failures) == [0]
     with pytest.raises(RewardError, match=message):
@@ -111,7 +112,7 @@ def outcome_as_pair(completion_ids, **kwargs):
 @pytest.mark.parametrize(
     "shaped", [{}, {"normalize_rewards": True, "reward_clip_range": 1.0, "missing_eos_penalty": 1.0}]
 )
-def test_outcome_on_the_last_token_trains_bit_for_bit_as_a_scalar(tmp_path, shaped):
+def test_outcome_on_the_last_token_trains_as_a_scalar(tmp_path, shaped):
     results = []
     for reward in (outcome, outcome_per_token, outcome_as_pair):
         built = trainer(tmp_path, reward_funcs=reward, **shaped)
@@ -144,7 +145,7 @@ def test_raise_ends_with_the_first_failure():
         score_all([fails_for([2, 3])], batch(4), None, "raise", 1.0, **ALONE)
 
 
-def test_skip_leaves_the_completion_out_and_a_number_stands_in():
+def test_skip_drops_the_completion_and_a_number_replaces_it():
     rewards = [fails_for([2]), gives(1.0, 1.0, 1.0, 1.0)]
     skipped = score_all(rewards, batch(4), [2.0, 1.0], "skip", 0.5, **ALONE)
     assert skipped.usable.tolist() == [True, True, False, True]
@@ -154,22 +155,22 @@ def test_skip_leaves_the_completion_out_and_a_number_stands_in():
     assert filled.usable.all() and filled.totals.tolist() == [1.0, 3.0, -5.0, 7.0]
 
 
-def test_too_many_failures_end_the_run_with_the_first_cause():
+def test_too_many_failures_raise_the_first_cause():
     with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
         score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
     score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
 
 
-def test_a_wrong_count_fails_all_completions_and_stops_no_monitor():
+def test_wrong_count_fails_all_completions_but_no_monitor():
     short = gives(1.0)
-    with pytest.raises(RewardError, match="gave 1 scores for 3 completions"):
+    with pytest.raises(RewardError, match="returned 1 scores for 3 completions"):
         score_all([short], batch(), None, "raise", 1.0, **ALONE)
     skipped = score_all([short, gives(1.0, 1.0, 1.0)], batch(), None, "skip", 1.0, **ALONE)
     assert skipped.failed.tolist() == [[True, False]] * 3 and not skipped.usable.any()
     assert monitor([short], batch(), ALONE["device"]).isnan().all()
 
 
-def test_an_exception_in_a_function_names_the_reward_and_keeps_its_cause():
+def test_exception_in_a_function_names_the_reward():
     def broken(**kwargs):
         return {}["key"]
 
@@ -178,7 +179,7 @@ def test_an_exception_in_a_function_names_the_reward_and_keeps_its_cause():
     assert isinstance(error.value.__cause__, KeyError)
 
 
-def test_skipped_completions_get_no_gradient_and_enter_no_statistic(tmp_path):
+def test_skipped_completions_get_no_gradient_nor_statistic(tmp_path):
     """A run in which half of the completions fail learns what the other half alone teaches."""
 
     def reward(completion_ids, prompts, **kwargs):
@@ -204,7 +205,7 @@ def test_skipped_completions_get_no_gradient_and_enter_no_statistic(tmp_path):
 # ---- shaping
 
 
-def test_running_moments_are_those_of_everything_seen():
+def test_running_moments_are_those_of_all_values():
     torch.manual_seed(0)
     x, moments = torch.randn(40) * 3 + 100, RunningMoments()
     for part in x.split([7, 1, 20, 12]):
@@ -213,36 +214,27 @@ def test_running_moments_are_those_of_everything_seen():
     assert moments.deviation == pytest.approx(x.double().std().item(), rel=1e-10)
 
 
-class Shape:
-    reward_baseline = None
-    normalize_rewards = False
-    reward_clip_range = None
-    missing_eos_penalty = None
-
-
 def shape(scores, **settings):
-    args = Shape()
-    vars(args).update(settings)
-    shaping = RewardShaping(args)
+    shaping = RewardShaping(**settings)
     mask = torch.ones(len(scores), dtype=torch.bool)
     return shaping, shaping(torch.tensor(scores), mask, mask, ALONE["all_sum"])
 
 
 def test_reference_baseline_is_the_first_rollouts_mean():
-    shaping, first = shape([1.0, 3.0], reward_baseline="reference")
+    shaping, first = shape([1.0, 3.0], baseline="reference")
     assert first.tolist() == [-1.0, 1.0]
     mask = torch.ones(2, dtype=torch.bool)
     assert shaping(torch.tensor([5.0, 6.0]), mask, mask, ALONE["all_sum"]).tolist() == [3.0, 4.0]
 
 
-def test_normalised_scores_have_the_running_mean_and_deviation_taken_out():
-    _, first = shape([1.0, 2.0, 3.0], normalize_rewards=True)
+def test_normalized_scores_use_running_mean_and_deviation():
+    _, first = shape([1.0, 2.0, 3.0], normalize=True)
     torch.testing.assert_close(first, torch.tensor([-1.0, 0.0, 1.0]))
-    _, equal = shape([2.0, 2.0], normalize_rewards=True)
+    _, equal = shape([2.0, 2.0], normalize=True)
     assert not equal.any()
 
 
-def test_running_statistics_come_back_from_a_checkpoint(tmp_path):
+def test_running_statistics_resume_from_a_checkpoint(tmp_path):
     settings = {"normalize_rewards": True, "reward_baseline": "reference", "save_strategy": "steps", "save_steps": 4}
     whole = trainer(tmp_path / "whole", max_steps=8, **settings)
     whole.train()

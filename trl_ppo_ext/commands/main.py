@@ -12,7 +12,7 @@ COMMANDS = {
     "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
     "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
     "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
-    "serve-reward": ("rewards.serving", "serve a reward model over HTTP, for RemoteReward"),
+    "serve-reward": ("commands.serve_reward", "serve a reward model over HTTP, for RemoteReward"),
     "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
 }
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`

@@ -139,7 +139,12 @@ class RolloutCollector:
         self.args = args
         self.accelerator = accelerator
         self.guard = guard
-        self.shaping = RewardShaping(args)
+        self.shaping = RewardShaping(
+            baseline=args.reward_baseline,
+            normalize=args.normalize_rewards,
+            clip_range=args.reward_clip_range,
+            missing_eos_penalty=args.missing_eos_penalty,
+        )
         self.kl_coef: ppo_math.Coefficient = ppo_math.FixedCoefficient(args.kl_coef)
         if args.kl_target is not None:
             self.kl_coef = ppo_math.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)

@@ -1,43 +1,47 @@
-"""What a reward is, what it may give, and how several make one score."""
+"""Input, output and errors of a reward."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 class RewardError(ValueError):
-    """Raised when a reward gives something that cannot be trained on, or fails; the message names the reward."""
+    """Raised when a reward fails or returns a score that cannot be trained on. The message names the reward."""
 
 
-def _ignore(*_: Any) -> None:
+def _discard(*_: Any) -> None:
     return
 
 
 @dataclass(frozen=True)
 class ScoringBatch:
-    """What a reward is given, a list entry for each completion."""
+    """Input of a reward, with one list entry per completion."""
 
-    prompts: list  # prompts as they are in the dataset: text, or chat messages
-    completions: list  # completions as text, or as a list with one assistant message where prompts are messages
+    prompts: list  # prompts as in the dataset: text or chat messages
+    completions: list  # text, or a list with one assistant message if prompts are messages
     completion_ids: list[list[int]]  # token ids of the completions
-    columns: dict[str, list] = field(default_factory=dict)  # the dataset's other columns
+    columns: dict[str, list] = field(default_factory=dict)  # other columns of the dataset
     prompt_ids: list[list[int]] = field(default_factory=list)  # token ids of the prompts
-    trainer_state: Any = None  # state of the run, for schedules in a reward
-    log_extra: Callable[[str, list], None] = _ignore
-    log_metric: Callable[[str, float], None] = _ignore
+    trainer_state: Any = None  # for schedules in a reward
+    log_extra: Callable[[str, list], None] = _discard
+    log_metric: Callable[[str, float], None] = _discard
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
 class Reward(Protocol):
-    """Anything with a name that scores a batch, with an entry for each completion.
+    """Named scorer of a batch.
 
-    An entry is a number; `None` where the reward does not apply; a list of numbers, one for each token of the
-    completion; a list of `(position, reward)` pairs; or a [`RewardError`] where this completion failed.
+    `score` returns one entry per completion: a number; `None` if the reward does not apply; a list with one number
+    per token; a list of `(position, reward)` pairs; or a [`RewardError`] if this completion failed.
     """
 
     name: str
@@ -47,89 +51,82 @@ class Reward(Protocol):
 
 
 class Scores(NamedTuple):
-    """What one reward gave."""
+    """Checked scores of one reward."""
 
-    totals: Tensor  # [batch] Score of each completion; NaN where the reward does not apply or failed
-    tokens: Tensor  # [batch, response] The same, at the tokens where it enters; a number enters at the last
-    failures: dict[int, RewardError]  # what went wrong, by completion
+    totals: Tensor  # [batch] NaN if the reward does not apply or failed
+    tokens: Tensor  # [batch, response] the same scores at their tokens; a plain number is at the last token
+    failures: dict[int, RewardError]  # errors by completion
 
 
-def _number(name: str, value: Any, index: int) -> float:
+def finite_number(value: Any) -> float | None:
+    """Return `value` as a number that float32 can hold, or `None` if it is not one."""
     try:
-        if isinstance(value, str):
-            raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RewardError(
-            f"The reward `{name}` gave {value!r} for completion {index}; it must give a number, or None where it does "
-            "not apply."
-        ) from None
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise RewardError(
-            f"The reward `{name}` gave {value} for completion {index}; scores must be finite. Give None where it does "
-            "not apply."
-        )
-    return number
+        return None
+    return number if abs(number) <= torch.finfo(torch.float32).max else None
 
 
-def _per_token(name: str, entries: Sequence[Any], index: int, length: int) -> list[tuple[int, float]]:
-    """Token rewards of one completion as (position, reward) pairs."""
-    if all(isinstance(entry, tuple | list) for entry in entries):
-        pairs = [(entry[0], _number(name, entry[1], index)) for entry in entries if len(entry) == 2]
-        wrong = [position for position, _ in pairs if not (isinstance(position, int) and 0 <= position < length)]
-        if wrong or len(pairs) < len(entries):
-            raise RewardError(
-                f"The reward `{name}` gave the pairs {list(entries)!r} for completion {index}; they must be "
-                f"(position, reward) with positions from 0 to {length - 1}, the completion's last token."
-            )
-        return pairs
-    if len(entries) != length:
-        raise RewardError(
-            f"The reward `{name}` gave {len(entries)} token rewards for completion {index}, which has {length} "
-            "tokens; give one for each, or (position, reward) pairs."
-        )
-    return list(enumerate(_number(name, entry, index) for entry in entries))
+def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
+    """Check the scores that a reward returned and place them at their tokens."""
+    expected = len(lengths)
+    entries = scores.tolist() if hasattr(scores, "tolist") else scores
+    listed = isinstance(entries, Sequence) and not isinstance(entries, str)
+    if isinstance(entries, RewardError):
+        entries = [entries] * expected
+    elif not listed or len(entries) != expected:  # all fail, since entries cannot be assigned to completions
+        returned = f"{len(entries)} scores" if listed else f"a {type(scores).__name__}"
+        cause = f"The reward `{name}` returned {returned} for {expected} completions; "
+        entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
 
-
-def _as_entries(name: str, given: Any, expected: int) -> list:
-    entries = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise RewardError(
-            f"The reward `{name}` gave a {type(given).__name__}; it must give a list with one entry for each of the "
-            f"{expected} completions."
-        )
-    if len(entries) != expected:
-        raise RewardError(
-            f"The reward `{name}` gave {len(entries)} scores for {expected} completions; it must give exactly one for "
-            "each."
-        )
-    return list(entries)
-
-
-def read_scores(name: str, given: Any, lengths: Sequence[int]) -> Scores:
-    """Check what a reward gave, and put it where it enters."""
-    totals = torch.full((len(lengths),), torch.nan)
-    tokens = torch.zeros(len(lengths), max(lengths))
+    totals = torch.full((expected,), torch.nan)
+    tokens = torch.zeros(expected, max(lengths))
     failures: dict[int, RewardError] = {}
-    entries = [given] * len(lengths) if isinstance(given, RewardError) else _as_entries(name, given, len(lengths))
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if entry is None:
             continue
         try:
             if isinstance(entry, RewardError):
                 raise entry
-            dense = isinstance(entry, list | tuple)
-            pairs = _per_token(name, entry, index, length) if dense else [(length - 1, _number(name, entry, index))]
+            for position, value in _positions(name, entry, index, length):
+                number = None if isinstance(value, str) else finite_number(value)
+                if number is None:
+                    raise RewardError(
+                        f"The reward `{name}` returned {value!r} for completion {index}; a score must be a finite "
+                        "number, or None if the reward does not apply."
+                    )
+                tokens[index, position] += number
+            totals[index] = tokens[index].sum()
         except RewardError as failure:
             failures[index] = failure
-            continue
-        for position, reward in pairs:
-            tokens[index, position] += reward
-        totals[index] = tokens[index].sum()
+            tokens[index] = 0
     return Scores(totals, tokens, failures)
 
 
-def combine(scores: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """Weighted sum of the rewards that apply to each completion."""
-    weight = scores.new_ones(scores.shape[1]) if weights is None else scores.new_tensor(weights)
-    return (scores * weight).nansum(1)
+def _positions(name: str, entry: Any, index: int, length: int) -> list[tuple[int, Any]]:
+    """Return the (position, reward) pairs of one completion."""
+    if not isinstance(entry, list | tuple):
+        return [(length - 1, entry)]
+    if all(isinstance(pair, tuple | list) for pair in entry):
+        if all(len(pair) == 2 and isinstance(pair[0], int) and 0 <= pair[0] < length for pair in entry):
+            return [(position, value) for position, value in entry]
+        raise RewardError(
+            f"The reward `{name}` returned the pairs {list(entry)!r} for completion {index}; they must be (position, "
+            f"reward) with positions from 0 to {length - 1}, the completion's last token."
+        )
+    if len(entry) != length:
+        raise RewardError(
+            f"The reward `{name}` returned {len(entry)} token rewards for completion {index}, which has {length} "
+            "tokens; return one per token, or (position, reward) pairs."
+        )
+    return list(enumerate(entry))
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:  # a notebook already runs a loop, so this one gets a thread
+        return pool.submit(asyncio.run, coroutine).result()

@@ -1,318 +1,233 @@
-"""The client side of rewards over HTTP: bounded in time, size and concurrency, and careful with keys."""
+"""HTTP client of judges and remote rewards: bounded in time, size and concurrency, and careful with keys.
+
+Retries, back-off and connections are those of the `openai` client. Import this module only where it is used.
+"""
 
 import asyncio
 import ipaddress
 import json
-import logging
 import os
 import random
 import re
 import ssl
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
-import torch
+import openai
 
-from .asynchronous import run_coroutine
+from .base import RewardError, run_coroutine
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once, so a shorter wait than for an answer
-FIRST_BACKOFF = 0.5  # seconds before the first retry; doubled before each further one
-MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a model that thinks aloud
-_RETRIED = {408, 425, 429}
-_JITTER = random.SystemRandom()  # the global generator belongs to the run: drawing from it would change the training
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a request has no result."""
-
-    cause: str  # what went wrong the last time; free of keys
-    attempts: int  # how often it was sent; 0 if the server had been given up before
-
-    def __str__(self) -> str:
-        if not self.attempts:
-            return f"was not asked any more, since every request before failed: {self.cause}"
-        return f"failed after {self.attempts} attempt{'s' * (self.attempts > 1)}: {self.cause}"
-
-
-class _AttemptError(Exception):
-    """Raised by one attempt; carries text only, never a request, whose headers hold the key."""
-
-    def __init__(self, cause: str, retried: bool, retry_after: float | None = None):
-        super().__init__(cause)
-        self.cause, self.retried, self.retry_after = cause, retried, retry_after
-
-
-@dataclass
-class _Outage:
-    """Requests that failed for good in a row; past `limit` the server is given up for the rest of the batch.
-
-    Without it, a batch of 1000 against a dead server would wait out every retry of every request, for hours.
-    """
-
-    limit: int
-    failed: int = 0
-    cause: str = ""
-
-
-class _Bearer(httpx2.Auth):
-    """Puts the key into each request's headers; holds the variable's name, never the key."""
-
-    def __init__(self, api_key_env: str):
-        self.api_key_env = api_key_env
-
-    def auth_flow(self, request: httpx2.Request) -> Iterator[httpx2.Request]:  # type: ignore[override]
-        request.headers["Authorization"] = f"Bearer {read_key(self.api_key_env)}"
-        yield request
+CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
+MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
+_OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 
 
 def read_key(api_key_env: str) -> str:
-    """Read a key from the environment. No variable here holds it, so that tracebacks with locals do not show it."""
-    name = f"`{api_key_env}`" if api_key_env.isupper() else "that `api_key_env` names (not shown: it may be a key)"
+    """Read a key from the environment."""
     if not re.fullmatch(r"[A-Za-z_]\w*", api_key_env, re.ASCII):
         raise ValueError(
             "`api_key_env` must be the name of an environment variable that holds the key, such as OPENAI_API_KEY; "
-            "what was given is not a name, and is not shown because it may be a key."
+            "the given value is not a name, and is not shown because it may be a key."
         )
-    if not os.environ.get(api_key_env, "").strip():
+    name = f"`{api_key_env}`" if api_key_env.isupper() else "that `api_key_env` names (not shown: it may be a key)"
+    key = os.environ.get(api_key_env, "").strip()
+    if not key:
         raise ValueError(f"The environment variable {name} is not set or empty; export it with the server's key.")
-    if not re.fullmatch(r"[!-~]+", os.environ[api_key_env].strip()):
-        raise ValueError(
-            f"The environment variable {name} holds a space or a character that is not ASCII; no key has."
-        )
-    return os.environ[api_key_env].strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"The environment variable {name} is not a key: it holds a space or a non-ASCII character.")
+    return key
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine."""
+    """Return True if a host is this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
 
-def checked_url(url: str, api_key_env: str | None = None) -> httpx2.URL:
-    """Check a server's address."""
-    example = "such as http://localhost:8000/v1"
+def checked_url(url: str) -> httpx2.URL:
+    """Check the address of a server."""
     try:
         parsed = httpx2.URL(url)
-    except (httpx2.InvalidURL, TypeError):  # their text repeats a part of the address, which may be a password
-        raise ValueError(f"`url` is not an address; give one {example}.") from None
+    except (httpx2.InvalidURL, TypeError):  # their messages repeat a part of the address, which may be a password
+        raise ValueError("`url` must be an address such as http://localhost:8000/v1.") from None
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise ValueError(
-            f"`url` for {parsed.host} has a user, a password, a query or a fragment. An address is logged and saved, "
-            "so it must not hold secrets: give it without them, and the key by `api_key_env`."
+            f"`url` for {parsed.host} must not have a user, a password, a query or a fragment, since addresses are "
+            "logged; pass the key with `api_key_env`."
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        shown = "that" if "@" in str(url) else repr(url)
-        raise ValueError(f"`url` must start with http:// or https:// and name a host, {example}; {shown} does not.")
-    if api_key_env and parsed.scheme == "http" and not is_loopback(parsed.host):
-        warnings.warn(
-            f"The key in `{api_key_env}` goes to {parsed.host} unencrypted over http://; use https://, or a tunnel to "
-            "that machine and a loopback address.",
-            stacklevel=4,
-        )
+        shown = "another" if "@" in str(url) else repr(url)
+        raise ValueError(f"`url` must start with http:// or https:// and name a host, got {shown}.")
     return parsed
 
 
-def finite_number(value: Any) -> float:
-    """Check a score that came over the network."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{excerpt(repr(value))} is not a number") from None
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{number} is not finite in float32")
-    return number
-
-
 def excerpt(text: str) -> str:
-    """One printable line of a server's text, for an error message."""
+    """Return the beginning of a server's text as one printable line."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:1000]).split())
     return line if len(line) <= 160 else line[:160] + "..."
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait by a `Retry-After` header (RFC 9110, 10.2.3): seconds, or an HTTP date; `None` if neither."""
-    if value is None:
-        return None
-    if re.fullmatch(r"\d+(\.\d+)?", value.strip(), re.ASCII):
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())  # HTTP dates are in GMT
-    except (ValueError, TypeError, OverflowError):
-        return None
-
-
 @cache
 def _tls() -> ssl.SSLContext:
-    return httpx2.create_ssl_context()  # reads the certificates of a hundred authorities: once, not for each batch
+    return httpx2.create_ssl_context()  # reads a hundred certificates: once, not for each batch
+
+
+class _UnusableAnswerError(ValueError):
+    """Raised for an answer that is not worth a retry."""
+
+
+class _BoundedClient(httpx2.AsyncClient):
+    """Reads whole answers within `seconds` and `MAX_RESPONSE_BYTES`, and counts the attempts of each task."""
+
+    def __init__(self, seconds: float, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.seconds = seconds
+        self.attempts: Counter[asyncio.Task | None] = Counter()
+
+    async def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
+        """Send a request once."""
+        self.attempts[asyncio.current_task()] += 1
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self.seconds):  # the client's own timeouts restart with each byte
+                response = await super().send(request, **kwargs | {"stream": True})
+                try:
+                    if response.headers.get("content-encoding", "identity").lower() != "identity":
+                        # a few compressed bytes can grow to gigabytes
+                        raise _UnusableAnswerError("it answered with compressed content, which was not asked for")
+                    async for chunk in response.aiter_raw():
+                        content += chunk
+                        if len(content) > MAX_RESPONSE_BYTES:
+                            raise _UnusableAnswerError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout("", request=request) from None
+        if response.is_success:
+            try:
+                json.loads(content)
+            except (ValueError, RecursionError):  # e.g. the page of a proxy whose server restarts: worth a retry
+                start = content[:1000].decode(errors="replace")
+                cause = f"it answered with {len(content)} bytes that are not JSON: {start}"
+                raise httpx2.DecodingError(cause) from None
+        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content), request=request)
 
 
 class HttpClient:
-    """Posts the JSON bodies of a batch to one address, together, and gives a result or a [`Failure`] for each.
+    """Posts the JSON bodies of a batch to one address, `concurrency` at a time.
 
-    An attempt ends within `timeout` whatever the server does. 408, 425, 429, 5xx, failed connections, timeouts and
-    answers that are not JSON are tried again, after a wait that doubles from half a second, with jitter, or that
-    `Retry-After` asks for; no wait is longer than `timeout`. So a request ends within `(2 * max_retries + 1) *
-    timeout` after it was first sent. When `max(8, concurrency)` requests in a row have failed like this, the rest of
-    the batch fails at once. Redirects are not followed, since the key and the completions would go with them.
+    Each attempt ends within `timeout`. The `openai` client retries 408, 409, 429, 5xx, failed connections, timeouts
+    and answers that are not JSON. After `max(8, concurrency)` such failures in a row, the rest of the batch fails at
+    once: a dead server would take hours otherwise. Redirects are not followed: the key would go with them.
     """
 
     def __init__(self, url: str, api_key_env: str | None, concurrency: int, timeout: float, max_retries: int):
         for name, value, least in (("concurrency", concurrency, 1), ("max_retries", max_retries, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {value!r}.")
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
         if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise ValueError(f"`timeout` must be a number of seconds above 0, got {timeout!r}.")
-        parsed = checked_url(url, api_key_env)
+        parsed = checked_url(url)
         self.url = str(parsed)
         self.host = parsed.netloc.decode("ascii")
-        self.api_key_env = api_key_env
+        self.loopback = is_loopback(parsed.host)
+        self.api_key_env = api_key_env  # the key itself is in no attribute
         self.concurrency = concurrency
         self.timeout = timeout
         self.max_retries = max_retries
-        self._check_key()
+        if api_key_env is not None:
+            read_key(api_key_env)
+            if parsed.scheme == "http" and not self.loopback:
+                warnings.warn(
+                    f"The key in `{api_key_env}` goes to {parsed.host} unencrypted over http://; use https://, or a "
+                    "tunnel to that machine and a loopback address.",
+                    stacklevel=3,
+                )
 
-    def post_all(self, bodies: Sequence[dict], read: Callable[[Any, dict], T]) -> list[T | Failure]:
-        """Post each body."""
-        self._check_key()
-        return run_coroutine(self._post_all(bodies, read)) if bodies else []
+    def post_all(
+        self, bodies: Sequence[dict], read: Callable[[Any, dict], Any], fail: Callable[[str], RewardError]
+    ) -> list[Any]:
+        """Return `read(answer, body)` for each body, or `fail(cause)` if there is no answer or `read` refuses it."""
+        state = random.getstate()  # the jitter of back-off must not change the run's random numbers
+        try:
+            return run_coroutine(self._post_all(bodies, read, fail))
+        finally:
+            random.setstate(state)
 
-    def _check_key(self) -> None:
-        if self.api_key_env is not None:
-            read_key(self.api_key_env)
-
-    def _connections(self) -> httpx2.AsyncClient:
-        host = httpx2.URL(self.url).host
-        return httpx2.AsyncClient(
-            auth=_Bearer(self.api_key_env) if self.api_key_env is not None else None,
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
-            timeout=httpx2.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout)),
-            limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+    async def _post_all(self, bodies: Sequence[dict], read: Callable, fail: Callable[[str], RewardError]) -> list[Any]:
+        try:
+            authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
+        except ValueError as error:
+            raise fail(f"cannot be asked: {str(error).rstrip('.')}") from None
+        # explicit, so that credentials of OpenAI's in the environment are never sent
+        options: openai.RequestOptions = {"headers": {"Authorization": authorization}}
+        http = _BoundedClient(
+            self.timeout,
             follow_redirects=False,
             verify=_tls(),
-            # what is meant for this machine never goes to a proxy
-            mounts={f"all://{host}": None} if is_loopback(host) else None,
+            limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+            # requests to this machine never go through a proxy
+            mounts={f"all://{httpx2.URL(self.url).host}": None} if self.loopback else None,
         )
-
-    async def _post_all(self, bodies: Sequence[dict], read: Callable[[Any, dict], T]) -> list[T | Failure]:
+        client = openai.AsyncOpenAI(
+            api_key="in the header",
+            base_url=self.url,
+            timeout=httpx2.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout)),
+            max_retries=self.max_retries,
+            default_headers={"Accept-Encoding": "identity"},
+            http_client=http,
+        )
         slots = asyncio.Semaphore(self.concurrency)
-        outage = _Outage(max(8, self.concurrency))
+        outage: list[str] = []  # causes of the last failures in a row
 
-        async def post(body: dict) -> T | Failure:
-            async with slots:  # kept while waiting to retry: a server in trouble gets no further requests meanwhile
-                return await self._post(client, body, read, outage)
+        async def post(body: dict) -> Any:
+            async with slots:  # held during retries: a server in trouble gets no further requests meanwhile
+                if len(outage) >= max(8, self.concurrency):
+                    return fail(f"was not asked any more, since every request before failed: {outage[-1]}")
+                try:
+                    response = await client.post(self.url, cast_to=httpx2.Response, body=body, options=options)
+                    outage.clear()
+                    return read(response.json(), body)
+                except (openai.APIError, TypeError, ValueError) as error:
+                    cause = self._without_key(self._cause(error))
+                    if isinstance(error, _OUTAGE):
+                        outage.append(cause)
+                    attempts = http.attempts[asyncio.current_task()] or 1
+                    return fail(f"failed after {attempts} attempt{'s' * (attempts > 1)}: {cause}")
 
-        async with self._connections() as client:
+        async with client:
             return await asyncio.gather(*(post(body) for body in bodies))
 
-    async def _post(
-        self, client: httpx2.AsyncClient, body: dict, read: Callable[[Any, dict], T], outage: _Outage
-    ) -> T | Failure:
-        for attempt in range(1, self.max_retries + 2):
-            if outage.failed >= outage.limit:
-                return Failure(outage.cause, attempt - 1)
-            try:
-                answer = await self._attempt(client, body)
-            except _AttemptError as error:
-                cause = self._without_key(error.cause)
-                if not error.retried:
-                    return Failure(cause, attempt)
-                logger.info("%s: attempt %d of %d failed: %s", self.host, attempt, self.max_retries + 1, cause)
-                if attempt <= self.max_retries:
-                    await asyncio.sleep(self._wait(attempt, error.retry_after))
-            else:
-                outage.failed = 0
-                try:
-                    return read(answer, body)
-                except ValueError as unusable:
-                    return Failure(self._without_key(str(unusable)), attempt)
-        outage.failed += 1
-        outage.cause = cause
-        return Failure(cause, self.max_retries + 1)
-
-    def _wait(self, attempt: int, retry_after: float | None) -> float:
-        if retry_after is not None:  # all are told the same time: spread them a little
-            return min(retry_after + _JITTER.uniform(0, FIRST_BACKOFF / 2), self.timeout)
-        return min(FIRST_BACKOFF * 2 ** (attempt - 1), self.timeout) * _JITTER.uniform(0.5, 1)
-
-    async def _attempt(self, client: httpx2.AsyncClient, body: dict) -> Any:
-        try:
-            content = json.dumps(body, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise _AttemptError(f"the request cannot be written as JSON: {error}", False) from None
-        try:
-            # httpx's timeouts start anew with each byte; this one ends the attempt
-            async with asyncio.timeout(self.timeout), client.stream("POST", self.url, content=content) as response:
-                return await self._answer(response)
-        except httpx2.ConnectTimeout:
-            raise _AttemptError("no connection within the time allowed; check that the server runs", True) from None
-        except (TimeoutError, httpx2.TimeoutException):
-            raise _AttemptError(
-                f"no complete answer within timeout={self.timeout:g} s; raise `timeout`, or lower `concurrency`", True
-            ) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise _AttemptError(
-                f"the connection failed ({excerpt(detail)}); check that the server runs", True
-            ) from None
-
-    async def _answer(self, response: httpx2.Response) -> Any:
-        status = f"{response.status_code} {response.reason_phrase}".strip()
-        if response.is_redirect:
-            # only scheme, host and path: a query may hold secrets
-            target = re.sub(
-                r"(?<=//)[^/]*@|[?#].*", "", self._without_key(response.headers.get("location", "nowhere"))
-            )
-            raise _AttemptError(
-                f"it answered {status}, a redirect to {excerpt(target)}. "
-                "Redirects are not followed; give that address as `url` if it is the right one",
-                False,
-            )
-        if response.is_success:
-            return self._json(await self._content(response, MAX_RESPONSE_BYTES))
-        text = self._without_key((await self._content(response, None)).decode(errors="replace"))
-        said = f": {excerpt(text)}" if text.strip() else ""
-        retried = response.status_code in _RETRIED or response.status_code >= 500
-        raise _AttemptError(f"it answered {status}{said}", retried, _retry_after(response.headers.get("retry-after")))
-
-    async def _content(self, response: httpx2.Response, limit: int | None) -> bytes:
-        """Read an answer; past `limit` refuse it, or with `None` keep its beginning."""
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
-            # a few compressed bytes can grow to gigabytes; we asked for plain ones
-            raise _AttemptError("it answered with compressed content, which was not asked for", False)
-        content = bytearray()
-        async for chunk in response.aiter_raw():
-            content += chunk
-            if limit is None and len(content) > 4096:
-                break
-            if limit is not None and len(content) > limit:
-                raise _AttemptError(f"it answered with more than {limit} bytes, the most that is read", False)
-        return bytes(content)
-
-    def _json(self, content: bytes) -> Any:
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            text = self._without_key(content[:4096].decode(errors="replace"))
-            raise _AttemptError(
-                f"it answered with {len(content)} bytes that are not JSON: {excerpt(text)}", True
-            ) from None
+    def _cause(self, error: Exception) -> str:
+        if isinstance(error, openai.APIStatusError):
+            response = error.response
+            status = f"it answered {response.status_code} {response.reason_phrase}".strip()
+            if response.is_redirect:
+                # only scheme, host and path: the rest may hold secrets
+                target = re.sub(r"(?<=//)[^/]*@|[?#].*", "", response.headers.get("location", "nowhere"))
+                return (
+                    f"{status}, a redirect to {excerpt(self._without_key(target))}. Redirects are not followed; use "
+                    "that address as `url` if it is the right one"
+                )
+            return f"{status}: {excerpt(self._without_key(response.text))}".rstrip(": ")
+        if isinstance(error, openai.APITimeoutError):
+            if isinstance(error.__cause__, httpx2.ConnectTimeout):
+                return "no connection in time; check that the server runs"
+            return f"no complete answer within timeout={self.timeout:g} s; raise `timeout`, or lower `concurrency`"
+        if isinstance(error, openai.APIConnectionError):
+            text = excerpt(self._without_key(str(error.__cause__)))
+            if isinstance(error.__cause__, httpx2.DecodingError):
+                return text
+            return f"the connection failed ({type(error.__cause__).__name__}: {text}); check that the server runs"
+        return str(error)
 
     def _without_key(self, text: str) -> str:
-        """Servers repeat a wrong key in their error messages."""
-        if self.api_key_env is None or not os.environ.get(self.api_key_env, "").strip():
-            return text
-        return text.replace(os.environ[self.api_key_env].strip(), "***")
+        """Remove the key: servers repeat a wrong one in their messages."""
+        key = os.environ.get(self.api_key_env or "", "").strip()
+        return text.replace(key, "***") if key else text

@@ -1,6 +1,4 @@
-"""Rewards that are sequence classifiers: frozen, and 4-bit unless told otherwise."""
-
-from collections.abc import Iterator
+"""Rewards that are frozen sequence classifiers, in 4-bit by default."""
 
 import torch
 from peft import PeftModel
@@ -20,7 +18,7 @@ from .base import RewardError, ScoringBatch
 
 
 def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Quantisation of a frozen reward model."""
+    """Return the quantization of a frozen reward model."""
     if kind in (None, "none"):
         return None
     if kind == "int8":
@@ -34,21 +32,19 @@ def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | N
 
 
 def checked_label(name: str, num_labels: int, label: int | None) -> int:
-    """Which output of a classifier's head is the reward."""
-    if label is None:
-        if num_labels == 1:
-            return 0
+    """Return the index of the classifier's output that is the reward."""
+    if label is None and num_labels > 1:
         raise RewardError(
             f"The reward model `{name}` has {num_labels} labels, but a reward is one number. Pick one with "
-            f"`reward_label` (0 to {num_labels - 1}), use a model with one label, or pass a function that makes a "
-            "score of its labels."
+            f"`reward_label` (0 to {num_labels - 1}), use a model with one label, or pass a function that turns its "
+            "labels into a score."
         )
-    if not 0 <= label < num_labels:
+    if not 0 <= (label or 0) < num_labels:
         raise RewardError(
-            f"`reward_label={label}` picks a label that the reward model `{name}` does not have; it has {num_labels}, "
-            "counted from 0."
+            f"`reward_label` must be from 0 to {num_labels - 1} for the reward model `{name}`, got {label}; it has "
+            f"{num_labels} labels."
         )
-    return label
+    return label or 0
 
 
 def load_classifier(
@@ -73,19 +69,19 @@ def load_classifier(
 
 
 class SequenceScorer:
-    """Scores the text of a prompt with its completion, at its last token.
+    """Scores prompt and completion as one text, at its last token.
 
-    The text is tokenised anew, as TRL's `RewardTrainer` does it: text gets the tokenizer's special tokens and its EOS
-    at the end, chat messages the chat template.
+    The text is tokenized anew as in TRL's `RewardTrainer`: text gets special tokens and an EOS at the end, chat
+    messages the chat template.
     """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int | None = None
     ):
         self.name = name
-        self.context_length = context_length
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self.context_length = context_length
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise RewardError(
@@ -94,47 +90,37 @@ class SequenceScorer:
                 )
             tokenizer.pad_token = tokenizer.eos_token
 
-    def _encode(self, batch: ScoringBatch) -> list[list[int]]:
-        if is_conversational({"prompt": batch.prompts[0]}):
-            messages = [prompt + completion for prompt, completion in zip(batch.prompts, batch.completions)]
-            texts = [apply_chat_template({"messages": m}, self.tokenizer)["text"] for m in messages]
-            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token or ""
-        return self.tokenizer([p + c + end for p, c in zip(batch.prompts, batch.completions)])["input_ids"]
-
-    def _check_lengths(self, encoded: list[list[int]]) -> None:
-        longest = max(range(len(encoded)), key=lambda row: len(encoded[row]))
-        if self.context_length is not None and len(encoded[longest]) > self.context_length:
-            raise RewardError(
-                f"Completion {longest} with its prompt has {len(encoded[longest])} tokens; the reward model "
-                f"`{self.name}` takes {self.context_length}. Lower `max_completion_length`, or drop long prompts."
-            )
-
-    def _batches(self, encoded: list[list[int]]) -> Iterator[list[int]]:
-        by_length = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))  # little padding in each batch
-        for start in range(0, len(by_length), self.batch_size):
-            yield by_length[start : start + self.batch_size]
-
-    def _padded(self, encoded: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        inputs = self.tokenizer.pad({"input_ids": encoded}, padding=True, return_tensors="pt").to(device)
-        return inputs["input_ids"], inputs["attention_mask"]
-
-    def _score_ids(self, encoded: list[list[int]]) -> Tensor:
-        raise NotImplementedError
-
     def score(self, batch: ScoringBatch) -> list[float]:
         """Score completions in batches of similar length."""
-        encoded = self._encode(batch)
-        self._check_lengths(encoded)
-        scores = torch.empty(len(encoded))
-        # a bar where scoring takes more than a few seconds
-        for rows in tqdm(list(self._batches(encoded)), desc=f"Scoring with {self.name}", leave=False, delay=3):
-            scores[rows] = self._score_ids([encoded[row] for row in rows]).float().cpu()
+        if is_conversational({"prompt": batch.prompts[0]}):
+            chats = [prompt + completion for prompt, completion in zip(batch.prompts, batch.completions)]
+            texts = [apply_chat_template({"messages": chat}, self.tokenizer)["text"] for chat in chats]
+            rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        else:
+            end = self.tokenizer.eos_token or ""
+            rows = self.tokenizer([p + c + end for p, c in zip(batch.prompts, batch.completions)])["input_ids"]
+        by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        longest = len(rows[by_length[-1]])
+        if self.context_length is not None and longest > self.context_length:
+            raise RewardError(
+                f"Completion {by_length[-1]} with its prompt has {longest} tokens; the reward model `{self.name}` "
+                f"takes {self.context_length}. Lower `max_completion_length`, or drop long prompts."
+            )
+        scores = torch.empty(len(rows))
+        # the bar appears after three seconds
+        starts = tqdm(range(0, len(rows), self.batch_size), desc=f"Scoring with {self.name}", leave=False, delay=3)
+        for start in starts:
+            index = by_length[start : start + self.batch_size]
+            inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
+            scores[index] = self._score(inputs["input_ids"], inputs["attention_mask"]).float().cpu()
         return scores.tolist()
+
+    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Hidden state of the last real token, on whichever side the padding is, whatever token the padding is."""
+    """Return the hidden state of the last real token, on whichever side and with whichever token rows are padded."""
     hidden = trunk(
         input_ids=input_ids,
         attention_mask=mask,
@@ -146,7 +132,7 @@ def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 class ClassifierReward(SequenceScorer):
-    """A sequence classifier that reads the prompt with the completion."""
+    """Sequence classifier. With `offload_from`, it is on that device only while it scores."""
 
     def __init__(
         self,
@@ -155,42 +141,43 @@ class ClassifierReward(SequenceScorer):
         batch_size: int = 16,
         label: int | None = None,
         trust_remote_code: bool = False,
-        device: torch.device | None = None,
+        offload_from: torch.device | None = None,
     ):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
         self.label = checked_label(name, model.config.num_labels, label)
-        if tokenizer is None and not model_id:
-            raise RewardError(
-                f"The reward model `{name}` has no id to load a tokenizer from; pass one in "
-                "`reward_processing_classes`."
-            )
-        context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if tokenizer is None:
+            if not model_id:
+                raise RewardError(
+                    f"The reward model `{name}` has no id to load a tokenizer from; pass one in "
+                    "`reward_processing_classes`."
+                )
             tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-        super().__init__(name, tokenizer, batch_size, context_length)
+        text_config = model.config.get_text_config()
+        super().__init__(name, tokenizer, batch_size, getattr(text_config, "max_position_embeddings", None))
+        text_config.pad_token_id = self.tokenizer.pad_token_id
         self.model = model.requires_grad_(False).eval()
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
-        self.device = device
-        if device is not None:
+        self.offload_from = offload_from
+        if offload_from is not None:
             self.model.to("cpu")
 
     def score(self, batch: ScoringBatch) -> list[float]:
         """Score completions in batches of similar length."""
-        if self.device is None:
+        if self.offload_from is None:
             return super().score(batch)
         try:
-            self.model.to(self.device)
+            self.model.to(self.offload_from)
             return super().score(batch)
         finally:
             self.model.to("cpu")
 
     @torch.inference_mode()
-    def _score_ids(self, encoded: list[list[int]]) -> Tensor:
-        input_ids, mask = self._padded(encoded, self.model.get_input_embeddings().weight.device)
+    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        device = self.model.get_input_embeddings().weight.device
+        input_ids, mask = input_ids.to(device), mask.to(device)
         model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         head = getattr(model, "score", None)
-        if not isinstance(head, nn.Module):  # an encoder pools by itself
+        if not isinstance(head, nn.Module):  # encoders pool by themselves
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
         trunk = getattr(model, model.base_model_prefix)
         return head(last_states(trunk, input_ids, mask))[:, self.label]

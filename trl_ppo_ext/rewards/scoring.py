@@ -1,24 +1,24 @@
-"""Asking all rewards about a batch: failures dealt with, shaped, and summed into token rewards."""
+"""From completions to the score that is optimized: all rewards, their failures, and the shaping of their sum."""
 
 import asyncio
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .asynchronous import run_coroutine
-from .base import Reward, RewardError, Scores, ScoringBatch, read_scores
-from .function import FunctionReward
+from .base import Reward, RewardError, Scores, ScoringBatch, read_scores, run_coroutine
 
 
 class Scored(NamedTuple):
-    """What all rewards together gave."""
+    """Scores of all rewards."""
 
-    rewards: Tensor  # [batch, rewards] Score of each reward, NaN where it does not apply
-    tokens: Tensor  # [batch, response] Weighted sum of the rewards, at the tokens where they enter
-    usable: Tensor  # [batch] False where a reward failed and the completion is skipped
-    failed: Tensor  # [batch, rewards] True where a reward failed
+    rewards: Tensor  # [batch, rewards] score of each reward; NaN if it does not apply
+    tokens: Tensor  # [batch, response] weighted sum of the rewards at their tokens
+    usable: Tensor  # [batch] False if a reward failed and the completion is skipped
+    failed: Tensor  # [batch, rewards] True if a reward failed
 
     @property
     def totals(self) -> Tensor:
@@ -26,41 +26,28 @@ class Scored(NamedTuple):
         return self.tokens.sum(1)
 
 
-def _failure(reward: Reward, error: Exception) -> RewardError:
-    if isinstance(error, RewardError):
-        return error
-    failure = RewardError(f"The reward `{reward.name}` failed with {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Any]:
-    """Let every reward score the batch; asynchronous functions run together."""
-    answers: list[Any] = [None] * len(rewards)
-    pending = []
-    for index, reward in enumerate(rewards):
-        if isinstance(reward, FunctionReward) and reward.is_async:
-            pending.append(index)
-            continue
+def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
+    """Score a batch with each reward. Asynchronous rewards run together, and exceptions become failures."""
+    results: list[Any] = []
+    for reward in rewards:
         try:
-            answers[index] = reward.score(batch)
+            results.append(reward.score(batch))
         except Exception as error:
-            answers[index] = _failure(reward, error)
+            results.append(error)
+    pending = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*(rewards[i].score(batch) for i in pending), return_exceptions=True)
+        return await asyncio.gather(*(results[index] for index in pending), return_exceptions=True)
 
     if pending:
-        for index, answer in zip(pending, run_coroutine(together())):
-            answers[index] = _failure(rewards[index], answer) if isinstance(answer, Exception) else answer
-    return answers
-
-
-def _read(reward: Reward, given: Any, lengths: list[int]) -> Scores:
-    try:
-        return read_scores(reward.name, given, lengths)
-    except RewardError as failure:  # of the whole answer: nobody can tell whose scores these are
-        return read_scores(reward.name, failure, lengths)
+        for index, result in zip(pending, run_coroutine(together())):
+            results[index] = result
+    for index, (reward, result) in enumerate(zip(rewards, results)):
+        if isinstance(result, Exception) and not isinstance(result, RewardError):
+            results[index] = RewardError(f"The reward `{reward.name}` failed with {type(result).__name__}: {result}")
+            results[index].__cause__ = result
+    lengths = [len(ids) for ids in batch.completion_ids]
+    return [read_scores(reward.name, result, lengths) for reward, result in zip(rewards, results)]
 
 
 def score_all(
@@ -72,67 +59,127 @@ def score_all(
     all_sum: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Scored:
-    """Score a batch with every reward."""
-    lengths = [len(ids) for ids in batch.completion_ids]
-    all_scores = [_read(reward, given, lengths) for reward, given in zip(rewards, ask(rewards, batch))]
-    if on_error == "raise":
-        for failures in (scores.failures for scores in all_scores if scores.failures):
-            raise next(iter(failures.values()))
+    """Score a batch with each reward, and sum the scores."""
+    all_scores = ask(rewards, batch)
+
+    # 1. Failures end the run, or are counted.
     failed = torch.zeros(len(batch), len(rewards), dtype=torch.bool)
     for column, scores in enumerate(all_scores):
         failed[list(scores.failures), column] = True
-    _stop_where_too_many_failed(rewards, all_scores, failed.to(device), max_failures, all_sum)
-    if on_error not in ("raise", "skip"):
-        all_scores = [_filled(scores, float(on_error), lengths) for scores in all_scores]
-
-    totals = torch.stack([scores.totals for scores in all_scores], 1).to(device)
-    weighted = [s.tokens * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
-    tokens = torch.stack(weighted).sum(0).to(device)
+        if on_error == "raise" and scores.failures:
+            raise next(iter(scores.failures.values()))
     failed = failed.to(device)
-    usable = ~failed.any(1) if on_error == "skip" else torch.ones_like(failed[:, 0])
-    _check_that_one_applies(totals, usable)
-    return Scored(totals, tokens * usable[:, None], usable, failed)
-
-
-def _stop_where_too_many_failed(
-    rewards: Sequence[Reward],
-    all_scores: list[Scores],
-    failed: Tensor,
-    max_failures: float,
-    all_sum: Callable[[Tensor], Tensor],
-) -> None:
-    # one reduction that every process reaches, so that all stop together
-    counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(failed)], dtype=torch.long)])).tolist()
+    # every process reaches this reduction, so that all of them stop together
+    counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(batch)], dtype=torch.long)])).tolist()
     for reward, scores, count in zip(rewards, all_scores, counts):
         if count > max_failures * counts[-1]:
             first = next(iter(scores.failures.values()), None)
-            said = first or "it failed on another process"
             raise RewardError(
                 f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
-                f"max_reward_failures={max_failures} allows. The first cause: {said}"
+                f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
 
+    # 2. Their completions are skipped, or get a number.
+    if on_error in ("raise", "skip"):
+        usable = ~failed.any(1)
+    else:
+        usable = torch.ones_like(failed[:, 0])
+        for scores in all_scores:
+            for index in scores.failures:
+                scores.totals[index] = float(on_error)
+                scores.tokens[index, len(batch.completion_ids[index]) - 1] = float(on_error)
 
-def _filled(scores: Scores, value: float, lengths: list[int]) -> Scores:
-    """A number in place of failures."""
-    for index in scores.failures:
-        scores.totals[index] = value
-        scores.tokens[index, lengths[index] - 1] = value
-    return scores
-
-
-def _check_that_one_applies(totals: Tensor, usable: Tensor) -> None:
-    nothing_applies = totals.isnan().all(1) & usable
-    if nothing_applies.any():
+    # 3. The others need at least one score.
+    totals = torch.stack([scores.totals for scores in all_scores], 1).to(device)
+    unscored = (totals.isnan().all(1) & usable).nonzero()
+    if len(unscored):
         raise RewardError(
-            f"No reward applies to {int(nothing_applies.sum())} of {len(totals)} completions: every reward gave None, "
-            f"for the first time at completion {int(nothing_applies.nonzero()[0])}. Add a reward that gives a number "
-            "for every completion."
+            f"No reward applies to {len(unscored)} of {len(totals)} completions: every reward returned None, first "
+            f"for completion {int(unscored[0])}. Add a reward that returns a number for every completion."
         )
+    weighted = [s.tokens * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
+    tokens = torch.stack(weighted).sum(0).to(device)
+    return Scored(totals, tokens * usable[:, None], usable, failed)
 
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
-    """Score a batch with rewards that are only watched: a failure leaves its completion out and stops nothing."""
-    lengths = [len(ids) for ids in batch.completion_ids]
-    all_scores = [_read(reward, given, lengths) for reward, given in zip(monitors, ask(monitors, batch))]
-    return torch.stack([scores.totals for scores in all_scores], 1).to(device)
+    """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
+    return torch.stack([scores.totals for scores in ask(monitors, batch)], 1).to(device)
+
+
+class RunningMoments:
+    """Mean and variance of all values so far, independent of the number of processes.
+
+    Batches are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances" (1979).
+    """
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+
+    def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> None:
+        """Add a batch."""
+        # float64 where the device has it: the sums must not depend on the batches
+        x, weight = x.double(), mask.double()
+        total, count = all_sum(torch.stack([(x * weight).sum(), weight.sum()])).tolist()
+        if not count:
+            return
+        mean = total / count
+        squares = all_sum((weight * (x - mean) ** 2).sum()).item()
+        shift, merged = mean - self.mean, self.count + count
+        self.squares += squares + shift**2 * self.count * count / merged
+        self.mean += shift * count / merged
+        self.count = merged
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation with Bessel's correction; 1 for fewer than two values, or if all are equal."""
+        variance = self.squares / (self.count - 1) if self.count > 1 else 0.0
+        return math.sqrt(variance) if variance > 0 else 1.0
+
+
+class RewardShaping:
+    """Baseline, normalization, clipping, and the penalty for a missing EOS, in this order."""
+
+    def __init__(
+        self,
+        baseline: str | None = None,
+        normalize: bool = False,
+        clip_range: float | None = None,
+        missing_eos_penalty: float | None = None,
+    ):
+        self.subtract_baseline = baseline == "reference"
+        self.normalize = normalize
+        self.clip_range = clip_range
+        self.missing_eos_penalty = missing_eos_penalty
+        self.baseline: float | None = None
+        self.moments = RunningMoments()
+
+    def __call__(self, totals: Tensor, stopped: Tensor, usable: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        """Shape the scores of a rollout, `[batch]`, and add them to the running statistics."""
+        scores = totals
+        if self.subtract_baseline:
+            if self.baseline is None:
+                # the first rollout is sampled from the initial policy, which is the reference
+                first = RunningMoments()
+                first.update(totals, usable, all_sum)
+                self.baseline = first.mean
+            scores = scores - self.baseline
+        if self.normalize:
+            self.moments.update(scores, usable, all_sum)
+            scores = (scores - self.moments.mean) / (self.moments.deviation + 1e-8)
+        if self.clip_range is not None:
+            scores = scores.clamp(-self.clip_range, self.clip_range)
+        if self.missing_eos_penalty is not None:
+            scores = scores - self.missing_eos_penalty * (~stopped)
+        return scores
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return the running statistics."""
+        return {"baseline": self.baseline, **vars(self.moments)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the statistics returned by [`RewardShaping.state_dict`]."""
+        self.baseline = state["baseline"]
+        for name in vars(self.moments):
+            setattr(self.moments, name, float(state[name]))

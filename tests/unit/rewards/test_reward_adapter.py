@@ -48,7 +48,7 @@ def run(base, adapter, output_dir, **kwargs):
     return PPOTrainer(base, RewardAdapter(adapter), config(output_dir, **kwargs), prompts())
 
 
-def test_scores_are_those_of_the_adapter_loaded_alone_before_and_after_training(base, adapter, tmp_path):
+def test_scores_equal_the_adapter_loaded_alone_through_training(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run")
     reward, expected = built.collector.rewards[0], alone(base, adapter).score(PAIRS)
     assert reward.name == "polite" and max(expected) - min(expected) > 0.01
@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_adapter_loaded_alone_before_and_after_training(
     assert not any(after[name].requires_grad for name in before)
 
 
-def test_policy_trains_on_after_reward_passes_and_saves_its_own_adapter_alone(base, adapter, tmp_path):
+def test_policy_trains_after_reward_passes_and_saves_only_itself(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run")
     built.train()
     moved = [p for n, p in built.actor_critic.named_parameters() if "lora_B" in n and p.requires_grad]
@@ -71,7 +71,7 @@ def test_policy_trains_on_after_reward_passes_and_saves_its_own_adapter_alone(ba
     assert not any("frozen" in key or "score" in key for key in saved)
 
 
-def test_memory_grows_by_the_adapter_alone(tmp_path):
+def test_memory_grows_only_by_the_adapter(tmp_path):
     """A model of a size at which the adapter's share means something."""
     big = llama(vocab_size=2000, hidden_size=256)
     big.config._name_or_path = "big"
@@ -126,7 +126,7 @@ def other_shapes(path):
         (other_shapes, r"does not fit the policy's base: `.*lora_A.weight` is \(4, 63\), the model has \(4, 64\)"),
     ],
 )
-def test_adapter_that_does_not_fit_is_refused_by_name(base, adapter, tmp_path, damage, message):
+def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, damage, message):
     damage(adapter)
     with pytest.raises(RewardError, match=message):
         run(base, adapter, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Rewards: what functions are given, what they may give back, and classifiers that score the same in any batch."""
+"""Scores of functions and classifiers."""
 
 import functools
 from types import SimpleNamespace
@@ -12,14 +12,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import prompts as data
+from trl_ppo_ext.data import prompts as data
 from trl_ppo_ext.rewards import (
     ClassifierReward,
     FunctionReward,
     RewardError,
     ScoringBatch,
     build_rewards,
-    combine,
     load_classifier,
     read_scores,
     score_all,
@@ -36,7 +35,7 @@ def batch(*pairs, columns=None, state=None):
     return ScoringBatch(list(given), list(completions), ids, columns or {}, trainer_state=state)
 
 
-# ---- what a reward may give ----
+# ---- scores ----
 
 
 @pytest.mark.parametrize(
@@ -51,13 +50,13 @@ def batch(*pairs, columns=None, state=None):
     ],
     ids=["list", "tuple", "tensor", "bfloat16", "numpy", "mixed"],
 )
-def test_numbers_of_any_kind_are_scores(scores):
+def test_scores_may_be_numbers_of_any_kind(scores):
     checked = read_scores("r", scores, [4, 1, 2]).totals
     assert checked.dtype == torch.float32
     assert checked.tolist() == [1.0, 2.5, 1.0]
 
 
-def test_none_is_where_a_reward_does_not_apply():
+def test_none_scores_as_not_applying():
     checked = read_scores("r", [None, 2.0, None], [4, 1, 2]).totals
     assert checked.isnan().tolist() == [True, False, True]
     assert checked[1] == 2
@@ -66,50 +65,56 @@ def test_none_is_where_a_reward_does_not_apply():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        pytest.param([1.0, 2.0], r"gave 2 scores for 3 completions; .*exactly one for each", id="too few"),
-        pytest.param([1.0] * 4, r"gave 4 scores for 3 completions; .*exactly one for each", id="too many"),
-        pytest.param([], r"gave 0 scores for 3 completions", id="none at all"),
-        pytest.param(torch.ones(4), r"gave 4 scores for 3 completions", id="too long a tensor"),
-        pytest.param(torch.tensor(1.0), r"gave a Tensor; .*list with one entry", id="a tensor without rows"),
-        pytest.param([1.0, "good", 2.0], r"gave 'good' for completion 1; .*a number, or None", id="text"),
-        pytest.param([1.0, "2.5", 2.0], r"gave '2.5' for completion 1; .*a number, or None", id="a number as text"),
-        pytest.param("123", r"gave a str; .*one entry for each", id="one text"),
-        pytest.param([[1.0], [2.0], [3.0]], r"gave 1 token rewards for completion 0, which has 4 tokens", id="lists"),
-        pytest.param(torch.ones(3, 1), r"gave 1 token rewards for completion 0, which has 4", id="a column"),
-        pytest.param([1.0, 2.0, NAN], r"gave nan for completion 2; .*finite.*None where it does not apply", id="nan"),
-        pytest.param([float("inf"), 1, 2], r"gave inf for completion 0; .*finite", id="inf"),
-        pytest.param([-float("inf"), 1, 2], r"gave -inf for completion 0; .*finite", id="minus inf"),
-        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"gave nan for completion 1; .*finite", id="nan in a tensor"),
-        pytest.param([1.0, 1e39, 2.0], r"gave 1e\+39 for completion 1; .*finite", id="beyond float32"),
-        pytest.param(1.0, r"gave a float; .*list with one entry for each of the 3 completions", id="a bare number"),
-        pytest.param(None, r"gave a NoneType; .*list with one entry for each of the 3", id="nothing"),
-        pytest.param({"a": 1, "b": 2, "c": 3}, r"gave a dict; .*list with one entry", id="a dict"),
-        pytest.param((x for x in (1.0, 2.0, 3.0)), r"gave a generator; .*list with one entry", id="a generator"),
+        pytest.param([1.0, 2.0], r"returned 2 scores for 3 completions; .*one entry per completion", id="too few"),
+        pytest.param([1.0] * 4, r"returned 4 scores for 3 completions; .*one entry per completion", id="too many"),
+        pytest.param([], r"returned 0 scores for 3 completions", id="none at all"),
+        pytest.param(torch.ones(4), r"returned 4 scores for 3 completions", id="too long a tensor"),
+        pytest.param(torch.tensor(1.0), r"returned a Tensor for 3 .*one entry per", id="a tensor without rows"),
+        pytest.param([1.0, "good", 2.0], r"returned 'good' for completion 1; .*a finite number, or None", id="text"),
+        pytest.param(
+            [1.0, "2.5", 2.0], r"returned '2.5' for completion 1; .*a finite number, or None", id="a number as text"
+        ),
+        pytest.param("123", r"returned a str for 3 .*one entry per completion", id="one text"),
+        pytest.param(
+            [[1.0], [2.0], [3.0]], r"returned 1 token rewards for completion 0, which has 4 tokens", id="lists"
+        ),
+        pytest.param(torch.ones(3, 1), r"returned 1 token rewards for completion 0, which has 4", id="a column"),
+        pytest.param([1.0, 2.0, NAN], r"returned nan for completion 2; .*finite.*None if", id="nan"),
+        pytest.param([float("inf"), 1, 2], r"returned inf for completion 0; .*finite", id="inf"),
+        pytest.param([-float("inf"), 1, 2], r"returned -inf for completion 0; .*finite", id="minus inf"),
+        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"returned nan for completion 1; .*finite", id="nan in a tensor"),
+        pytest.param([1.0, 1e39, 2.0], r"returned 1e\+39 for completion 1; .*finite", id="beyond float32"),
+        pytest.param(1.0, r"returned a float for 3 .*list with one entry", id="a bare number"),
+        pytest.param(None, r"returned a NoneType for 3 .*list with one entry", id="nothing"),
+        pytest.param({"a": 1, "b": 2, "c": 3}, r"returned a dict for 3 .*list with one entry", id="a dict"),
+        pytest.param((x for x in (1.0, 2.0, 3.0)), r"returned a generator for 3 .*one entry per", id="a generator"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_reward(scores, message):
+def test_invalid_scores_fail_by_the_name_of_the_reward(scores, message):
     with pytest.raises(RewardError, match=f"The reward `politeness` (?:{message})"):
         raise next(iter(read_scores("politeness", scores, [4, 4, 4]).failures.values()))
 
 
-def test_rewards_are_summed_where_they_apply():
-    scores = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, NAN]])
-    assert combine(scores).tolist() == [3.0, 3.0, 4.0]
-    assert combine(scores, [10.0, -1.0]).tolist() == [8.0, -3.0, 40.0]
-    assert combine(scores, [0.0, 1.0]).tolist() == [2.0, 3.0, 0.0]
+@pytest.mark.parametrize(
+    ("weights", "totals"), [(None, [3, 3, 4]), ([10.0, -1.0], [8, -3, 40]), ([0.0, 1.0], [2, 3, 0])]
+)
+def test_rewards_are_summed_where_they_apply(weights, totals):
+    rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, 4], [2, 3, None])]
+    scored = score_all(rewards, batch(*[("p", "c")] * 3), weights, "raise", 1.0, lambda x: x, torch.device("cpu"))
+    assert scored.totals.tolist() == totals
 
 
-def test_a_completion_that_no_reward_applies_to_is_refused():
+def test_completion_without_any_score_raises():
     rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, None], [None, None, 2])]
     given = batch(*[("p", "c")] * 3)
-    with pytest.raises(RewardError, match=r"1 of 3 completions.*first time at completion 1\. Add a reward"):
+    with pytest.raises(RewardError, match=r"1 of 3 completions.*first for completion 1\. Add a reward"):
         score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
 
 
 # ---- functions ----
 
 
-def test_a_function_gets_everything_by_keyword():
+def test_function_gets_everything_by_keyword():
     seen = {}
 
     def reward(*, prompts, completions, completion_ids, trainer_state, log_extra, log_metric, target):
@@ -130,7 +135,7 @@ def test_a_function_gets_everything_by_keyword():
     }
 
 
-def test_what_functions_are_given_may_not_be_a_column():
+def test_columns_may_not_take_the_names_of_arguments():
     assert set(PASSED) == data._REWARD_ARGUMENTS  # a dataset with such a column is refused
 
 
@@ -157,21 +162,21 @@ def takes_places(prompts, /, **kwargs):
         (
             takes_texts,
             [],
-            r"it needs `texts`, which nothing gives, and it does not take .*rename .*; end .*`\*\*kwargs`",
+            r"it needs `texts`, which nothing provides, and it does not take .*rename .*; end .*`\*\*kwargs`",
         ),
         (
             needs_target,
             ["answer"],
-            r"it needs `target`, which nothing gives\..*\(there are: `answer`\).*add the column",
+            r"it needs `target`, which nothing provides\..*\(available: `answer`\).*add the column",
         ),
-        (needs_target, [], r"\(there are: none\)"),
+        (needs_target, [], r"\(available: none\)"),
         (takes_no_columns, ["target"], r"does not take `target`\..*end its parameters with `\*\*kwargs`"),
-        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*let it take them so"),
+        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'.*accept keywords"),
         (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: it needs `target`"),
         (list, None, r"does not take `prompts`"),
     ],
 )
-def test_a_function_that_could_not_be_called_is_refused(function, columns, message):
+def test_signature_that_does_not_fit_raises(function, columns, message):
     with pytest.raises(ValueError, match=message):
         check_signature(function, columns)
     with pytest.raises(TypeError):  # and indeed it cannot
@@ -189,13 +194,13 @@ def test_a_function_that_could_not_be_called_is_refused(function, columns, messa
         (lambda completions, target=None, **kwargs: [1.0], []),
     ],
 )
-def test_a_function_that_can_be_called_is_not(function, columns):
+def test_signature_that_fits_passes(function, columns):
     check_signature(function, columns)
     given = {name: [1.0] for name in (["target"] if columns is None else columns)}
     assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
 
 
-def test_what_tells_nothing_of_its_parameters_is_let_pass():
+def test_callable_without_a_signature_passes():
     check_signature(max)
 
 
@@ -222,13 +227,13 @@ class Judge:
     ],
     ids=["function", "partial", "partial of an object", "object", "method"],
 )
-def test_a_reward_is_named_after_what_it_is(function, name, tmp_path):
-    (reward,) = build_rewards([function], None, config(tmp_path), torch.float32, torch.device("cpu"))
+def test_reward_takes_the_name_of_its_function(function, name):
+    (reward,) = build_rewards([function], None, None, None)
     assert reward.name == name
     assert len(reward.score(batch(("p", "c"), ("q", "d")))) == 2
 
 
-def test_rewards_of_one_name_are_told_apart(tmp_path):
+def test_rewards_of_the_same_name_get_numbers():
     def named(name):
         def reward(**kwargs):
             return [0.0]
@@ -237,7 +242,7 @@ def test_rewards_of_one_name_are_told_apart(tmp_path):
         return reward
 
     def names(*wanted):
-        built = build_rewards([named(n) for n in wanted], None, config(tmp_path), torch.float32, torch.device("cpu"))
+        built = build_rewards([named(n) for n in wanted], None, None, None)
         return [reward.name for reward in built]
 
     assert names("f", "g") == ["f", "g"]
@@ -274,7 +279,7 @@ def padded_with(side, pad):
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>", None])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_score_depends_neither_on_the_batch_nor_on_padding(side, pad):
+def test_score_is_independent_of_batch_and_padding(side, pad):
     model = llama(classifier=True)
     expected = by_hand(model, tokenizer())
     assert max(expected) - min(expected) > 0.1
@@ -283,7 +288,7 @@ def test_a_score_depends_neither_on_the_batch_nor_on_padding(side, pad):
         assert reward.score(batch(*PAIRS)) == pytest.approx(expected, abs=1e-5), batch_size
 
 
-def test_the_score_is_read_at_the_eos():
+def test_score_is_read_at_the_eos():
     """Not at the token before it, where a tokenizer that pads with its EOS would put the end."""
     model = llama(classifier=True)
     reward = ClassifierReward(model, padded_with("right", "<eos>"))
@@ -305,7 +310,7 @@ def test_positions_count_real_tokens():
     assert reward.score(batch(*PAIRS)) == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_classifier_reads_text_with_its_own_tokenizer(tmp_path):
+def test_classifier_uses_its_own_tokenizer(tmp_path):
     """It knows the words under other ids than the policy does."""
     first, second, its_own = llama(classifier=True), llama(classifier=True, seed=1), tokenizer(WORDS[::-1])
     trainer = PPOTrainer(
@@ -322,7 +327,7 @@ def test_a_classifier_reads_text_with_its_own_tokenizer(tmp_path):
     assert differently.score(batch(*PAIRS)) != pytest.approx(by_hand(second, tokenizer()), abs=1e-3)
 
 
-def test_a_classifier_reads_chat_through_its_template():
+def test_classifier_uses_its_chat_template():
     words = [*WORDS[:25], "user", "assistant"]
     model, reward_tokenizer = llama(classifier=True), tokenizer(words, CHAT_TEMPLATE)
     chats = [
@@ -337,7 +342,7 @@ def test_a_classifier_reads_chat_through_its_template():
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_classifier_is_frozen_in_eval_mode_and_scores_without_a_graph():
+def test_classifier_is_frozen_in_eval_mode_without_a_graph():
     model = llama(classifier=True).train().requires_grad_(True)
     reward = ClassifierReward(model, tokenizer())
     assert not model.training
@@ -349,7 +354,7 @@ def test_a_classifier_is_frozen_in_eval_mode_and_scores_without_a_graph():
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_four_bit_rewards_are_quantised_twice_and_compute_in_the_dtype_of_the_policy(kind, dtype):
+def test_4bit_has_double_quantization_and_the_policy_dtype(kind, dtype):
     made = quantization(kind, dtype)
     assert made.load_in_4bit
     assert made.bnb_4bit_quant_type == kind
@@ -357,7 +362,7 @@ def test_four_bit_rewards_are_quantised_twice_and_compute_in_the_dtype_of_the_po
     assert made.bnb_4bit_compute_dtype == dtype
 
 
-def test_other_quantisations_are_eight_bit_or_none():
+def test_other_quantizations_are_8bit_or_none():
     assert quantization("int8", torch.bfloat16).load_in_8bit
     assert not quantization("int8", torch.bfloat16).load_in_4bit
     assert quantization("none", torch.bfloat16) is None
@@ -374,16 +379,14 @@ def saved(tmp_path_factory):
     return str(path), model
 
 
-def built(path, tmp_path, **kwargs):
-    (reward,) = build_rewards(
-        [path], None, config(tmp_path, **kwargs), SimpleNamespace(dtype=torch.float32), tokenizer()
-    )
+def built(path, **kwargs):
+    (reward,) = build_rewards([path], None, SimpleNamespace(dtype=torch.float32), tokenizer(), **kwargs)
     return reward
 
 
-def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
+def test_classifier_from_a_string_is_nf4_and_frozen(saved):
     path, model = saved
-    reward = built(path, tmp_path)
+    reward = built(path)
     assert reward.name == "tiny-reward"
     linear = {name: module for name, module in reward.model.named_modules() if isinstance(module, nn.Linear)}
     head = linear.pop("score")
@@ -391,7 +394,7 @@ def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
     for name, module in linear.items():
         assert isinstance(module, bnb.nn.Linear4bit), name
         assert module.weight.quant_state.quant_type == "nf4", name
-        assert module.weight.quant_state.nested, name  # its scales are quantised too
+        assert module.weight.quant_state.nested, name  # its scales are quantized too
         assert module.compute_dtype == torch.float32, name
     assert not isinstance(head, bnb.nn.Linear4bit)
     assert torch.equal(head.weight, model.score.weight)
@@ -399,20 +402,20 @@ def test_a_classifier_given_as_a_string_is_nf4_and_frozen(saved, tmp_path):
     assert not any(module.training for module in reward.model.modules())
 
 
-def test_four_bit_scores_follow_those_in_full_precision(saved, tmp_path):
+def test_4bit_scores_correlate_with_full_precision(saved):
     path, model = saved
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(28, (64, 6), generator=generator).tolist()
     pairs = [(" ".join(f"w{i}" for i in row[:3]) + " ", " ".join(f"w{i}" for i in row[3:])) for row in words]
     full = torch.tensor(by_hand(model, tokenizer(), pairs))
-    quantised = torch.tensor(built(path, tmp_path).score(batch(*pairs)))
-    assert torch.corrcoef(torch.stack([full, quantised]))[0, 1] > 0.95
-    assert (full - quantised).abs().max() > 1e-4  # or nothing was quantised
-    plain = built(path, tmp_path, reward_quantization="none").score(batch(*pairs))
+    quantized = torch.tensor(built(path).score(batch(*pairs)))
+    assert torch.corrcoef(torch.stack([full, quantized]))[0, 1] > 0.95
+    assert (full - quantized).abs().max() > 1e-4  # or nothing was quantized
+    plain = built(path, quantization="none").score(batch(*pairs))
     assert plain == pytest.approx(full.tolist(), abs=1e-5)
 
 
-def test_a_classifier_with_two_labels_is_refused(tmp_path):
+def test_classifier_with_two_labels_raises(tmp_path):
     model = llama(classifier=True, num_labels=2)
     with pytest.raises(RewardError, match="LlamaForSequenceClassification` has 2 labels"):
         ClassifierReward(model, tokenizer())
@@ -422,7 +425,7 @@ def test_a_classifier_with_two_labels_is_refused(tmp_path):
         load_classifier(path, torch.float32)
 
 
-def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused():
+def test_tokenizer_without_pad_and_eos_raises():
     bare = tokenizer()
     bare.pad_token = bare.eos_token = None
     with pytest.raises(RewardError, match=r"neither a pad nor an EOS token; set `tokenizer.pad_token`"):

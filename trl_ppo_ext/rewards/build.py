@@ -1,0 +1,99 @@
+"""From the arguments of a trainer to rewards."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, TypeAlias, cast
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.prompts import PROMPT_IDS
+from ..modeling import ActorCritic
+from .adapter import AdapterReward, RewardAdapter
+from .base import Reward
+from .function import FunctionReward, check_signature
+from .model import ClassifierReward, checked_label, load_classifier
+
+RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
+
+
+def _is_reward(entry: Any) -> bool:
+    return hasattr(entry, "name") and callable(getattr(entry, "score", None)) and not isinstance(entry, nn.Module)
+
+
+def _is_function(entry: Any) -> bool:
+    return callable(entry) and not isinstance(entry, nn.Module | RewardAdapter) and not _is_reward(entry)
+
+
+def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any, weighted: bool = True) -> None:
+    """Check rewards before weights are loaded."""
+    if not reward_funcs:
+        raise ValueError(
+            "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them."
+        )
+    for reward in reward_funcs:
+        if _is_function(reward):
+            check_signature(reward)
+        elif not (isinstance(reward, str | RewardAdapter | PreTrainedModel | PeftModel) or _is_reward(reward)):
+            raise TypeError(
+                "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
+                f"object with `name` and `score` such as `Judge`, got {reward!r}."
+            )
+    weights = args.reward_weights if weighted else None
+    for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
+        if values is not None and len(values) != len(reward_funcs):
+            raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
+    for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
+        checked_label(model_id, config.num_labels, args.reward_label)
+
+
+def check_reward_columns(reward_funcs: Iterable[Any], columns: Iterable[str], dataset: str) -> None:
+    """Check that functions can be called with the columns of a dataset."""
+    passed = [name for name in columns if name not in ("prompt", PROMPT_IDS)]
+    for function in filter(_is_function, reward_funcs):
+        check_signature(function, passed, dataset)
+
+
+def build_rewards(
+    reward_funcs: Sequence[RewardFunc],
+    processing_classes: Sequence[PreTrainedTokenizerBase | None] | None,
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int = 16,
+    label: int | None = None,
+    quantization: str | None = "nf4",
+    offload: bool = False,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> list[Reward]:
+    """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
+    rewards: list[Reward] = []
+    for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
+        if isinstance(entry, str):
+            entry = load_classifier(entry, actor_critic.dtype, quantization, device, trust_remote_code, label)
+        if isinstance(entry, PreTrainedModel | PeftModel):
+            if not getattr(entry, "is_quantized", False):
+                entry = entry.to("cpu" if offload else device)
+            elif offload and getattr(entry, "is_loaded_in_8bit", False):
+                raise ValueError(
+                    "`offload_rewards=True` moves reward models, and an int8 model cannot be moved; use "
+                    "`reward_quantization='nf4'` or `offload_rewards=False`."
+                )
+            place = torch.device(device) if offload else None
+            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trust_remote_code, place))
+        elif isinstance(entry, RewardAdapter):
+            rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
+        elif _is_reward(entry):
+            rewards.append(cast(Reward, entry))
+        else:
+            rewards.append(FunctionReward(cast(Callable, entry)))
+    for index, reward in enumerate(rewards):
+        taken = {other.name for other in rewards if other is not reward}
+        if reward.name in {other.name for other in rewards[:index]}:  # metrics need distinct names
+            numbers = (number for number in count(index) if f"{reward.name}_{number}" not in taken)
+            reward.name = f"{reward.name}_{next(numbers)}"
+    return rewards
