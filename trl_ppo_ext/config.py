@@ -453,7 +453,6 @@ class PPOConfig(TrainingArguments):
         return cls(output_dir, **(load_preset(name) | overrides))
 
 
-
 # the help of `trl-ppo train` is the docstring's
 for _name, _help in re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", PPOConfig.__doc__ or "", re.MULTILINE):
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
