@@ -69,7 +69,9 @@ class PublishingTrainer(Trainer):
     """The Trainer's hooks for the Hub."""
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
-        return super()._card(output_dir, **provenance(self) | metadata)
+        return super()._card(
+            output_dir, **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata
+        )
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find it, before anything is trained for it."""

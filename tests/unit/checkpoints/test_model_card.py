@@ -61,9 +61,11 @@ def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, 
     assert values.abs().max() > 1e-3 and torch.equal(found["values"], values)
 
 
-def test_card_contains_no_path_of_the_machine(base, tmp_path):
+@pytest.mark.parametrize("relative", [False, True])
+def test_card_contains_no_path_of_the_machine(base, tmp_path, monkeypatch, relative):
     """A base that is not on the Hub is described by its architecture."""
-    built = trained(base, tmp_path / "run", save_strategy="steps", save_steps=2)
+    monkeypatch.chdir(tmp_path)
+    built = trained(base, "run" if relative else tmp_path / "run", save_strategy="steps", save_steps=2)
     built.save_model()
     for file in (tmp_path / "run" / "README.md", tmp_path / "run" / "checkpoint-2" / "README.md"):
         card = file.read_text()
