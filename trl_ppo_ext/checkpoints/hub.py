@@ -15,17 +15,15 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress, logging
 
-from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..redaction import shortened
 from ..tracking.report.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
-from .files import AVERAGED, CRITIC_FILES, STATE
+from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
 from .model_card import as_list, provenance
 
 logger = logging.get_logger(__name__)
 
-_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-_WEIGHTS = [*_ADAPTER, *(os.path.join(AVERAGED, file) for file in _ADAPTER), *CRITIC_FILES["adapter"]]
+_WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, input of `trl-ppo report`,
 # and the arguments that another Trainer has pickled, which hold the token
