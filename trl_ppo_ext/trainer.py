@@ -570,9 +570,8 @@ class PPOTrainer(Trainer):
         files.save_actor_critic(self.actor_critic, directory, weights)
         if self.averaged_policy is not None:
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            files.save_adapter(
-                policy, name, os.path.join(directory, files.AVERAGED), self.averaged_policy.state_dict()
-            )
+            averages = self.averaged_policy.state_dict()
+            files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
         files.save_state(self.collector.state_dict() | {"settings": files.run_settings(self.args)}, directory)
         self.processing_class.save_pretrained(directory)
         self._card(final_directory).save(os.path.join(directory, "README.md"))
@@ -627,13 +626,13 @@ class PPOTrainer(Trainer):
         return model_card(
             self.args,
             self.actor_critic.config._name_or_path or None,
-            self.hub_model_id or output_dir,
+            self.hub_model_id or os.path.abspath(output_dir),
             [reward.name for reward in self.collector.rewards],
             self.state.log_history,
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
             self.actor_critic.reference_adapter is not None,
-            **provenance(self) | metadata,
+            **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata,
         )
 
     def create_model_card(self, **metadata: Any) -> None:

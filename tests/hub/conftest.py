@@ -1,4 +1,4 @@
-"""One server and one client for all tests: the client takes seconds to start."""
+"""One server and one client process for all tests, since a client takes seconds to start."""
 
 import pytest
 from hub_client import READER, TOKEN, Client
@@ -42,7 +42,7 @@ def client(hub, reader, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reader(hub, tmp_path_factory):
-    """A process that has trained nothing, and has no token."""
+    """A process without a token, which has trained nothing."""
     process = Client(hub.url, tmp_path_factory.mktemp("reader"))
     yield process
     process.close()

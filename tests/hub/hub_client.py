@@ -1,7 +1,6 @@
-"""A process of its own with the unmodified client of the Hub, which reads its endpoint when it is imported.
+"""A separate process with the unmodified client of the Hub, which reads its endpoint at import.
 
-Run as a script it executes code that comes as lines of JSON, in one namespace, and answers what the code left in
-`result`.
+As a script, it executes code from lines of JSON in one namespace, and answers with the variable `result`.
 """
 
 import json
@@ -13,12 +12,12 @@ from pathlib import Path
 
 TOKEN, READER = "hf_writesWritesWrites", "hf_readsReadsReads"
 TESTS = Path(__file__).parents[1]
-# of the client: no Xet, whose protocol the server does not speak, no proxy between the two, nothing from another run
+# without Xet, which the server does not implement, without proxies, and without settings of another run
 LEFT_OUT = {"HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"}
 
 
 class FailedError(Exception):
-    """The code raised: type, message and traceback."""
+    """Exception raised by the code: type, message and traceback."""
 
     def __init__(self, kind, message, trace):
         super().__init__(f"{kind}: {message}\n{trace}")
@@ -26,11 +25,11 @@ class FailedError(Exception):
 
 
 class Client:
-    """Runs code in the other process.
+    """Run code in the other process.
 
     Args:
         url (`str`): The server.
-        home (`Path`): Directory in which it works, and where its cache and what it prints are.
+        home (`Path`): Its working directory, with its cache and its output.
         variables (`dict`): Further environment variables.
     """
 
@@ -60,7 +59,7 @@ class Client:
             )
 
     def run(self, code):
-        """Execute code, and return what it leaves in `result`, if anything."""
+        """Execute code, and return its variable `result`."""
         self.process.stdin.write(json.dumps(code) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -79,7 +78,7 @@ class Client:
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what code prints is output, not an answer
+    os.dup2(2, 1)  # printed text goes to the output, not to the answers
     namespace = {}
     for line in sys.stdin:
         namespace.pop("result", None)

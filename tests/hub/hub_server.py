@@ -1,7 +1,7 @@
-"""A server that speaks the Hub's endpoints: repositories, commits, large files in parts, downloads.
+"""A server with the Hub's endpoints: repositories, commits, large files in parts, downloads.
 
-It holds everything in memory, and fails where a test tells it to. What it speaks is what the client of the Hub asks
-for with `HF_HUB_DISABLE_XET=1`: Git LFS over HTTP, not the Xet protocol, whose client is not Python.
+It keeps everything in memory, and fails on request of a test. It implements what the client uses with
+`HF_HUB_DISABLE_XET=1`, Git LFS over HTTP, and not the Xet protocol, whose client is not Python.
 """
 
 import base64
@@ -57,7 +57,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """The next upload of a part is cut off half-way; afterwards its address may have expired."""
+    """Interrupts the next upload of a part half-way; its address may expire afterwards."""
 
     part: int
     expires: bool = False
@@ -71,9 +71,9 @@ class RefusedError(Exception):
 
 
 class Hub:
-    """The server, its repositories and what it was asked.
+    """The server, its repositories and the requests it got.
 
-    `tokens` maps a token to the name of its user and to whether it may write.
+    `tokens` maps a token to its user and its right to write.
     """
 
     def __init__(self, part_size=64 * 1024):
@@ -82,12 +82,12 @@ class Hub:
         self.repositories = {}
         self.objects = {}  # sha256 -> bytes
         self.parts = {}  # (sha256, part) -> bytes
-        self.uploads = []  # (sha256, part, bytes that arrived, whether all of them did)
+        self.uploads = []  # (sha256, part, bytes that arrived, complete)
         self.requests = []  # (method, path, status)
         self.fault = None
         self.expired = set()
-        self.hold = None  # until it returns true, no push begins
-        self.echo = False  # whether a refusal repeats the token, as no server should
+        self.hold = None  # pushes wait until it returns true
+        self.echo = False  # errors repeat the token, which no server should do
         self.lock = Lock()
 
     def __enter__(self):
@@ -101,7 +101,7 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
-    # ---- who asks ----
+    # ---- users and repositories ----
 
     def user(self, header):
         token = (header or "").removeprefix("Bearer ")
@@ -126,7 +126,7 @@ class Hub:
             raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
-    # ---- what is asked ----
+    # ---- endpoints ----
 
     def create(self, ask):
         given = json.loads(ask.body)
@@ -152,7 +152,7 @@ class Hub:
         while self.hold is not None and not self.hold():
             time.sleep(0.02)
             if time.monotonic() - began > 60:
-                raise RefusedError(500, "What the test waits for did not happen")
+                raise RefusedError(500, "The event that the test waits for did not happen")
         commit = self.commit_at(repo, revision)
         answers = []
         for entry in json.loads(ask.body)["files"]:
@@ -314,7 +314,7 @@ class Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, path)
             if verb == method and match:
                 return function(self.hub, self, **{k: v for k, v in match.groupdict().items() if v is not None})
-        raise RefusedError(404, f"{method} {path} is not spoken here")
+        raise RefusedError(404, f"{method} {path} is not implemented")
 
     def _read(self):
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -327,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def _cut_off(self, path):
-        """Take half of what comes, and drop the connection."""
+        """Read half of the body, and drop the connection."""
         hub, match = self.hub, re.fullmatch("/_lfs/upload/([0-9a-f]+)/([0-9]+)", path)
         with hub.lock:
             fault = hub.fault
@@ -346,7 +346,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def card_problems(text):
-    """What the Hub refuses in the metadata of a card, as far as its documentation says."""
+    """Errors of the Hub's validation of a card's metadata, as documented."""
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     if not match:
         return ["there is no metadata"]

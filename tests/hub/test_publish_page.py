@@ -1,4 +1,4 @@
-"""The code of docs/publish.md, as it stands there, against the server."""
+"""Run the code of docs/publish.md against the local server."""
 
 import re
 from dataclasses import replace
@@ -41,7 +41,7 @@ def run_on_page(client, code):
     return client.run(f"exec({code!r}, page)\nresult = page.get('result')")
 
 
-def test_what_the_page_shows_pushes_loads_and_resumes(hub, client, small):
+def test_publish_page_pushes_loads_and_resumes(hub, client, small):
     pushed, loaded, resumed, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     run_on_page(client, pushed)
     files = hub.repositories["me/tldr-ppo"].files

@@ -1,4 +1,4 @@
-"""Pushing to a server that speaks the Hub's endpoints, with the Hub's own client; and loading what it then holds."""
+"""Push to a local server with the Hub's endpoints, by the Hub's own client, and load what it then holds."""
 
 import json
 import re
@@ -52,8 +52,8 @@ def held(hub, repo, folder=""):
 
 
 @pytest.mark.parametrize("critic", ["head", "adapter"])
-def test_what_the_hub_holds_is_the_trained_policy_exactly(hub, client, reader, critic):
-    """Base and adapter come from the server, where nothing was trained, by the code of the card: bit for bit."""
+def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader, critic):
+    """The card's code loads base and adapter from the server in another process: bit for bit."""
     repo = f"whole-{critic}"
     client.run(f"llama().push_to_hub('me/base-{critic}', token={TOKEN!r})")
     client.run(f"tokenizer().push_to_hub('me/base-{critic}', token={TOKEN!r})")
@@ -82,8 +82,8 @@ def test_what_the_hub_holds_is_the_trained_policy_exactly(hub, client, reader, c
     assert not torch.allclose(load_file(client.home / "untrained")["logits"], trained["logits"], atol=1e-3)
 
 
-def test_an_upload_that_is_cut_off_once_goes_on_by_itself(hub, client):
-    """The client sends the part anew that was cut off, and no other."""
+def test_interrupted_upload_continues_by_itself(hub, client):
+    """The client sends the interrupted part again, and no other."""
     folder = train(client, "cut", r=64, seed=1, hub_strategy="end")
     hub.uploads.clear()
     hub.fault = Fault(part=2)
@@ -94,7 +94,7 @@ def test_an_upload_that_is_cut_off_once_goes_on_by_itself(hub, client):
     assert held(hub, "cut")["adapter_model.safetensors"] == oid
 
 
-def test_after_a_push_that_failed_the_next_one_completes_it(hub, client):
+def test_push_after_a_failed_push_completes_it(hub, client):
     folder = train(client, "failed", r=64, seed=2, hub_strategy="end")
     client.run("built.save_model(_internal_call=True)")
     before = contents(folder)
@@ -121,7 +121,7 @@ def test_after_a_push_that_failed_the_next_one_completes_it(hub, client):
     load(hub.repositories["me/failed"].files["adapter_model.safetensors"])
 
 
-def test_a_wrong_token_is_said_before_anything_is_trained(hub, client):
+def test_wrong_token_is_rejected_before_training(hub, client):
     hub.echo = True
     wrong = "hf_wrongWrongWrong"
     with pytest.raises(FailedError) as caught:
@@ -133,7 +133,7 @@ def test_a_wrong_token_is_said_before_anything_is_trained(hub, client):
 
 
 @pytest.mark.parametrize("token, status", [("hf_wrongWrongWrong", 401), (READER, 403)])
-def test_a_push_that_is_refused_loses_nothing_and_names_no_token(hub, client, token, status):
+def test_rejected_push_keeps_all_files_and_hides_the_token(hub, client, token, status):
     hub.echo = True
     folder = train(client, f"refused-{status}", token=None, push_to_hub=False)
     with pytest.raises(FailedError) as caught:
@@ -146,15 +146,15 @@ def test_a_push_that_is_refused_loses_nothing_and_names_no_token(hub, client, to
     assert token.encode() not in client.output.read_bytes()
 
 
-def test_a_run_whose_pushes_are_refused_trains_to_its_end_and_says_so(hub, client):
-    """The repository is there, so the run begins; that the token may only read shows at the first push."""
+def test_run_with_rejected_pushes_warns_and_trains_to_its_end(hub, client):
+    """The repository exists, so the run begins; a read-only token fails at the first push."""
     client.run(f"from huggingface_hub import create_repo\ncreate_repo('me/closed', token={TOKEN!r})")
     hub.echo, printed = True, client.output.stat().st_size
     settings = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": "checkpoint", "hub_always_push": True}
     folder = train(client, "closed", token=READER, **settings)
     assert client.run("result = built.state.global_step") == 2
     assert (folder / "checkpoint-1").is_dir() and (folder / "checkpoint-2" / "manifest.json").is_file()
-    assert not (folder / ".pushing").exists()
+    assert not list(folder.glob(".pushing*"))
     said = client.output.read_bytes()[printed:].decode()
     assert "The push of step 2 failed" in said and "403" in said and "right to write" in said and READER not in said
     assert hub.repositories["me/closed"].messages == ["initial commit"]
@@ -163,15 +163,17 @@ def test_a_run_whose_pushes_are_refused_trains_to_its_end_and_says_so(hub, clien
 STEPS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "hub_always_push": True}
 
 
-def test_hub_strategy_end_pushes_nothing_by_itself(hub, client):
-    train(client, "at-end", hub_strategy="end", **STEPS)
+def test_hub_strategy_end_pushes_only_on_request(hub, client):
+    folder = train(client, "at-end", hub_strategy="end", **STEPS)
+    (folder / "training_args.bin").write_bytes(b"pickled by another Trainer, with its token")
     assert hub.repositories["me/at-end"].messages == ["initial commit"]
     client.run("built.push_to_hub('The end')")
     assert hub.repositories["me/at-end"].messages == ["initial commit", "The end"]
+    assert hub.repositories["me/at-end"].files.keys() == PLAIN
 
 
-def test_hub_strategy_every_save_pushes_what_each_checkpoint_holds(hub, client):
-    """Also where the run has overwritten its files, and deleted the checkpoint, before the push begins."""
+def test_hub_strategy_every_save_pushes_each_checkpoints_weights(hub, client):
+    """Even if the run has overwritten its files, and deleted the checkpoint, before the push begins."""
     card = client.home / "each" / "README.md"
     hub.hold = lambda: card.is_file() and "(step 4)" in card.read_text()
     folder = train(client, "each", hub_strategy="every_save", save_total_limit=1, r=64, **STEPS)
@@ -187,7 +189,7 @@ def test_hub_strategy_every_save_pushes_what_each_checkpoint_holds(hub, client):
         assert f"(step {step})" in commit.files["README.md"].decode()
 
 
-def test_hub_strategy_checkpoint_holds_the_last_one_from_which_a_run_resumes(hub, client):
+def test_hub_strategy_checkpoint_pushes_one_that_resumes_exactly(hub, client):
     folder = train(client, "last", hub_strategy="checkpoint", lr_scheduler_type="constant", **STEPS)
     assert held(hub, "last", "last-checkpoint/").items() >= contents(folder / "checkpoint-4").items()
     paths = [path for path in held(hub, "last") if path.startswith(("checkpoint", "last-checkpoint"))]
@@ -205,8 +207,8 @@ result = again.state.global_step == 6 and all(torch.equal(one, other) for one, o
     assert client.run(resumed)
 
 
-def test_hub_strategy_all_checkpoints_holds_each(hub, client):
-    """Also one that `save_total_limit` has deleted before its push begins."""
+def test_hub_strategy_all_checkpoints_pushes_each(hub, client):
+    """Even one that `save_total_limit` has deleted before its push begins."""
     hub.hold = (client.home / "all" / "checkpoint-4").is_dir
     folder = train(client, "all", hub_strategy="all_checkpoints", save_total_limit=1, **STEPS)
     assert not (folder / "checkpoint-2").exists()
@@ -216,21 +218,21 @@ def test_hub_strategy_all_checkpoints_holds_each(hub, client):
     assert listed and all(sha256(files[f"checkpoint-2/{name}"]) == entry["sha256"] for name, entry in listed.items())
 
 
-def test_other_processes_push_nothing(tmp_path):
-    """They have no repository, and know of no push in progress."""
+def test_push_in_background_skips_other_processes(tmp_path):
+    """They have no repository and no `push_in_progress`."""
     other = SimpleNamespace(args=config(tmp_path), is_world_process_zero=lambda: False)
     assert push_in_background(other, str(tmp_path)) is None and not list(tmp_path.iterdir())
 
 
-def test_what_another_critic_left_in_the_repository_goes(hub, client):
+def test_push_deletes_files_of_another_critic(hub, client):
     for critic in ("adapter", "head"):
         train(client, f"run-{critic}", hub_model_id="me/shared", critic=critic, hub_strategy="end")
         client.run("built.push_to_hub()")
     assert held(hub, "shared").keys() == PLAIN
 
 
-def test_nothing_that_was_pushed_holds_a_token_or_a_pickle(hub, client):
-    """Of all the tests before; `training_args.bin` is what the Trainer would have written."""
+def test_pushed_files_hold_no_token_and_no_pickle(hub, client):
+    """In any commit of the tests above."""
     assert len(hub.repositories) > 5
     for repo, repository in hub.repositories.items():
         for commit in repository.commits:
@@ -240,3 +242,7 @@ def test_nothing_that_was_pushed_holds_a_token_or_a_pickle(hub, client):
     for path in client.home.rglob("*"):
         if path.is_file():
             assert TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_push_code_does_not_import_the_plots(reader):
+    assert reader.run("import sys, trl_ppo_ext.checkpoints.hub\nresult = 'bokeh' in sys.modules") is False

@@ -406,10 +406,10 @@ UNFIT = [
     ),
     ("adapter", ADAPTER, lambda x: (x / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
     ("adapter", ADAPTER, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"value_head.* is \(1, 8\)"),
-    ("adapter", ADAPTER, lambda x: shutil.rmtree(x / "critic"), "kind 'head', and `critic` is 'adapter'; set"),
-    ("adapter", HEAD, lambda x: None, "kind 'adapter', and `critic` is 'head'; set `critic='adapter'`"),
-    ("adapter", NONE, lambda x: None, "kind 'adapter', and `critic` is 'none'"),
-    ("head", NONE, lambda x: None, "kind 'head', and `critic` is 'none'"),
+    ("adapter", ADAPTER, lambda x: shutil.rmtree(x / "critic"), "`critic` must be 'head' .*got 'adapter'; set"),
+    ("adapter", HEAD, lambda x: None, "`critic` must be 'adapter' .*got 'head'; set `critic='adapter'`"),
+    ("adapter", NONE, lambda x: None, "`critic` must be 'adapter' .*got 'none'"),
+    ("head", NONE, lambda x: None, "`critic` must be 'head' .*got 'none'"),
     ("none", HEAD, lambda x: None, "has no value_head.safetensors"),
 ]
 

@@ -20,8 +20,13 @@ from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOL
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
-CRITIC_ADAPTER = [os.path.join(CRITIC_FOLDER, file) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
-CRITIC_FILES = {"none": [], "head": [VALUE_HEAD], "adapter": [VALUE_HEAD, *CRITIC_ADAPTER]}  # by `PPOConfig.critic`
+ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
+CRITIC_FILES = {  # by `PPOConfig.critic`
+    "none": [],
+    "head": [VALUE_HEAD],
+    "adapter": [VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER)],
+}
 
 
 class CheckpointError(ValueError):
@@ -59,42 +64,38 @@ def _critic_kind(actor_critic: ActorCritic) -> str:
     return "head" if actor_critic.critic_adapter is None else "adapter"
 
 
-def save_adapter(policy: PeftModel, name: str, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write an adapter as PEFT does."""
+def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
+    """Write an adapter as PEFT does, with these weights by parameter name."""
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True
     config.save_pretrained(output_dir)
-    _write(adapter_weights(policy, name, state_dict), os.path.join(output_dir, ADAPTER_WEIGHTS))
+    _write(adapter_weights(policy, name, weights), os.path.join(output_dir, ADAPTER_WEIGHTS))
 
 
-def save_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
+def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")}
+
+
+def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor]) -> None:
     """Write the value head, and the critic's adapter in its own folder, if the run has them."""
     # files of a run with another kind of critic would be read as part of this one
     for file in set(CRITIC_FILES["adapter"]) - set(CRITIC_FILES[_critic_kind(actor_critic)]):
         Path(output_dir, file).unlink(missing_ok=True)
-    if actor_critic.value_head is None:
-        return
-    os.makedirs(output_dir, exist_ok=True)
-    head = actor_critic.value_head.state_dict()
-    if state_dict is not None:
-        head = {key: state_dict[f"value_head.{key}"] for key in head}
-    _write(head, os.path.join(output_dir, VALUE_HEAD))
+    if actor_critic.value_head is not None:
+        os.makedirs(output_dir, exist_ok=True)
+        head = {key: weights[f"value_head.{key}"] for key in actor_critic.value_head.state_dict()}
+        _write(head, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
-        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(state_dict))
+        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights))
 
 
-def _policy_part(state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    if state_dict is None:
-        return None
-    return {key.removeprefix("policy."): x for key, x in state_dict.items() if key.startswith("policy.")}
-
-
-def save_actor_critic(actor_critic: ActorCritic, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write the policy's adapter, and the critic beside it."""
-    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(state_dict))
-    save_critic(actor_critic, output_dir, state_dict)
+def save_actor_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor] | None = None) -> None:
+    """Write the policy's adapter, and the critic beside it; sharded weights must be given."""
+    weights = actor_critic.trained_weights() if weights is None else weights
+    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
+    save_critic(actor_critic, output_dir, weights)
 
 
 def load_adapter(policy: PeftModel, name: str, directory: str) -> None:
@@ -122,7 +123,8 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
             f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."
         )
     if actor_critic.value_head is not None:
-        parameters, head = dict(actor_critic.value_head.named_parameters()), _read(directory, VALUE_HEAD)
+        parameters: dict[str, Tensor] = dict(actor_critic.value_head.named_parameters())
+        head = _read(directory, VALUE_HEAD)
         with _fitting(VALUE_HEAD):
             check_fit(parameters, head)
         set_weights(parameters, head)

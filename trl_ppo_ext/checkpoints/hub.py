@@ -4,35 +4,26 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import (  # of one client: commits queue up in order
-    create_repo,
-    get_token,
-    run_as_future,
-    upload_folder,
-)
+from huggingface_hub import create_repo, get_token, run_as_future, upload_folder  # of one client: commits queue up in order
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress, logging
 
-from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..redaction import shortened
 from ..tracking.report.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
-from .files import AVERAGED, CRITIC_FILES, STATE
+from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
 from .model_card import as_list
 
 logger = logging.get_logger(__name__)
 
-_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-_WEIGHTS = [*_ADAPTER, *(os.path.join(AVERAGED, file) for file in _ADAPTER), *CRITIC_FILES["adapter"]]
+_WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, input of `trl-ppo report`,
 # and the arguments that another Trainer has pickled, which hold the token
@@ -42,7 +33,6 @@ REMEDIES = {
     403: "The token has no right to write to it: grant it, or set another repository in `hub_model_id`",
     404: "The repository does not exist, or the token cannot read it: check `hub_model_id` and the token",
 }
-Upload = partial[Any]  # `upload_folder` to the run's repository
 
 
 class PushError(RuntimeError):
@@ -55,15 +45,13 @@ def push_errors(args: Any, repo: str | None, token: str | None = None) -> Iterat
     try:
         yield
     except Exception as error:
-        links = [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
+        args, links = trainer.args, [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
         texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
         reason = re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts)))
         for secret in filter(None, (token, args.hub_token, get_token())):
             reason = reason.replace(secret, "<HUB_TOKEN>")
         statuses = [getattr(getattr(link, "response", None), "status_code", None) for link in links]
-        remedy = next(
-            (REMEDIES[status] for status in statuses if status in REMEDIES), "Check the connection to the Hub"
-        )
+        remedy = next((REMEDIES[x] for x in statuses if x in REMEDIES), "Check the connection to the Hub")
         folder = args.output_dir
         repo = repo or args.hub_model_id or Path(folder).absolute().name
         message = f"`{repo}` was not pushed to the Hub ({shortened(reason)})."
@@ -110,13 +98,16 @@ def push_run(
     trainer.create_model_card(**{"model_name": trainer.hub_model_id.split("/")[-1]} | metadata | {"tags": tags})
     # 3. the upload, after those of checkpoints
     trainer._finish_current_push()
-    upload = partial(upload_folder, repo_id=trainer.hub_model_id, token=token, revision=revision)
-    if not blocking:
-        job = _upload_copy(trainer, upload, message, token)
-        trainer.push_in_progress = PushInProgress([job])
-        return job
-    with push_errors(args, trainer.hub_model_id, token):
-        return _upload_run(upload, args.output_dir, message)
+
+    def push() -> Any:
+        with push_errors(trainer.args, trainer.hub_model_id, token):
+            return _upload_run(trainer, args.output_dir, message, token, revision)
+
+    if blocking:
+        return push()
+    job = run_as_future(push)
+    trainer.push_in_progress = PushInProgress([job])
+    return job
 
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
@@ -124,27 +115,70 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     args = trainer.args
     if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
         return  # other processes have no repository
-    state = trainer.state
+    state, output_dir = trainer.state, args.output_dir
+    # 1. a checkpoint is not pushed if an earlier one still is
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
-        for left in Path(args.output_dir).glob(f"{PUSHING}*"):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for copy_of_killed_run in Path(output_dir).glob(f"{PUSHING}*"):
+            shutil.rmtree(copy_of_killed_run, ignore_errors=True)
         trainer.push_in_progress = PushInProgress([])
     elif not args.hub_always_push:
         return
-    at = f"step {state.global_step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(state.epoch)}"
+    when = f"step {state.global_step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(state.epoch)}"
+    with _failure_as_warning(trainer, when):
+        trainer.callback_handler.on_push_begin(args, state, trainer.control)
+        # 2. `save_model` would gather sharded weights, and the other processes are not here: files are copied
+        _copy_saved(checkpoint_folder, output_dir)
+        trainer.processing_class.save_pretrained(output_dir)
+        _write_report(output_dir)
+        # 3. the upload reads a copy, since the run overwrites and deletes its files meanwhile
+        copy = TemporaryDirectory(prefix=PUSHING, dir=output_dir, ignore_cleanup_errors=True)
+        skip, run_copy = shutil.ignore_patterns(*NOT_PUSHED), os.path.join(copy.name, "run")
+        shutil.copytree(output_dir, run_copy, ignore=lambda at, x: skip(at, x) if at == output_dir else ())
+        name = os.path.basename(checkpoint_folder)
+        places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: name}
+        place = places.get(args.hub_strategy)
+        if place is not None:
+            shutil.copytree(checkpoint_folder, os.path.join(copy.name, "checkpoint"), copy_function=_link)
+        trainer.push_in_progress.jobs.append(run_as_future(_push_copy, trainer, copy, place, when))
+
+
+def _push_copy(trainer: Trainer, copy: TemporaryDirectory, place: str | None, when: str) -> None:
+    args, message = trainer.args, f"Training in progress, {when}"
+    with copy, _failure_as_warning(trainer, when):
+        _upload_run(trainer, os.path.join(copy.name, "run"), message, args.hub_token, args.hub_revision)
+        if place is not None:
+            upload_folder(
+                repo_id=trainer.hub_model_id,
+                folder_path=os.path.join(copy.name, "checkpoint"),
+                path_in_repo=place,
+                commit_message=f"{message}, checkpoint",
+                token=args.hub_token,
+                revision=args.hub_revision,
+                delete_patterns="*",  # files of an older checkpoint that this one lacks
+            )
+
+
+@contextmanager
+def _failure_as_warning(trainer: Trainer, when: str) -> Iterator[None]:
     try:
-        with push_errors(args, trainer.hub_model_id):
-            trainer.callback_handler.on_push_begin(args, state, trainer.control)
-            # `save_model` would gather sharded weights, and the other processes are not here
-            _copy_saved(checkpoint_folder, args.output_dir)
-            trainer.processing_class.save_pretrained(args.output_dir)
-            _write_report(args.output_dir)
-            repo, token, revision = trainer.hub_model_id, args.hub_token, args.hub_revision
-            upload = partial(upload_folder, repo_id=repo, token=token, revision=revision)
-            job = _upload_copy(trainer, upload, f"Training in progress, {at}", token, checkpoint_folder)
-            trainer.push_in_progress.jobs.append(job)
+        with push_errors(trainer.args, trainer.hub_model_id):
+            yield
     except PushError as error:
-        logger.warning("The push of step %d failed; training continues. %s", state.global_step, error)
+        logger.warning("The push of %s failed; training continues. %s", when, error)
+
+
+def _upload_run(trainer: Trainer, folder: str, message: str | None, token: str | None, revision: str | None) -> Any:
+    # the repository may hold files of a run with another kind of critic
+    stale = [file for file in _WEIGHTS if not os.path.isfile(os.path.join(folder, file))]
+    return upload_folder(
+        repo_id=trainer.hub_model_id,
+        folder_path=folder,
+        commit_message=message,
+        token=token,
+        revision=revision,
+        ignore_patterns=[pattern for name in NOT_PUSHED for pattern in (name, f"{name}/*")],
+        delete_patterns=stale or None,
+    )
 
 
 def _write_report(output_dir: str) -> None:
@@ -157,43 +191,6 @@ def _write_report(output_dir: str) -> None:
         write_report([output_dir], os.path.join(output_dir, REPORT))
     except (ValueError, OSError) as error:
         logger.warning("The report of the run cannot be written, and is not pushed: %s", error)
-
-
-def _upload_run(upload: Upload, folder: str, message: str | None) -> Any:
-    # the repository may hold files of a run with another kind of critic
-    stale = [file for file in _WEIGHTS if not os.path.isfile(os.path.join(folder, file))]
-    skipped = [pattern for name in NOT_PUSHED for pattern in (name, f"{name}/*")]
-    return upload(folder_path=folder, commit_message=message, ignore_patterns=skipped, delete_patterns=stale or None)
-
-
-def _upload_copy(
-    trainer: Trainer, upload: Upload, message: str | None, token: str | None, checkpoint: str | None = None
-) -> Future:
-    """Push the run's folder, and a checkpoint, from a copy: the run overwrites and deletes files meanwhile."""
-    output_dir, step, place = trainer.args.output_dir, trainer.state.global_step, None
-    copy = TemporaryDirectory(prefix=PUSHING, dir=output_dir, ignore_cleanup_errors=True)
-    run_copy, checkpoint_copy = os.path.join(copy.name, "run"), os.path.join(copy.name, "checkpoint")
-    skipped = shutil.ignore_patterns(*NOT_PUSHED)
-    shutil.copytree(output_dir, run_copy, ignore=lambda at, names: skipped(at, names) if at == output_dir else ())
-    if checkpoint is not None:
-        places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: os.path.basename(checkpoint)}
-        place = places.get(trainer.args.hub_strategy)
-    if checkpoint is not None and place is not None:
-        shutil.copytree(checkpoint, checkpoint_copy, copy_function=_link)
-
-    def push() -> Any:
-        try:
-            with copy, push_errors(trainer.args, trainer.hub_model_id, token):
-                commit = _upload_run(upload, run_copy, message)
-                if place is not None:  # "*" deletes files of an older checkpoint that this one lacks
-                    text = f"{message}, checkpoint"
-                    upload(folder_path=checkpoint_copy, path_in_repo=place, commit_message=text, delete_patterns="*")
-                return commit
-        except PushError as error:
-            logger.warning("The push of step %d failed; training continues. %s", step, error)
-            raise
-
-    return run_as_future(push)
 
 
 def _link(source: str, target: str) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -16,17 +15,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from ..modeling import ActorCritic
+from .files import run_settings
+
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-HYPERPARAMETERS = (
-    "learning_rate lr_scheduler_type max_steps num_train_epochs per_device_train_batch_size "
-    "gradient_accumulation_steps num_mini_batches num_ppo_epochs num_generations max_completion_length temperature "
-    "top_p top_k min_p repetition_penalty reward_weights reward_quantization critic critic_backprop "
-    "critic_learning_rate value_warmup_steps advantage_estimator gamma lam lam_critic lam_length_alpha kl_coef "
-    "kl_estimator kl_placement kl_target target_kl cliprange cliprange_high dual_clip importance_sampling_level "
-    "loss_aggregation cliprange_value vf_coef entropy_coef entropy_target ptx_coef ema_decay whiten_rewards "
-    "whiten_advantages reward_clip_range missing_eos_penalty mask_truncated_completions max_grad_norm adam_epsilon "
-    "bf16 seed"
-).split()
 ADAPTER = ("r", "lora_alpha", "target_modules")
 METRICS = (
     "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
@@ -60,15 +52,11 @@ def _code(text: str) -> str:
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
-def _cells(settings: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Values of a table, of those fields that the settings have."""
-    cells = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    for name, value in cells.items():
-        value = getattr(value, "value", value)  # of an enum
-        if isinstance(value, set | list | tuple):
-            value = ", ".join(sorted(map(str, value)) if isinstance(value, set) else map(str, value))
-        cells[name] = _text(value) if isinstance(value, str) else value
-    return cells
+def _cell(value: Any) -> str:
+    """A setting for a table."""
+    if isinstance(value, set | list | tuple):
+        value = ", ".join(sorted(map(str, value)) if isinstance(value, set) else map(str, value))
+    return _text(str(value))
 
 
 # ---- base and data, as far as their names mean the same to everybody ----
@@ -105,14 +93,14 @@ def hub_datasets(dataset: Any) -> list[str]:
     return sorted({match[1] for match in matches if match})
 
 
-def provenance(trainer: Any) -> dict[str, Any]:
+def provenance(actor_critic: ActorCritic, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The base's architecture and the datasets of a run: `architecture` and `measured` of [`model_card`]."""
-    config = trainer.actor_critic.config
-    names = getattr(config, "architectures", None) or [type(trainer.actor_critic.policy.get_base_model()).__name__]
+    config = actor_critic.config
+    names = getattr(config, "architectures", None) or [type(actor_critic.policy.get_base_model()).__name__]
     text = config.get_text_config()
     sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    datasets = [("", "train", trainer.train_dataset)]
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    datasets = [("", "train", train_dataset)]
     datasets += [(f"eval_{key}_" if key else "eval_", key or "eval", dataset) for key, dataset in evaluated.items()]
     measured: list[Measured] = []
     for prefix, role, dataset in datasets:
@@ -174,6 +162,8 @@ def model_card(
     ]
     in_table = [entry.prefix + name for entry in measured for name in names]
 
+    # 3. the card
+    settings = run_settings(args) | {name: getattr(peft_config, name, None) for name in ADAPTER}
     card_data = ModelCardData(
         base_model=base_model if on_hub else None,
         datasets=datasets or None,
@@ -200,7 +190,7 @@ def model_card(
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
         critic=CRITICS[args.critic],
         critic_folder="critic" if args.critic == "adapter" else None,
-        hyperparameters=_cells(args, HYPERPARAMETERS) | _cells(peft_config, ADAPTER),
+        settings={name: _cell(value) for name, value in settings.items() if value is not None},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in in_table if name in logged},
         step=step,
         versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),

@@ -18,9 +18,9 @@ from ..data.loading import spread_indices
 from ..data.prompts import RolloutSampler
 from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
+from ..ppo.batch_plan import BatchPlan
 from ..ppo.metrics import Metrics
-from ..ppo.rollouts import Experience
-from ..sequences import Rollout
+from ..ppo.rollouts import Rollout, RolloutCollector
 from ..trainer import PPOTrainer
 from .arguments import parse
 from .launch import build_trainer, load_datasets
@@ -93,7 +93,8 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     check_can_pretrain(trainer.args.critic, trainer.args.push_to_hub)
     if trainer.train_dataset is None:
         raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
-    trainer.actor_critic.freeze_policy()
+    for parameter in trainer.actor_critic.policy_parameters().values():
+        parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
     rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
@@ -108,11 +109,12 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
 def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     """Collect rollouts that are not trained on, without changing the run's statistics and noise."""
-    args, run, size = copy(trainer.args), trainer.experience, trainer.plan.completions_per_process
+    args, run, size = copy(trainer.args), trainer.collector, trainer.plan.completions_per_process
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
     # without monitored rewards, which nothing would log
-    experience = Experience(run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator)
-    experience.load_state_dict(run.state_dict())
+    models = (run.actor_critic, run.generator, run.rewards, [], run.tokenizer)
+    collector = RolloutCollector(*models, args, run.accelerator, run.guard)
+    collector.load_state_dict(run.state_dict())
     rounds = -(-completions // trainer.plan.completions)
     rows = _held_out_rows(trainer, rounds * trainer.plan.completions)
     device, first = args.device, args.process_index * rounds * size
@@ -120,7 +122,7 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + args.process_index)  # the run's own noise begins at its seed
         starts = range(first, first + rounds * size, size)
-        return [experience.collect(rows[start : start + size], Metrics(), trainer.state).rollout for start in starts]
+        return [collector.collect(rows[start : start + size], Metrics(), trainer.state)[0] for start in starts]
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
@@ -130,7 +132,7 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
         train = sets = trainer.train_dataset
         if not isinstance(train, IterableDataset):
             seed = args.seed if args.data_seed is None else args.data_seed
-            order = list(RolloutSampler(len(train), 1, 1, 1, args.shuffle_dataset, seed))
+            order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, seed).order(epoch=0)
             sets = train.select(order[::-1][:count])
     sets = list(sets.values()) if isinstance(sets, dict) else [sets]
     rows: list[dict[str, Any]] = []
@@ -144,7 +146,7 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
 def explained_variance(trainer: PPOTrainer, rollouts: Sequence[Rollout]) -> float:
     """Share of the returns' variance that the critic explains, over the tokens of all rollouts and processes."""
     trainer.actor_critic.eval()
-    score, all_sum = trainer.experience.score_tokens, trainer.experience.all_sum
+    score, all_sum = trainer.collector.score_tokens, trainer.collector.all_sum
     values = torch.cat([cast(Tensor, score(each.sequences).values)[each.response_mask] for each in rollouts])
     returns = torch.cat([cast(Tensor, each.returns)[each.response_mask] for each in rollouts])
     return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), all_sum))
@@ -158,7 +160,7 @@ def _save(trainer: PPOTrainer, directory: Path, numbers: dict[str, float], weigh
     about: dict[str, Any] = {
         "kind": args.critic,
         "base_model": public_name(base),
-        "rewards": [reward.name for reward in trainer.experience.rewards],
+        "rewards": [reward.name for reward in trainer.collector.rewards],
         "gamma": args.gamma,
         "lam": args.lam if args.lam_critic is None else args.lam_critic,
         **numbers,

@@ -1,4 +1,4 @@
-"""The card of an adapter: metrics in the Hub's form, what is known of base and data, code that loads it."""
+"""The card of an adapter: metrics in the Hub's form, provenance of base and data, code that loads it."""
 
 import math
 import re
@@ -42,8 +42,8 @@ def code_of(card, base):
 
 
 @pytest.mark.parametrize("critic", ["head", "adapter", "none"])
-def test_the_code_of_a_card_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic):
-    """With nothing put in but where the reader's copy of the base is."""
+def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic):
+    """After setting only the path of the base."""
     settings = {"critic": critic} | ({"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {})
     built = trained(base, tmp_path / "run", **settings)
     built.save_model()
@@ -61,9 +61,11 @@ def test_the_code_of_a_card_loads_policy_and_critic_exactly(base, tmp_path, monk
     assert values.abs().max() > 1e-3 and torch.equal(found["values"], values)
 
 
-def test_a_card_holds_no_path_of_the_machine(base, tmp_path):
-    """A base that is not on the Hub is told by what it is."""
-    built = trained(base, tmp_path / "run", save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize("relative", [False, True])
+def test_card_contains_no_path_of_the_machine(base, tmp_path, monkeypatch, relative):
+    """A base that is not on the Hub is described by its architecture."""
+    monkeypatch.chdir(tmp_path)
+    built = trained(base, "run" if relative else tmp_path / "run", save_strategy="steps", save_steps=2)
     built.save_model()
     for file in (tmp_path / "run" / "README.md", tmp_path / "run" / "checkpoint-2" / "README.md"):
         card = file.read_text()
@@ -75,8 +77,8 @@ def test_a_card_holds_no_path_of_the_machine(base, tmp_path):
         assert "base_model" not in ModelCard.load(file).data.to_dict()
 
 
-def test_metrics_are_in_the_form_of_the_hub(base, tmp_path):
-    """Those of training and of evaluation apart; both as they were logged last."""
+def test_card_metadata_hold_metrics_in_the_form_of_the_hub(base, tmp_path):
+    """Of training and of evaluation, each as logged last."""
     built = trained(base, tmp_path / "run")
     built.evaluate()
     built.create_model_card(dataset="me/prompts", license="apache-2.0", model_name="mine")
@@ -99,14 +101,14 @@ def card(tmp_path, base_model="org/base", adapter="me/run", history=(), **metada
     return model_card(config(tmp_path), base_model, adapter, ["r"], list(history), 3, lora, **metadata)
 
 
-def test_what_is_not_finite_is_in_the_table_and_not_in_the_index(tmp_path):
+def test_card_lists_nan_metrics_in_the_table_only(tmp_path):
     written = card(tmp_path, history=[{"reward": math.nan, "kl": math.inf, "entropy": 2.5, "rewards/r/mean": -1.0}])
     values = {result.metric_type: result.metric_value for result in written.data.eval_results}
     assert values == {"entropy": 2.5, "rewards/r/mean": -1.0} and "| `reward` | nan |" in written.text
     assert "model-index" not in card(tmp_path).data.to_dict()
 
 
-def test_names_of_the_trainer_and_of_trl_say_base_and_data(tmp_path):
+def test_card_accepts_the_metadata_names_of_trainer_and_trl(tmp_path):
     given = {
         "finetuned_from": "org/other",
         "dataset_name": "trl-lib/tldr",
@@ -120,14 +122,14 @@ def test_names_of_the_trainer_and_of_trl_say_base_and_data(tmp_path):
 @pytest.mark.parametrize(
     "name, hub", [("org/name", True), ("gpt2", True), ("/home/me/base", False), ("../base", False)]
 )
-def test_a_path_is_no_id(tmp_path, monkeypatch, name, hub):
+def test_is_hub_id_rejects_paths(tmp_path, monkeypatch, name, hub):
     assert is_hub_id(name) == hub
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert not is_hub_id("org/name") and not is_hub_id("") and not is_hub_id(None) and not is_hub_id("a/b/c")
 
 
-def test_a_dataset_knows_from_which_repository_it_was_loaded(tmp_path):
+def test_hub_datasets_finds_the_repository_of_a_dataset(tmp_path):
     rows = Dataset.from_dict({"prompt": ["w1"]})
     assert hub_datasets(rows) == []
     rows.info.download_checksums = {

@@ -1,4 +1,4 @@
-"""What is saved loads without this package, and what was interrupted goes on."""
+"""Saved adapters load without this package, and interrupted runs resume."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def logits(policy):
         return policy.eval()(input_ids=torch.tensor(IDS)).logits
 
 
-def test_saved_adapter_loads_with_plain_peft_in_a_process_without_this_package(base, tmp_path):
+def test_saved_adapter_loads_with_plain_peft_without_this_package(base, tmp_path):
     built = trained(base, tmp_path / "run", learning_rate=1e-2)
     built.save_model()
     script = LOAD_WITHOUT_THE_PACKAGE.format(ids=IDS)
@@ -61,7 +61,7 @@ def test_saved_adapter_loads_with_plain_peft_in_a_process_without_this_package(b
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), expected, atol=1e-3)
 
 
-def test_only_plain_files_are_written_and_nothing_is_pickled(base, tmp_path):
+def test_save_model_writes_plain_files_and_no_pickle(base, tmp_path):
     trained(base, tmp_path, max_steps=1).save_model()
     names = {path.name for path in tmp_path.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"} <= names
@@ -70,7 +70,7 @@ def test_only_plain_files_are_written_and_nothing_is_pickled(base, tmp_path):
     assert {key: tuple(tensor.shape) for key, tensor in head.items()} == {"weight": (1, 32), "bias": (1,)}
 
 
-def test_adapter_under_another_name_is_saved_plainly_too(base, tmp_path):
+def test_adapter_with_another_name_loads_with_plain_peft(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), adapter_name="mine")
     built = trainer(tmp_path, model, learning_rate=1e-2)
@@ -94,9 +94,9 @@ def test_resume_between_rollouts_continues_bit_for_bit(base, tmp_path):
         assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
 
 
-def test_resume_within_a_rollout_goes_on_with_that_rollout_bit_for_bit(base, tmp_path):
+def test_resume_within_a_rollout_continues_it_bit_for_bit(base, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "num_ppo_epochs": 2, "num_mini_batches": 2}
-    settings["logging_steps"] = 2  # what was measured before the checkpoint is logged after it
+    settings["logging_steps"] = 2  # metrics from before the checkpoint are logged after it
     whole = trained(base, tmp_path / "whole", **settings)
     again = PPOTrainer(base, length_reward, config(tmp_path / "again", **settings), prompts())
     rollouts, seen = rollouts_of(again), micro_batches_of(again)
@@ -111,7 +111,7 @@ def test_resume_within_a_rollout_goes_on_with_that_rollout_bit_for_bit(base, tmp
         assert all(other[k] == v for k, v in one.items() if not k.startswith(timed))
 
 
-def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):
+def test_load_best_model_at_end_loads_the_best_checkpoint(base, tmp_path):
     built = PPOTrainer(
         base,
         length_reward,
@@ -148,8 +148,8 @@ def test_best_checkpoint_is_loaded_at_the_end(base, tmp_path):
         ),
     ],
 )
-def test_checkpoint_that_does_not_fit_is_refused_by_name(base, tmp_path, damage, message):
-    """It is whole, as its manifest says, but another model's."""
+def test_checkpoint_that_does_not_fit_is_rejected_by_file_name(base, tmp_path, damage, message):
+    """Its manifest is valid, but it belongs to another model."""
     built = trained(base, tmp_path, save_strategy="steps", save_steps=2)
     damage(tmp_path / "checkpoint-2")
     seal(tmp_path / "checkpoint-2")
@@ -158,10 +158,7 @@ def test_checkpoint_that_does_not_fit_is_refused_by_name(base, tmp_path, damage,
 
 
 def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeypatch):
-    """Every file that the Hub gets, by a client that only records it.
-
-    A push while training saves nothing a second time: sharded weights are gathered where all processes are.
-    """
+    """A push while training copies files and saves nothing: saving gathers sharded weights on all processes."""
     uploads = []
 
     class Recorder:
