@@ -146,8 +146,8 @@ RULES = (
         lambda goes: goes.end < 0.1 and len(goes.curve.values) >= FEWEST_FLAT,
         "The critic does not predict the returns",
         "`value/explained_variance` is {0.end:.3g} at the end. 1 is perfect; a constant reaches 0.",
-        "Raise `critic_learning_rate`, warm up the critic (`value_warmup_steps` or `trl-ppo pretrain-critic`), or train "
-        "without one (`critic='none'`).",
+        "Raise `critic_learning_rate`, warm up the critic (`value_warmup_steps` or `trl-ppo pretrain-critic`), or set "
+        "`critic='none'`.",
     ),
     Rule(
         "kl_per_completion",
@@ -238,9 +238,10 @@ def _length_drift(run: Run) -> Iterator[Advice]:
         return
     if correlation is None or correlation.end >= 0.2:
         within = "" if correlation is None else f" Their correlation in a rollout is {number(correlation.end)}."
+        grow = f"{number(length.start)} to {number(length.end)} tokens"
         yield Advice(
             "Length drift: the reward may favor long completions",
-            f"Completions grow from {number(length.start)} to {number(length.end)} tokens as the reward rises.{within}",
+            f"Completions grow from {grow} while the reward rises.{within}",
             "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor "
             "one that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
             length.first_above(1.3 * length.start),

@@ -170,6 +170,8 @@ def render(runs: list[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["with_code"] = _with_code
+    # Keys stay in Bokeh's order: an object is defined before it is referred to.
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     advice = [advise(run) for run in runs]
     plots, too_many = draw_all(runs, _marks(runs, advice))
     names = dict.fromkeys(name for run in runs for name in run.curves)
