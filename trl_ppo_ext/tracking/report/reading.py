@@ -226,5 +226,5 @@ def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs, start=1):
         if names[run.name] > 1:
-            run.name = f"{run.directory} ({number})"
+            run.name += f" ({number})"
     return runs
