@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..ppo.samples import Samples
@@ -74,9 +74,7 @@ class RunLog(TrainerCallback):
         self._due = {"train": 0.0, "eval": 0.0}  # step of the next entry with completions
         self._warned = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Log models, settings and environment; entries of an earlier run after this step are then void."""
         if not state.is_world_process_zero:
             return
@@ -84,6 +82,7 @@ class RunLog(TrainerCallback):
         self._due = dict.fromkeys(self._due, 0.0)
         trainer_fields = {field.name for field in fields(TrainingArguments)}
         settings = without_secrets(args.to_dict())
+        launch = {"device": args.device, "processes": args.world_size, "parallel_mode": args.parallel_mode.value}
         self._append(
             "run",
             step=state.global_step,
@@ -93,22 +92,10 @@ class RunLog(TrainerCallback):
             monitors=self.monitors,
             config={name: value for name, value in settings.items() if name not in trainer_fields},
             trainer_config={name: value for name, value in settings.items() if name in trainer_fields},
-            environment=environment()
-            | {
-                "device": str(args.device),
-                "processes": args.world_size,
-                "parallel_mode": args.parallel_mode.value,
-            },
+            environment=environment() | launch,
         )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the metrics of the Trainer's log."""
         self._append("metrics", step=state.global_step, metrics=logs or {})
 

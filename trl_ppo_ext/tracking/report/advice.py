@@ -201,10 +201,7 @@ def _over_optimization(run: Run) -> Iterator[Advice]:
         step = monitor.turning_point()
         if reward is None or step is None or reward.end < reward.curve.at(step) - 2 * reward.error:
             continue
-        title, remedy = (
-            "The reward may be hacked",
-            f"Fix the reward after reading completions, or stop at step {step}.",
-        )
+        title, remedy = "The reward may be hacked", f"Read completions and fix the reward, or stop at step {step}."
         seen = (
             f"After step {step}, `{name}` falls from {number(monitor.curve.at(step))} to {number(monitor.end)} while "
             f"the reward goes from {number(reward.curve.at(step))} to {number(reward.end)}"
@@ -327,17 +324,13 @@ def _slow_rewards(run: Run) -> Iterator[Advice]:
 
 def advise(run: Run) -> list[Advice]:
     """Apply all rules."""
-    advice = [
-        item
-        for rule in (_over_optimization, _traded_rewards, _length_drift, _reward_scale, _stagnation)
-        for item in rule(run)
-    ]
+    advice = [*_over_optimization(run), *_traded_rewards(run), *_length_drift(run), *_reward_scale(run)]
     for rule in RULES:
         goes = trend(run.curves.get(rule.metric))
         if goes is not None and rule.applies(goes):
             seen = rule.seen.format(goes)
             advice.append(Advice(rule.title, seen, rule.remedy, rule.step(goes), (rule.metric,)))
-    advice += [*_failures(run), *_slow_rewards(run)]
+    advice += [*_stagnation(run), *_failures(run), *_slow_rewards(run)]
 
     def with_value(match: re.Match) -> str:
         value = _setting(run, match[1])

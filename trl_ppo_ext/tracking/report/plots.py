@@ -26,11 +26,7 @@ class Panel(NamedTuple):
 
 SECTIONS = {
     "Reward": (
-        Panel(
-            "Reward",
-            ("reward", "objective"),
-            "Should rise. The objective is the shaped reward (normalized, for example) minus the KL penalty.",
-        ),
+        Panel("Reward", ("reward", "objective"), "Should rise. The objective is shaped and includes the KL penalty."),
         Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
         Panel("Monitored rewards", ("monitor/*/mean",), "Never optimized. If they fall, the reward is hacked."),
         Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 there is nothing to learn."),
@@ -41,20 +37,10 @@ SECTIONS = {
         Panel("KL coefficient", ("kl_coef",), "The price of a nat. `kl_target` adapts it."),
         Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
         Panel("Entropy coefficient", ("entropy_coef",), "`entropy_target` adapts it."),
-        Panel(
-            "Reward against KL",
-            ("reward", "kl_per_completion"),
-            "If the curve flattens or bends down, the policy is far enough from the reference.",
-            "against",
-        ),
+        Panel("Reward against KL", ("reward", "kl_per_completion"), "If flat, more KL buys no reward.", "against"),
     ),
     "Is the reward hacked?": (
-        Panel(
-            "Reward and monitored rewards",
-            ("reward", "monitor/*/mean"),
-            "Scaled from minimum to maximum. They should rise together.",
-            "scaled",
-        ),
+        Panel("Reward and monitors", ("reward", "monitor/*/mean"), "Scaled. They should rise together.", "scaled"),
         Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
         Panel("Length and reward", ("completions/mean_length", "reward"), "Do they rise together?", "scaled"),
         Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
