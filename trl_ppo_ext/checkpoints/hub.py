@@ -9,7 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import create_repo, get_token, run_as_future, upload_folder  # of one client: commits queue up in order
+from huggingface_hub import (  # of one client: commits queue up in order
+    create_repo,
+    get_token,
+    run_as_future,
+    upload_folder,
+)
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
@@ -45,7 +50,7 @@ def push_errors(args: Any, repo: str | None, token: str | None = None) -> Iterat
     try:
         yield
     except Exception as error:
-        args, links = trainer.args, [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
+        links = [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
         texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
         reason = re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts)))
         for secret in filter(None, (token, args.hub_token, get_token())):

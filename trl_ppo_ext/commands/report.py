@@ -1,21 +1,27 @@
-"""`trl-ppo report`: the report of a run, as one HTML file."""
+"""`trl-ppo report`: the report of one run, or of several runs over each other, as one HTML file."""
 
 import argparse
 import os
 
+from ..tracking.report import write_report
+from ..tracking.report.reading import REPORT
+
+COMPARISON = "compare.html"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the sub-command."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run, going on or ended, or a checkpoint")
+    """Add the arguments of the subcommand."""
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="output_dir of a run, or a checkpoint")
     parser.add_argument(
-        "--output", metavar="FILE", default=argparse.SUPPRESS, help="where to write it (default: RUN_DIR/report.html)"
+        "--output",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help=f"the file to write (default: {REPORT} in the run's directory, or {COMPARISON} here for several runs)",
     )
 
 
 def main(args: argparse.Namespace) -> None:
     """Write the report."""
-    from ..tracking.report.page import write_report
-    from ..tracking.report.reading import REPORT
-
-    path = write_report([args.run_dir], getattr(args, "output", os.path.join(args.run_dir, REPORT)))
+    default = os.path.join(args.run_dirs[0], REPORT) if len(args.run_dirs) == 1 else COMPARISON
+    path = write_report(args.run_dirs, getattr(args, "output", default))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

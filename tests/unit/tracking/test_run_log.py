@@ -1,6 +1,10 @@
-"""What a run writes as it goes: all that was logged, bounded completions, no secrets, and never an end of the run."""
+"""The run log holds every metric and some completions, has no secrets, and never ends a run."""
 
 import json
+import os
+import platform
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +15,8 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences
-from trl_ppo_ext.tracking.report import RUN_LOG, read_run
-from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog
+from trl_ppo_ext.tracking.report.reading import RUN_LOG, read_run
+from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog, environment
 
 
 def parity(completion_ids, **kwargs):
@@ -41,7 +45,7 @@ def finished(tmp_path_factory):
     return place, first, again
 
 
-def test_every_log_of_the_run_is_in_it(finished):
+def test_run_log_has_every_log_of_the_run(finished):
     place, first, again = finished
     entries = lines(place)
     begun = [entry["step"] for entry in entries if entry["kind"] == "run"]
@@ -58,7 +62,7 @@ def test_every_log_of_the_run_is_in_it(finished):
     assert "hf_secret" not in (place / RUN_LOG).read_text()
 
 
-def test_of_steps_that_were_repeated_the_later_ones_count(finished):
+def test_repeated_steps_count_once_with_the_later_value(finished):
     place, _, again = finished
     read = read_run(place)
     assert read.resumed_at == [2]
@@ -69,7 +73,7 @@ def test_of_steps_that_were_repeated_the_later_ones_count(finished):
     assert keys == sorted(set(keys)) and (4, "eval") in keys
 
 
-def test_completions_have_the_scores_that_were_given(finished):
+def test_completions_have_their_scores(finished):
     place, _, _ = finished
     for sheet in read_run(place).sheets:
         assert 0 < len(sheet.rows) <= ROWS
@@ -79,7 +83,7 @@ def test_completions_have_the_scores_that_were_given(finished):
             assert len(row["completion"].split()) <= row["tokens"]
 
 
-def test_what_cannot_be_written_ends_no_run_and_is_said_once(tmp_path, caplog):
+def test_failing_log_warns_once_and_ends_no_run(tmp_path, caplog):
     (tmp_path / "run" / RUN_LOG).mkdir(parents=True)
     built = run(tmp_path / "run", max_steps=2)
     assert built.state.global_step == 2
@@ -111,7 +115,7 @@ def opened(tmp_path, max_steps, main=True):
     return log, state, args
 
 
-def test_rows_characters_and_times_are_bounded(tmp_path):
+def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     log, state, _ = opened(tmp_path, max_steps=10_000)
     for step in range(1, 10_001):
         state.global_step = step
@@ -124,7 +128,7 @@ def test_rows_characters_and_times_are_bounded(tmp_path):
     assert LONGEST < max(map(len, texts)) < LONGEST + 50
 
 
-def test_a_completion_without_a_score_is_still_json(tmp_path):
+def test_nonfinite_numbers_become_null(tmp_path):
     log, state, args = opened(tmp_path, max_steps=2)
     state.global_step = 1
     log.completions(samples(score=float("nan")), state, "train")
@@ -135,17 +139,29 @@ def test_a_completion_without_a_score_is_still_json(tmp_path):
     assert row["score"] is None and row["monitors"] == {"b": None} and row["kl"] == 2.0
 
 
-def test_only_the_main_process_writes(tmp_path):
+def test_only_the_main_process_writes_the_log(tmp_path):
     log, state, args = opened(tmp_path, max_steps=2, main=False)
     log.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
     log.completions(samples(), state, "train")
     assert not (tmp_path / "run" / RUN_LOG).exists()
 
 
-def test_a_run_goes_on_after_a_line_that_was_cut(tmp_path):
+def test_log_continues_after_an_unfinished_line(tmp_path):
     log, state, args = opened(tmp_path, max_steps=2)
     with open(tmp_path / "run" / RUN_LOG, "a") as file:
         file.write('{"kind": "metrics", "st')
     log.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
     *_, cut, last = (tmp_path / "run" / RUN_LOG).read_text().splitlines()
     assert cut.endswith('"st') and json.loads(last)["metrics"] == {"loss": 1.0}
+
+
+def test_environment_has_versions_and_gpus_but_nothing_private(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setenv("WANDB_API_KEY", "verysecret")
+    logged = environment()
+    assert json.loads(json.dumps(logged)) == logged
+    assert logged["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert logged["packages"]["trl_ppo_ext"] and logged["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert len(logged["gpus"]) == torch.cuda.device_count()
+    for private in ("verysecret", str(Path.home()), platform.node(), os.getcwd()):
+        assert private not in json.dumps(logged) or private == "/", private

@@ -1,17 +1,22 @@
-"""The report of a run: one HTML file that needs no network, written from what the run logged."""
+"""The report of a run: one HTML file that needs no network, written from the run's log."""
 
-from typing import Any
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["Run", "read_run", "write_report"]
+from .reading import read_runs
+
+__all__ = ["write_report"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "write_report":
-        from .page import write_report  # the plots are imported when they are drawn
+def write_report(directories: Sequence[str | os.PathLike], output: str | os.PathLike) -> Path:
+    """Write the report of one run, or of several runs over each other."""
+    from .page import render  # imports Bokeh and Jinja2, which only a report needs
 
-        return write_report
-    if name in ("RUN_LOG", "Run", "read_run"):
-        from . import reading
-
-        return getattr(reading, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path = Path(output)
+    page = render(read_runs(directories))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rename a finished file, so that a browser that reloads the report never sees half of it.
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    return partial.replace(path)

@@ -1,174 +1,139 @@
-"""The page: everything in one HTML file, and nothing in it that asks the network."""
+"""The page of a report: one HTML file with plots, advice, completions and settings, without any network access."""
 
-import hashlib
 import json
-import os
+import math
 import re
-from base64 import b64encode
-from collections.abc import Sequence
+import secrets
 from datetime import UTC, datetime
-from functools import cache
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .advice import Advice, advise
-from .curves import FEWEST, number, trend
-from .panels import QUIET_AT_0, SECTIONS, Section, chosen, matches, other_panels
-from .plots import COLOURS, Plot, draw
-from .reading import Run, read_runs
-from .sheets import chosen_sheets, safe_json
+from .advice import FEWEST, Advice, advise, number, trend
+from .plots import COLORS, draw_all
+from .reading import Run, Sheet
 
 TEMPLATES = Path(__file__).parent / "templates"
-MARK = "#B00020"  # a step that advice names
-RESUMED = "#999999"  # a step at which a run was resumed
+ADVISED, RESUMED = "#B00020", "#999999"  # colors of marked steps
 NAMES_ONLY = {"output_dir", "logging_dir", "run_name", "hub_model_id"}  # differ between any two runs
+ROOM = 1_500_000  # bytes of completions per page
+MOST_SHEETS = 40  # per run
 SUMMARY = {
     "reward": "Reward",
-    "kl_per_completion": "KL of a completion, nats",
+    "kl_per_completion": "KL per completion, nats",
     "entropy": "Entropy, nats",
     "completions/mean_length": "Length, tokens",
-    "completions/clipped_ratio": "Cut off",
+    "completions/clipped_ratio": "Truncated",
     "value/explained_variance": "Explained variance",
-    "tokens_per_second": "Tokens a second",
+    "tokens_per_second": "Tokens per second",
 }
 
 
-class Drawn(NamedTuple):
-    """A section of the page."""
-
-    title: str  # heading
-    plots: list[tuple[int, Plot]]  # plots with their numbers
-
-
-def with_code(text: str) -> Markup:
-    """Text in which what stands between backticks is code."""
+def _with_code(text: str) -> Markup:
+    """Escaped text with its backticks turned into code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def shown(value: Any) -> str:
-    """A setting as text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _counts_nothing(run: Run, name: str) -> bool:
-    counted = any(matches(name, pattern) for pattern in QUIET_AT_0)
-    return counted and not np.nansum(run.curves[name].values)
-
-
-def _marks(runs: list[Run], advice: dict[str, list[Advice]]) -> dict[str, dict[int, str]]:
-    """Steps to mark in the plots of one run, by metric; `""` for all. Of several, nobody could tell whose they are."""
-    if len(runs) > 1:
+def _marks(runs: list[Run], advice: list[list[Advice]]) -> dict[str, dict[int, str]]:
+    """Steps to mark in the plots of a single run, by metric; `""` stands for all metrics."""
+    if len(runs) > 1:  # a mark could not show which run it belongs to
         return {}
-    run = runs[0]
-    marks: dict[str, dict[int, str]] = {"": dict.fromkeys(run.resumed_at, RESUMED)}
-    for given in advice[run.name]:
-        for name in given.metrics if given.step is not None else ():
-            marks.setdefault(name, {})[int(given.step or 0)] = MARK
+    marks: dict[str, dict[int, str]] = {"": dict.fromkeys(runs[0].resumed_at, RESUMED)}
+    for item in advice[0]:
+        if item.step is not None:
+            for name in item.metrics:
+                marks.setdefault(name, {})[item.step] = ADVISED
     return marks
 
 
-def _draw_all(runs: list[Run], advice: dict[str, list[Advice]]) -> tuple[list[Drawn], list[str]]:
-    names = list(dict.fromkeys(name for run in runs for name in run.curves if not _counts_nothing(run, name)))
-    others, too_many = other_panels(names)
-    sections, marks = [*SECTIONS, Section("Other metrics", tuple(others))], _marks(runs, advice)
-    drawn, number = [], 0
-    for section in sections:
-        plots = []
-        for panel in section.panels:
-            here = dict(marks.get("", {}))
-            drawn_here = chosen(panel, names)
-            for name in drawn_here:
-                here |= marks.get(name, {})
-            plot = draw(panel, runs, here) if drawn_here else None
-            if plot is not None:
-                plots.append((number, plot))
-                number += 1
-        if plots:
-            drawn.append(Drawn(section.title, plots))
-    return drawn, too_many
-
-
-def _summary(runs: list[Run]) -> list[dict[str, Any]]:
-    """Where the main metrics start and end, for each run."""
-    names = dict(SUMMARY)
-    for name in dict.fromkeys(name for run in runs for name in run.curves):
-        match = re.fullmatch(r"monitor/(.+)/mean", name)
-        if match:
-            names[name] = f"Monitored: {match[1]}"
-    rows = []
-    for name, label in names.items():
-        cells = [_from_to(run, name) for run in runs]
-        if any(cells):
-            rows.append({"label": label, "cells": cells})
-    return rows
-
-
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
+    """Start and end of a metric."""
     curve = run.curves.get(name)
-    values = curve.finite().values if curve is not None else np.empty(0)
-    if not len(values):
+    if curve is None or not len(curve.finite().values):
         return None
-    goes = trend(curve)
+    goes, values = trend(curve), curve.finite().values
     start, end = (goes.start, goes.end) if goes is not None else (values[0], values[-1])
     return number(start), number(end)
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings within settings, as `outer.inner`."""
-    flat: dict[str, Any] = {}
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as text, named `outer.inner`."""
+    flat: dict[str, str] = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return flat
 
 
-def _table(runs: list[Run], part: str) -> list[dict[str, Any]]:
-    """Settings or facts of a part, a column for each run."""
-    parts = [_flat(getattr(run, part)) for run in runs]
-    names = dict.fromkeys(name for settings in parts for name in settings)
+def _table(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Settings by row, runs by column."""
+    columns = [_flat(of_run) for of_run in settings]
     rows = []
-    for name in names:
-        cells = [shown(settings[name]) if name in settings else "–" for settings in parts]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        cells = [column.get(name, "–") for column in columns]
         rows.append({"name": name, "cells": cells, "differs": len(set(cells)) > 1 and name not in NAMES_ONLY})
     return rows
 
 
-def _status(run: Run) -> str:
-    planned = run.max_steps
-    text = f"step {run.last_step}" + (f" of {planned}" if planned else "")
-    if planned and run.last_step < planned:
-        text += " so far"
-    if run.written is not None:
-        text += f", written {datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC"
-    if run.resumed_at:
-        text += f", resumed at step {', '.join(map(str, run.resumed_at))}"
-    return text
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """A logged completion as text; every type in a log can be wrong."""
+
+    def numbers(scores: Any) -> list[tuple[str, str]]:
+        items = scores.items() if isinstance(scores, dict) else ()
+        valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
+        return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
+
+    rewards, monitors = numbers(row.get("rewards")), numbers(row.get("monitors"))
+    ((_, score),) = numbers({"score": row.get("score")})
+    scores = [("score", score), *(rewards if len(rewards) > 1 else ())]
+    scores += [(f"monitored {name}", value) for name, value in monitors]
+    scores += numbers({"KL": row.get("kl"), "tokens": row.get("tokens")})
+    texts = [("prompt", row.get("prompt", "")), ("completion", row.get("completion", ""))]
+    extra = row.get("extra")
+    texts += [("prompt", f"{name}: {extra[name]}") for name in extra] if isinstance(extra, dict) else []
+    return {"score": score, "scores": scores, "truncated": row.get("ended") is False, "texts": texts}
 
 
-@cache
-def _scripts() -> tuple[str, ...]:
-    """Bokeh and the page's own script, with line ends as a browser has them: their hashes are what it lets run."""
-    bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
-    own = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    return tuple(script.replace("\r\n", "\n").replace("\r", "\n") for script in [*bokeh, own])
+def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
+    """Completions that fit in `room` bytes: evenly over the steps, with the first and the last step."""
+    if not run.sheets:
+        return []
+    largest = max(len(escape(sheet.rows).encode(errors="replace")) for sheet in run.sheets)
+    count = min(len(run.sheets), MOST_SHEETS, max(int(room / largest), 2))
+    share = min(room / (count * largest), 1.0)  # of the rows, if even two sheets do not fit
+    places = np.linspace(0, len(run.sheets) - 1, count).round().astype(int)
+    sheets = [run.sheets[place] for place in places]
+    return [sheet._replace(rows=sheet.rows[: max(int(len(sheet.rows) * share), 1)]) for sheet in sheets]
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """What the browser allows: these scripts and no others, and no connection to anywhere."""
-    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
-    hashes = " ".join(f"'sha256-{b64encode(digest).decode()}'" for digest in digests)
-    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+def _columns(runs: list[Run]) -> list[dict[str, Any]]:
+    """Columns of completions; open are the first, middle and last of one run, or the last of each of several."""
+    columns = []
+    for run in runs:
+        sheets = chosen_sheets(run, ROOM / len(runs))
+        trained = [sheet for sheet in sheets if sheet.mode != "eval"] or sheets
+        shown = [trained[place] for place in (0, (len(trained) - 1) // 2, -1)] if sheets else []
+        for sheet in sheets:
+            label = f"step {sheet.step}" + (", evaluation" if sheet.mode == "eval" else "")
+            columns.append(
+                {
+                    "label": label if len(runs) == 1 else f"{run.name}: {label}",
+                    "rows": [_row(row) for row in sheet.rows],
+                    "open": sheet in shown if len(runs) == 1 else sheet is sheets[-1],
+                }
+            )
+    return columns
 
 
 def render(runs: list[Run]) -> str:
-    """Write the page of one run, or of several over each other."""
-    advice = {run.name: advise(run) for run in runs}
-    sections, too_many = _draw_all(runs, advice)
-    sheets, there = chosen_sheets(runs)
+    """Render the page of one run, or of several runs over each other."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -176,37 +141,34 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["with_code"] = with_code
-    scripts = _scripts()
-    parts = {part: _table(runs, part) for part in ("config", "trainer_config", "environment")}
+    environment.filters["with_code"] = _with_code
+    environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
+    # Keys stay in Bokeh's order: an object is defined before it is referred to.
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
+    advice = [advise(run) for run in runs]
+    plots, too_many = draw_all(runs, _marks(runs, advice))
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    monitors = {name: f"Monitored: {name[8:-5]}" for name in names if re.fullmatch(r"monitor/.+/mean", name)}
+    summary = [(label, [_from_to(run, name) for run in runs]) for name, label in (SUMMARY | monitors).items()]
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
         runs=[
-            {"run": run, "status": _status(run), "colour": COLOURS[at % len(COLOURS)]} for at, run in enumerate(runs)
+            {"run": run, "color": color, "advice": of_run} for run, color, of_run in zip(runs, cycle(COLORS), advice)
         ],
-        advice=advice,
         fewest=FEWEST,
-        summary=_summary(runs),
-        sections=sections,
+        summary=[(label, cells) for label, cells in summary if any(cells)],
+        sections=plots,
         too_many=too_many,
-        parts=parts,
-        sheets_shown=len(sheets),
-        sheets_there=there,
-        plots=safe_json([plot.item for section in sections for _, plot in section.plots]),
-        sheets=safe_json(sheets),
+        parts={
+            "PPO": _table([run.config for run in runs]),
+            "Trainer": _table([run.trainer_config for run in runs]),
+            "Environment": _table([run.environment for run in runs]),
+        },
+        columns=_columns(runs),
+        logged_columns=sum(len(run.sheets) for run in runs),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        scripts=[Markup(script) for script in [*bokeh, (TEMPLATES / "page.js").read_text(encoding="utf-8")]],
+        nonce=secrets.token_urlsafe(),  # the browser runs only scripts that have it, which no logged text can know
+        now=datetime.now(UTC).timestamp(),
     )
-
-
-def write_report(directories: Sequence[str | os.PathLike], output: str | os.PathLike) -> Path:
-    """Read runs, and write the report."""
-    path = Path(output)
-    page = render(read_runs(directories))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-    beside.replace(path)  # who has the last one open reloads a whole one
-    return path

@@ -1,5 +1,10 @@
-"""Plots of a report, drawn by Bokeh in the browser from numbers that the page holds."""
+"""The plots of a report: which metrics belong together, what to look for, and how Bokeh draws them."""
 
+import glob
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,61 +12,185 @@ from bokeh.embed import json_item
 from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
 from bokeh.plotting import figure
 
-from .curves import Curve
-from .panels import Panel, chosen, trained
-from .reading import Run
+from .reading import Curve, Run
 
-# Okabe and Ito's colours, which colour-blind readers tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
+
+class Panel(NamedTuple):
+    """A plot of some metrics."""
+
+    title: str
+    metrics: tuple[str, ...]  # names or patterns, which match evaluations too
+    hint: str = ""  # what to look for
+    kind: str = "steps"  # "steps", "scaled" (each curve to [0, 1]) or "against" (the first metric over the second)
+
+
+SECTIONS = {
+    "Reward": (
+        Panel("Reward", ("reward", "objective"), "Should rise. The objective is shaped and includes the KL penalty."),
+        Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
+        Panel("Monitored rewards", ("monitor/*/mean",), "Never optimized. If they fall, the reward is hacked."),
+        Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 there is nothing to learn."),
+    ),
+    "Distance from the reference": (
+        Panel("KL per completion", ("kl_per_completion",), "In nats. Starts at 0 and should grow slowly."),
+        Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
+        Panel("KL coefficient", ("kl_coef",), "The price of a nat. `kl_target` adapts it."),
+        Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
+        Panel("Entropy coefficient", ("entropy_coef",), "`entropy_target` adapts it."),
+        Panel("Reward against KL", ("reward", "kl_per_completion"), "If flat, more KL buys no reward.", "against"),
+    ),
+    "Is the reward hacked?": (
+        Panel("Reward and monitors", ("reward", "monitor/*/mean"), "Scaled. They should rise together.", "scaled"),
+        Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
+        Panel("Length and reward", ("completions/mean_length", "reward"), "Do they rise together?", "scaled"),
+        Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
+        Panel("Distinct completions", ("completions/distinct_ratio",), "If it falls, one answer fits every prompt."),
+        Panel("Do rewards disagree?", ("rewards/disagreement",), "Spread of the rewards of one completion."),
+    ),
+    "Updates": (
+        Panel("Clipped tokens", ("clip_ratio/*",), "Share of tokens whose gradient is clipped: usually below 0.2."),
+        Panel("KL of an update", ("approx_kl",), "Distance from the sampling policy: usually below 0.02."),
+        Panel("Ratio", ("ratio/mean", "ratio/max"), "New over old probability. The mean stays near 1."),
+        Panel("Policy loss", ("loss/policy", "loss/ptx"), "Means little by itself."),
+        Panel("Gradient norm", ("grad_norm",), "Before clipping."),
+        Panel("Learning rate", ("learning_rate",)),
+        Panel("Skipped by `target_kl`", ("stopped_early",), "Share of optimizer steps."),
+    ),
+    "Critic": (
+        Panel("Value loss", ("loss/value",), "Should fall."),
+        Panel("Explained variance", ("value/explained_variance",), "Should rise toward 1. A constant reaches 0."),
+        Panel("Clipped values", ("value/clip_ratio",), "Share of tokens with a clipped value loss."),
+    ),
+    "Lengths": (
+        Panel("Length", ("completions/mean_length", "completions/min_length", "completions/max_length"), "In tokens."),
+        Panel("Truncated", ("completions/clipped_ratio",), "Share that reached `max_completion_length`."),
+        Panel("Length of completions with EOS", ("completions/mean_terminated_length",), "In tokens."),
+    ),
+    "Speed": (
+        Panel("Time by phase", ("time/*",), "Seconds per rollout on each process."),
+        Panel("Tokens per second", ("tokens_per_second",), "Completion tokens of all processes."),
+        Panel("Model FLOP utilization", ("mfu",), "Share of the GPUs' peak arithmetic."),
+    ),
+}
+# logged by the Trainer, or drawn in another form
+NOT_DRAWN = re.compile(
+    r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
+    r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen|.*completions/repeated_ratio"
+)
+# skipped if they are 0 throughout
+QUIET_AT_0 = (
+    "entropy_coef",
+    "stopped_early",
+    "rewards/*/failed",
+    "nonfinite_completions",
+    "empty_steps",
+    "skipped_steps",
+)
+MOST_OTHERS = 24  # plots of metrics without a panel
+MOST_LINES = 16  # per plot
+FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
+# the palette of Okabe and Ito, which color-blind readers can tell apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
 DASHES = ("solid", "dashed", "dotted", "dotdash")
-FEW_POINTS = 30  # up to so many are drawn as they are, with a mark at each
-MOST_LINES = 16
-HEIGHT = 240
+NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 class Line(NamedTuple):
     """A curve in a plot."""
 
-    label: str  # name in the legend
-    colour: str  # colour, as CSS has it
-    dash: str  # one of DASHES
-    curve: Curve  # the curve
+    label: str
+    color: str
+    dash: str
+    columns: dict[str, np.ndarray]  # step and y; the moving average `smooth` of a long curve; x if it is not the step
 
 
 class Plot(NamedTuple):
-    """A plot as the page has it."""
+    """A plot on the page."""
 
-    title: str  # heading
-    look_for: str  # what to look for
-    legend: list[Line]  # its curves
-    item: dict[str, Any]  # what Bokeh draws
-    left_out: int = 0  # curves for which there was no room
+    title: str
+    hint: str
+    legend: list[Line]
+    omitted: int  # number of curves over the limit
+    item: dict[str, Any]  # Bokeh's JSON
 
 
-def _lines(panel: Panel, runs: list[Run]) -> list[Line]:
-    """Curves of a panel: of one run, a colour for each metric; of several, a colour for each run, metrics by dash."""
-    names = chosen(panel, dict.fromkeys(name for run in runs for name in run.curves))
-    if panel.kind == "scaled":
-        names = [name for name in names if not name.startswith("eval_")]
-    metrics = list(dict.fromkeys(trained(name, names) for name in names))
+def _matches(name: str, pattern: str) -> bool:
+    """True for a metric of training or of an evaluation that a pattern matches."""
+    return any(fnmatchcase(name, prefix + pattern) for prefix in ("", "eval_", "eval_*_"))
+
+
+def _trained(name: str, names: Iterable[str]) -> str:
+    """The training metric that an evaluation metric belongs to."""
+    evaluated = name.startswith("eval_")
+    return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
+
+
+def _columns(curve: Curve) -> dict[str, np.ndarray]:
+    """A thinned curve in 32 bits, with its moving average if it is long."""
+    thin = curve.thinned()
+    columns = {"step": thin.steps.astype(np.int32), "y": thin.values.astype(np.float32)}
+    if len(curve.values) > FEW_POINTS:
+        columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)].astype(np.float32)
+    return columns
+
+
+def _scaled(curve: Curve) -> dict[str, np.ndarray]:
+    """The smoothed curve, from its minimum at 0 to its maximum at 1."""
+    values = curve.smooth().values
+    low, high = np.nanmin(values), np.nanmax(values)
+    return _columns(Curve(curve.steps, (values - low) / (high - low) if high > low else np.full_like(values, 0.5)))
+
+
+def _against(curve: Curve, over: Curve) -> dict[str, np.ndarray]:
+    """One smoothed curve over another, at up to 80 steps."""
+    steps, first, second = np.intersect1d(curve.steps, over.steps, return_indices=True)
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int))
+    y, x = Curve(steps, curve.values[first]).smooth(), Curve(steps, over.values[second]).smooth()
+    columns = {"y": y.values[kept].astype(np.float32), "x": x.values[kept].astype(np.float32)}
+    return {"step": steps[kept].astype(np.int32)} | columns
+
+
+def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
+    """Curves of a panel. One run: a color per metric. Several runs: a color per run, a dash per metric."""
+    patterns = panel.metrics[:1] if panel.kind == "against" else panel.metrics
+    selected = list(dict.fromkeys(name for pattern in patterns for name in names if _matches(name, pattern)))
+    if panel.kind != "steps":
+        selected = [name for name in selected if not name.startswith("eval_")]
+    metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
     lines = []
-    for at, run in enumerate(runs):
-        for name in (name for name in names if name in run.curves):
-            index = metrics.index(trained(name, names))
+    for run, run_color in zip(runs, cycle(COLORS)):
+        for name in selected:
+            curve = run.curves.get(name)
+            if curve is None or not len(curve.finite().values):
+                continue
             if len(runs) == 1:
-                label, colour = name, COLOURS[index % len(COLOURS)]
-                dash = "dashed" if name.startswith("eval_") else "solid"
+                color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
+                label, dash = name, "dashed" if name.startswith("eval_") else "solid"
             else:
-                label = run.name if len(names) == 1 else f"{run.name}: {name}"
-                colour, dash = COLOURS[at % len(COLOURS)], DASHES[names.index(name) % len(DASHES)]
-            lines.append(Line(label, colour, dash, run.curves[name]))
-    return [line for line in lines if len(line.curve.finite().values)]
+                label = run.name if len(selected) == 1 else f"{run.name}: {name}"
+                color, dash = run_color, DASHES[selected.index(name) % len(DASHES)]
+            if panel.kind == "steps":
+                columns = _columns(curve)
+            elif panel.kind == "scaled":
+                columns = _scaled(curve)
+            else:
+                columns = _against(curve.finite(), run.curves.get(panel.metrics[1], NO_CURVE).finite())
+            if len(columns["step"]):
+                lines.append(Line(label, color, dash, columns))
+    return lines
 
 
-def _figure(label: str) -> figure:
-    """An empty plot that lets a finger scroll the page: tools are off until they are chosen."""
+def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict[int, str]]) -> Plot | None:
+    """Draw a panel, if there is something to draw."""
+    lines = _lines(panel, runs, names)
+    if not lines or (panel.kind == "scaled" and len(lines) <= len(runs)):  # one curve has nothing to be compared with
+        return None
+    x, label = ("x", panel.metrics[1]) if panel.kind == "against" else ("step", "optimizer step")
+    drawn = lines[:MOST_LINES]
+
+    # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
     plot = figure(
-        height=HEIGHT,
+        height=240,
         sizing_mode="stretch_width",
         tools="box_zoom,pan,reset,save",
         active_drag=None,
@@ -76,99 +205,55 @@ def _figure(label: str) -> figure:
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
     plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
     plot.axis.axis_label_text_font_style = "normal"
-    return plot
+    height = max(float(np.nanmax(np.abs(line.columns["y"]))) for line in drawn)
+    plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
+
+    # 2. The lines: values and their moving average, or values with a mark at each.
+    for line in drawn:
+        source = ColumnDataSource(line.columns)
+        style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
+        tooltips = [("step", "@step"), (line.label, "@y{%.4g}")]
+        if "smooth" in line.columns:
+            plot.line(x, "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
+            touched = plot.line(x, "smooth", line_width=2, **style)
+            tooltips.append(("smoothed", "@smooth{%.4g}"))
+        else:
+            touched = plot.line(x, "y", line_width=2, **style)
+            plot.scatter(x, "y", size=5, color=line.color, source=source)
+        if panel.kind == "against":
+            tooltips.insert(1, (label, "@x{%.4g}"))
+            plot.scatter(line.columns["x"][-1:], line.columns["y"][-1:], size=11, color=line.color, marker="star")
+        formatters: dict[str, Any] = dict.fromkeys(("@x", "@y", "@smooth"), "printf")
+        mode: Any = "mouse" if panel.kind == "against" else "vline"
+        hover = HoverTool(tooltips=tooltips, formatters=formatters, renderers=[touched], mode=mode, visible=False)
+        plot.add_tools(hover)
+
+    # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
+    if panel.kind != "against":
+        shown = [name for name in names if any(_matches(name, pattern) for pattern in panel.metrics)]
+        for step, color in {
+            step: color for name in ["", *shown] for step, color in marks.get(name, {}).items()
+        }.items():
+            plot.vspan(x=[step], line_color=color, line_dash="dotted")
+    return Plot(panel.title, panel.hint, drawn, len(lines) - len(drawn), dict(json_item(plot)))
 
 
-def _columns(curve: Curve) -> dict[str, np.ndarray]:
-    """What is drawn and shown at a touch, in numbers of half the size."""
-    smooth = curve.smooth()
-    thin = curve.thinned()
-    kept = np.searchsorted(curve.steps, thin.steps)
-    return {
-        "step": thin.steps.astype(np.int32),
-        "value": thin.values.astype(np.float32),
-        "smooth": smooth.values[kept].astype(np.float32),
+def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> tuple[dict[str, list[Plot]], list[str]]:
+    """Plots by section, and the metrics that are too many to draw; `marks` has colors of steps by metric."""
+    names = list(dict.fromkeys(name for run in runs for name in run.curves))
+    counts = [name for name in names if any(_matches(name, pattern) for pattern in QUIET_AT_0)]
+    for name in counts:
+        if not any(np.nansum(run.curves[name].values) for run in runs if name in run.curves):
+            names.remove(name)
+
+    # Metrics that no panel draws, such as those of reward functions, get a plot each.
+    patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
+    others = [name for name in names if not NOT_DRAWN.fullmatch(name) and not any(_matches(name, x) for x in patterns)]
+    others = list(dict.fromkeys(_trained(name, others) for name in others))
+    other_panels = tuple(Panel(name, (glob.escape(name),)) for name in others[:MOST_OTHERS])
+
+    plots = {
+        section: [plot for panel in panels if (plot := _draw(panel, runs, names, marks)) is not None]
+        for section, panels in [*SECTIONS.items(), ("Other metrics", other_panels)]
     }
-
-
-def _draw(plot: figure, line: Line, alpha: float) -> None:
-    source = ColumnDataSource(_columns(line.curve))
-    style: dict[str, Any] = {"line_color": line.colour, "line_dash": line.dash, "source": source}
-    if len(line.curve.values) <= FEW_POINTS:
-        drawn = plot.line("step", "value", line_width=2, **style)
-        plot.scatter("step", "value", size=5, color=line.colour, source=source)
-        shown = [("step", "@step"), (line.label, "@value{%.4g}")]
-    else:
-        plot.line("step", "value", line_width=1, line_alpha=alpha, **style)
-        drawn = plot.line("step", "smooth", line_width=2, **style)
-        shown = [("step", "@step"), (line.label, "@value{%.4g}"), ("smoothed", "@smooth{%.4g}")]
-    formatters: dict[str, Any] = {"@value": "printf", "@smooth": "printf"}
-    plot.add_tools(HoverTool(tooltips=shown, formatters=formatters, renderers=[drawn], mode="vline", visible=False))
-
-
-def _scaled(curve: Curve) -> Curve:
-    """The smoothed curve, its least value at 0 and its largest at 1."""
-    values = curve.smooth().values
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    return Curve(curve.steps, (values - low) / (high - low) if high > low else np.full_like(values, 0.5))
-
-
-def _span(lines: list[Line]) -> float:
-    """Height of a plot whose curves are all one constant."""
-    return max(float(np.nanmax(np.abs(line.curve.values))) for line in lines) or 1.0
-
-
-def over_steps(panel: Panel, runs: list[Run], marks: dict[int, str]) -> Plot | None:
-    """Draw metrics over steps."""
-    lines = _lines(panel, runs)
-    if panel.kind == "scaled":
-        lines = [line._replace(curve=_scaled(line.curve)) for line in lines if len(line.curve.values) > 1]
-        if len(lines) <= len(runs):
-            return None  # nothing to hold against one another
-    if not lines:
-        return None
-    plot = _figure("optimizer step")
-    for line in lines[:MOST_LINES]:
-        _draw(plot, line, alpha=0.3 if len(runs) == 1 else 0.15)
-    plot.y_range = DataRange1d(default_span=_span(lines[:MOST_LINES]))
-    for step, colour in marks.items():
-        plot.vspan(x=[step], line_color=colour, line_dash="dotted")
-    return Plot(
-        panel.title, panel.look_for, lines[:MOST_LINES], dict(json_item(plot)), max(len(lines) - MOST_LINES, 0)
-    )
-
-
-def against(panel: Panel, runs: list[Run]) -> Plot | None:
-    """Draw one metric over another, smoothed, with a mark at the last step."""
-    upward, along = panel.metrics
-    plot = _figure(along)
-    legend = []
-    for at, run in enumerate(runs):
-        curve, over = run.curves.get(upward), run.curves.get(along)
-        if curve is None or over is None:
-            continue
-        curve, over = curve.finite(), over.finite()
-        steps, first, second = np.intersect1d(curve.steps, over.steps, return_indices=True)
-        if not len(steps):
-            continue
-        y, x = Curve(steps, curve.values[first]).smooth(), Curve(steps, over.values[second]).smooth()
-        kept = np.unique(np.linspace(0, len(steps) - 1, 80).astype(int))
-        line = Line(run.name if len(runs) > 1 else upward, COLOURS[at % len(COLOURS)], "solid", Curve(steps, y.values))
-        _trace(plot, line, steps[kept], x.values[kept], y.values[kept])
-        legend.append(line)
-    return Plot(panel.title, panel.look_for, legend, dict(json_item(plot))) if legend else None
-
-
-def _trace(plot: figure, line: Line, steps: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    source = ColumnDataSource({"step": steps.astype(np.int32), "x": x.astype(np.float32), "y": y.astype(np.float32)})
-    plot.line("x", "y", line_color=line.colour, line_width=1.5, line_alpha=0.6, source=source)
-    dots = plot.scatter("x", "y", size=4, color=line.colour, source=source)
-    plot.scatter(x[-1:], y[-1:], size=11, color=line.colour, marker="star")
-    shown = [("step", "@step"), (str(plot.xaxis[0].axis_label), "@x{%.4g}"), (line.label, "@y{%.4g}")]
-    formatters: dict[str, Any] = {"@x": "printf", "@y": "printf"}
-    plot.add_tools(HoverTool(tooltips=shown, formatters=formatters, renderers=[dots], visible=False))
-
-
-def draw(panel: Panel, runs: list[Run], marks: dict[int, str]) -> Plot | None:
-    """Draw a panel."""
-    return against(panel, runs) if panel.kind == "against" else over_steps(panel, runs, marks)
+    return {section: drawn for section, drawn in plots.items() if drawn}, others[MOST_OTHERS:]

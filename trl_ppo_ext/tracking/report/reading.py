@@ -1,229 +1,230 @@
-"""Reading a run: its log, or the `trainer_state.json` of its checkpoints, as curves, completions and settings."""
+"""Read a run into curves, completions and settings, from its log or from the newest checkpoint."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from .curves import Curve
+import numpy as np
 
-RUN_LOG = "run_log.jsonl"  # what a run writes as it goes, in its output directory
-REPORT = "report.html"  # beside it, unless it is asked for elsewhere
+RUN_LOG = "run_log.jsonl"  # in the output directory of a run
+REPORT = "report.html"  # beside it by default
 TRAINER_STATE = "trainer_state.json"
-PPO_STATE = "ppo_state.json"  # beside it: the settings that a run's course depends on
-NOT_METRICS = {"step", "epoch"}
+PPO_STATE = "ppo_state.json"  # in the same checkpoint: the settings of the algorithm
+MOST_DRAWN = 1_000  # points per curve in a report
+
+
+class Curve(NamedTuple):
+    """A metric over optimizer steps."""
+
+    steps: np.ndarray  # [n] ascending
+    values: np.ndarray  # [n] NaN if not finite
+
+    def finite(self) -> "Curve":
+        """The curve without NaN."""
+        kept = np.isfinite(self.values)
+        return Curve(self.steps[kept], self.values[kept])
+
+    @property
+    def window(self) -> int:
+        """Number of points in a moving average: a twelfth of the curve."""
+        return max(len(self.values) // 12, 1)
+
+    def smooth(self) -> "Curve":
+        """Centered moving average that skips NaN."""
+        finite = np.isfinite(self.values)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(finite)])
+        index, half = np.arange(len(finite)), self.window // 2
+        low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(finite))
+        count = counts[high] - counts[low]
+        return Curve(self.steps, np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan))
+
+    def thinned(self, most: int = MOST_DRAWN) -> "Curve":
+        """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
+        if len(self.values) <= most:
+            return self
+        kept = set()
+        for part in np.array_split(np.arange(len(self.values)), most // 2):
+            missing = np.isnan(self.values[part])
+            kept.add(part[np.argmin(np.where(missing, np.inf, self.values[part]))])
+            kept.add(part[np.argmax(np.where(missing, -np.inf, self.values[part]))])
+        index = sorted(kept)
+        return Curve(self.steps[index], self.values[index])
+
+    def at(self, step: int) -> float:
+        """The smoothed value at a step, or at the last step before it."""
+        index = max(int(np.searchsorted(self.steps, step, side="right")) - 1, 0)
+        return float(self.smooth().values[index])
 
 
 class Sheet(NamedTuple):
-    """Completions that were sampled at a step."""
+    """Completions sampled at one step."""
 
-    step: int  # optimizer step
+    step: int
     mode: str  # "train" or "eval"
-    rows: list[dict[str, Any]]  # prompt, completion and scores of each
+    rows: list[dict[str, Any]]  # prompt, completion and scores
 
 
 @dataclass
 class Run:
-    """What is known of a run."""
+    """Everything that a run logged."""
 
-    name: str  # name of its directory
-    directory: str  # the directory
-    curves: dict[str, Curve] = field(default_factory=dict)  # metrics over steps
-    sheets: list[Sheet] = field(default_factory=list)  # completions over steps
-    config: dict[str, Any] = field(default_factory=dict)  # settings of PPO
-    trainer_config: dict[str, Any] = field(default_factory=dict)  # settings of the Trainer
-    environment: dict[str, Any] = field(default_factory=dict)  # versions and hardware
-    about: dict[str, Any] = field(default_factory=dict)  # model, names of rewards, planned steps
-    resumed_at: list[int] = field(default_factory=list)  # steps at which it was resumed
-    written: float | None = None  # when the last line was written, in seconds since 1970
-    notes: list[str] = field(default_factory=list)  # what is missing, or could not be read
+    name: str
+    directory: str
+    curves: dict[str, Curve] = field(default_factory=dict)
+    sheets: list[Sheet] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)  # PPO's own settings
+    trainer_config: dict[str, Any] = field(default_factory=dict)  # the Trainer's settings
+    environment: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    max_steps: int | None = None
+    resumed_at: list[int] = field(default_factory=list)
+    written: float | None = None  # time of the last entry, in seconds since 1970
+    notes: list[str] = field(default_factory=list)  # missing or unreadable parts
 
     @property
     def logs(self) -> int:
-        """Logs of training that there are: points of the longest of its curves."""
-        trained = (curve for name, curve in self.curves.items() if not name.startswith("eval_"))
-        return max((len(curve.finite().values) for curve in trained), default=0)
+        """Number of training logs: points of the longest curve."""
+        lengths = (len(curve.finite().values) for name, curve in self.curves.items() if not name.startswith("eval_"))
+        return max(lengths, default=0)
 
     @property
     def last_step(self) -> int:
-        """The last step that anything is known of."""
+        """The last step with a metric."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
-
-    @property
-    def max_steps(self) -> int | None:
-        """Steps that were planned, where it is known."""
-        planned = self.about.get("max_steps")
-        return planned if isinstance(planned, int) and planned > 0 else None
-
-
-class _Points:
-    """Values by metric and step; of a step that was logged twice, the later value counts."""
-
-    def __init__(self) -> None:
-        self.points: dict[str, dict[int, float]] = {}
-
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
-            if name in NOT_METRICS or isinstance(value, bool):
-                continue
-            if value is None or isinstance(value, int | float):
-                self.points.setdefault(name, {})[step] = float("nan") if value is None else float(value)
-
-    def forget_after(self, step: int) -> None:
-        for name, points in self.points.items():
-            self.points[name] = {at: value for at, value in points.items() if at <= step}
-
-    def curves(self) -> dict[str, Curve]:
-        curves = {name: Curve.of(points) for name, points in self.points.items() if points}
-        for name in [name for name in curves if name.endswith("completions/repeated_ratio")]:
-            distinct = name.replace("repeated_ratio", "distinct_ratio")
-            curves[distinct] = Curve(curves[name].steps, 1 - curves[name].values)
-        return curves
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether a line holds what a run writes."""
-    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
-        return False
-    kind = entry.get("kind")
-    if kind == "completions":
-        rows = entry.get("rows")
-        return isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    return kind == "run" or (kind == "metrics" and isinstance(entry.get("metrics"), dict))
-
-
-def read_lines(path: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read a run log, also one that is being written."""
-    entries, unread = [], 0
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                unread += line.endswith(b"\n") and bool(line.strip())
-                continue
-            if _is_entry(entry):
-                entries.append(entry)
-            else:
-                unread += 1
-    lines = "1 line" if unread == 1 else f"{unread} lines"
-    return entries, [f"{lines} of {RUN_LOG} could not be read, and {'is' if unread == 1 else 'are'} left out."] * (
-        unread > 0
-    )
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _begin(run: Run, points: _Points, entry: dict[str, Any]) -> None:
-    """A run begins or goes on: what an earlier one logged after this step, it will log again."""
-    step = entry["step"]
-    if step > 0:
-        points.forget_after(step)
-        run.sheets = [sheet for sheet in run.sheets if sheet.step <= step]
-        run.resumed_at = [at for at in run.resumed_at if at < step] + [step]
-    else:  # another run in the same place
-        points.points, run.sheets, run.resumed_at = {}, [], []
-    run.config = _as_dict(entry.get("config"))
-    run.trainer_config = _as_dict(entry.get("trainer_config"))
-    run.environment = _as_dict(entry.get("environment"))
-    run.about = {key: entry.get(key) for key in ("model", "rewards", "monitors", "max_steps")}
-
-
-def _read_log(run: Run, path: str, points: _Points) -> None:
-    entries, run.notes = read_lines(path)
-    for entry in entries:
-        if entry["kind"] == "run":
-            if entry["step"] > 0 and not points.points:
-                _read_state(run, points, until=entry["step"])  # the log begins where the run was resumed
-            _begin(run, points, entry)
-        elif entry["kind"] == "metrics":
-            points.add(entry["step"], entry["metrics"])
-        else:
-            sheet = Sheet(entry["step"], str(entry.get("mode")), entry["rows"])
-            run.sheets = [other for other in run.sheets if other[:2] != sheet[:2]] + [sheet]
-        if isinstance(entry.get("time"), int | float):
-            run.written = entry["time"]
-
-
-def _state_directories(directory: str) -> list[str]:
-    """Where a `trainer_state.json` lies: in the directory itself, then in the newest checkpoint."""
-    numbered = []
-    for name in os.listdir(directory):
-        match = re.fullmatch(r"checkpoint-(\d+)", name)
-        if match:
-            numbered.append((int(match[1]), os.path.join(directory, name)))
-    places = [directory, *(path for _, path in sorted(numbered, reverse=True))]
-    return [place for place in places if os.path.isfile(os.path.join(place, TRAINER_STATE))]
-
-
-def _read_json(path: str) -> dict[str, Any] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return _as_dict(json.load(file)) or None
-    except (OSError, ValueError):
-        return None
-
-
-def _read_state(run: Run, points: _Points, until: int | None = None) -> bool:
-    """Read the newest `trainer_state.json` that can be read."""
-    for place in _state_directories(run.directory):
-        state = _read_json(os.path.join(place, TRAINER_STATE))
-        if state is None:
-            run.notes.append(f"{os.path.join(place, TRAINER_STATE)} could not be read.")
-            continue
-        for entry in state.get("log_history") or []:
-            if (
-                isinstance(entry, dict)
-                and type(entry.get("step")) is int
-                and (until is None or entry["step"] <= until)
-            ):
-                points.add(entry["step"], entry)
-        run.about = {"max_steps": state.get("max_steps")}
-        settings = _as_dict((_read_json(os.path.join(place, PPO_STATE)) or {}).get("settings"))
-        run.config = run.config or settings
-        return True
+def _is_valid(entry: Any) -> bool:
+    match entry:
+        case {"kind": "run", "step": int()} | {"kind": "metrics", "step": int(), "metrics": dict()}:
+            return True
+        case {"kind": "completions", "step": int(), "rows": [*rows]}:
+            return all(isinstance(row, dict) for row in rows)
     return False
 
 
+def _read_log(run: Run) -> list[dict[str, Any]]:
+    """Valid entries of the run log, which the run may still be writing."""
+    path, entries, skipped = os.path.join(run.directory, RUN_LOG), [], 0
+    if not os.path.isfile(path):
+        return []
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                skipped += line.endswith(b"\n")  # without it, the line is still being written
+                continue
+            if _is_valid(entry):
+                entries.append(entry)
+            else:
+                skipped += 1
+    if skipped:
+        run.notes.append(f"{skipped} line(s) of {RUN_LOG} could not be read and were skipped.")
+    return entries
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _as_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_state(run: Run) -> list[dict[str, Any]]:
+    """The newest readable `trainer_state.json`, as entries of a run log."""
+    directory = Path(run.directory)
+    checkpoints = [path for path in directory.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
+    checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+    for path in (place / TRAINER_STATE for place in [directory, *checkpoints]):
+        state = _read_json(path)
+        if state:
+            settings = _read_json(path.with_name(PPO_STATE)).get("settings")
+            start = {"kind": "run", "step": 0, "config": settings, "max_steps": state.get("max_steps")}
+            history = [entry for entry in state.get("log_history") or [] if isinstance(entry, dict)]
+            logs = [{"kind": "metrics", "step": entry.get("step"), "metrics": entry} for entry in history]
+            return [start, *filter(_is_valid, logs)]
+        if path.is_file():
+            run.notes.append(f"{path} could not be read.")
+    return []
+
+
+def _begin(run: Run, entry: dict[str, Any]) -> None:
+    run.config = _as_dict(entry.get("config"))
+    run.trainer_config = _as_dict(entry.get("trainer_config"))
+    run.environment = _as_dict(entry.get("environment"))
+    planned, run.model = entry.get("max_steps"), entry.get("model")
+    run.max_steps = planned if isinstance(planned, int) and planned > 0 else None
+
+
+def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
+    """Fill a run from its log. For a step that was logged twice, the later entry counts."""
+    points: dict[str, dict[int, float]] = {}
+    sheets: dict[tuple[int, str], Sheet] = {}
+    for entry in entries:
+        step = entry["step"]
+        if entry["kind"] == "run":
+            # A resumed run logs later steps again. A run from step 0 replaces an earlier run in this directory.
+            kept = step if step > 0 else -1
+            points = {name: {at: x for at, x in values.items() if at <= kept} for name, values in points.items()}
+            sheets = {key: sheet for key, sheet in sheets.items() if sheet.step <= kept}
+            run.resumed_at = sorted({at for at in [*run.resumed_at, step] if 0 < at <= kept})
+            _begin(run, entry)
+        elif entry["kind"] == "metrics":
+            for name, value in entry["metrics"].items():
+                if name not in ("step", "epoch") and type(value) in (int, float, type(None)):
+                    points.setdefault(name, {})[step] = math.nan if value is None else float(value)
+        else:
+            sheet = Sheet(step, str(entry.get("mode")), entry["rows"])
+            sheets[sheet[:2]] = sheet
+        if isinstance(entry.get("time"), int | float):
+            run.written = entry["time"]
+    run.sheets = [sheets[key] for key in sorted(sheets)]
+    for name in [name for name in points if points[name]]:
+        steps, values = zip(*sorted(points[name].items()))
+        curve = Curve(np.array(steps), np.where(np.isfinite(values), values, np.nan))
+        run.curves[name] = curve
+        if name.endswith("completions/repeated_ratio"):  # the share of distinct completions is easier to read
+            run.curves[name.replace("repeated_ratio", "distinct_ratio")] = curve._replace(values=1 - curve.values)
+
+
 def read_run(directory: str | os.PathLike) -> Run:
-    """Read what a run wrote."""
+    """Read a run from its output directory or from a checkpoint."""
     directory = os.fspath(directory)
     if not os.path.isdir(directory):
-        raise ValueError(f"`{directory}` is no directory; give the `output_dir` of a run.")
-    name = os.path.basename(os.path.abspath(directory))
-    run, points = Run(name, directory), _Points()
-    path = os.path.join(directory, RUN_LOG)
-    if os.path.isfile(path):
-        _read_log(run, path, points)
-    if not points.points and _read_state(run, points):
-        run.notes.append(f"There is no {RUN_LOG}: curves come from {TRAINER_STATE}, and there are no completions.")
-    run.curves = points.curves()
-    run.sheets.sort(key=lambda sheet: (sheet.step, sheet.mode))
+        raise ValueError(f"`{directory}` is not a directory; pass the `output_dir` of a run.")
+    run = Run(os.path.basename(os.path.abspath(directory)), directory)
+    # The newest checkpoint completes a log that is missing, or that starts at a resume.
+    entries = _read_log(run)
+    if not entries or (entries[0]["kind"] == "run" and entries[0]["step"] > 0):
+        history = _read_state(run)
+        if history and not entries:
+            run.notes.append(f"{RUN_LOG} is missing: the curves come from {TRAINER_STATE}, without completions.")
+        entries = history + entries
+    _replay(run, entries)
     if not run.curves and not run.config:
-        raise ValueError(
-            f"`{directory}` has neither a {RUN_LOG} nor a {TRAINER_STATE} with anything in it, nor has a checkpoint "
-            "in it; give the `output_dir` of a run."
-        )
+        needed = f"a non-empty {RUN_LOG}, {TRAINER_STATE} or checkpoint"
+        raise ValueError(f"`{directory}` must contain {needed}; pass the `output_dir` of a run.")
     if not run.curves:
-        run.notes.append("Nothing is logged yet; `logging_steps` says how often it is.")
+        run.notes.append("Nothing is logged yet; `logging_steps` sets how often the run logs.")
     return run
 
 
 def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
-    """Read several runs, and give them names that differ."""
+    """Read several runs and give them distinct names."""
     runs = [read_run(directory) for directory in directories]
-    names = [run.name for run in runs]
-    for number, run in enumerate(runs):
-        if names.count(run.name) > 1:
-            run.name = _longer_name(run, [other.directory for other in runs], number)
+    names = Counter(run.name for run in runs)
+    for number, run in enumerate(runs, start=1):
+        if names[run.name] > 1:
+            run.name += f" ({number})"
     return runs
-
-
-def _longer_name(run: Run, directories: Sequence[str], number: int) -> str:
-    """The directory as it was given, numbered if it was given twice."""
-    again = directories[:number].count(run.directory)
-    return run.directory if not again else f"{run.directory} ({again + 1})"
