@@ -4,9 +4,9 @@ Weights are counted on models built on the meta device. Activations are formulas
 LoRA on a frozen base and attention by `scaled_dot_product_attention`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any, cast
@@ -47,6 +47,7 @@ OPTIMIZERS = {
     **dict.fromkeys(("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"), 0.0),
     **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), 0.0),
 }
+# implementations of attention, and whether they take a mask
 MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LINEARS = (*QKV, "o_proj", *GATE_UP, "down_proj")
@@ -60,13 +61,11 @@ class ModelSizes:
     hidden: int
     intermediate: int
     layers: int
-    heads: int
     query_width: int  # of all heads
     kv_width: int
     head_norms: bool  # queries and keys are normalized
     vocabulary: int
     linear: int  # parameters that may be quantized
-    largest_linear: int  # of them, those of the largest weight
     others: int  # all other parameters: embeddings, output projection or score head, norms, biases
     width: int  # bytes of a number
     quantization: str | None = None  # key of `QUANTIZED`
@@ -80,7 +79,7 @@ class ModelSizes:
     @property
     def dequantized(self) -> int:
         """Bytes of the largest quantized weight when a product reads it."""
-        return 0 if self.quantization is None else self.largest_linear * self.width
+        return 0 if self.quantization is None else self.hidden * self.intermediate * self.width
 
     def forward(self, tokens: int, adapter_width: int = 0) -> int:
         """Bytes in use at a time in a forward without gradients."""
@@ -93,9 +92,8 @@ class ModelSizes:
     def logits(self, tokens: int, chunk: int, exact_kl: bool) -> int:
         """Bytes over the vocabulary in `token_logprobs`: a chunk's product, logits, derivative, and reference."""
         rows = min(tokens, max(1, chunk // (self.vocabulary * (2 if exact_kl else 1))))
-        return (
-            rows * self.vocabulary * (self.width % 4 + 4 + 4 + (4 if exact_kl else 0))
-        )  # float32 products are logits
+        product = 0 if self.width == 4 else self.width  # in float32 it is the logits
+        return rows * self.vocabulary * (product + 4 + 4 + (4 if exact_kl else 0))
 
     def saved(self, ranks: Mapping[str, int], rows: int, length: int, masked: bool) -> int:
         """Bytes that a layer saves for its backward; a frozen weight needs none of its inputs."""
@@ -105,9 +103,8 @@ class ModelSizes:
         # queries, output, keys and values; a mask needs the last two repeated for all heads
         attention = 2 * self.query_width + 2 * (self.query_width if masked else self.kv_width)
         swiglu = (4 if "down_proj" in ranks else 3) * self.intermediate
-        log_sum_exp = 4 * self.heads
         mask = self.width * rows * length**2 if masked else 0  # each layer has a copy of its own
-        return rows * length * (norms + self.width * (lora + attention + swiglu) + log_sum_exp) + mask
+        return rows * length * (norms + self.width * (lora + attention + swiglu)) + mask
 
 
 @dataclass(frozen=True)
@@ -156,49 +153,48 @@ class MemoryEstimate:
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
         adapters, has_critic = 2 if args.critic == "adapter" else 1, args.critic != "none"
         trained = adapters * adapter.parameters + has_critic * (base.hidden + 1)
-        exact_kl, placement = args.kl_estimator == "exact", args.kl_placement
+        kl_in_reward, kl_in_loss = (
+            args.kl_estimator == "exact" and args.kl_placement != x for x in ("loss", "reward")
+        )
         offload_rewards, offload_rollout = args.offload_rewards and self.on_gpu, args.offload_rollout and self.on_gpu
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
-        # ids of sequences, prompts and completions, and eleven numbers per completion token
-        rollout = completions * (8 * length + 8 * prompt + (8 + 44) * response)
-        # autocast keeps 16-bit copies of float32 adapters until it ends
-        copies = 2 * adapter.parameters if width < 4 else 0
 
-        # 1. Load: quantization needs a weight in full.
-        load: dict[str, float] = {
+        # 1. In use all the time
+        resident: dict[str, float] = {
             "base weights": base.bytes,
             "reward models": 0 if offload_rewards else sum(model.bytes for model in models),
             "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
             "policy adapter": 4 * adapter.parameters,
             "critic": 4 * (trained - adapter.parameters),
             "averaged weights": 4 * adapter.parameters if args.ema_decay is not None else 0,
+            "optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained,
         }
-        resident = load | {"optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained}
-        load["weight before quantization"] = base.dequantized
+        # ids of sequences, prompts and completions, and eleven numbers per completion token
+        rollout = completions * (8 * length + 8 * prompt + (8 + 44) * response)
+        copies = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
+        training = {"rollout": rollout, "autocast copies": adapters * copies}
 
-        # 2. Generate: the prefill, or the end, when a layer's keys may be copied to a larger cache.
+        # 2. Sampling: a cache that grows by blocks, and copies of the logits
         sampled = min(args.per_device_generation_batch_size or completions, completions)
         cache = 2 * width * base.kv_width * base.layers * sampled  # per position
         cached = min(-(-prompt // BLOCK) * BLOCK, length)
-        copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)
-        sampling = sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0))  # copies of the logits
-        generate = _largest(
-            {"KV cache": cache * cached, "activations": base.forward(sampled * prompt)},
-            {"KV cache": cache * length, "sampling": max(copied, sampling), "activations": base.dequantized},
-        )
+        copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
+        sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
 
-        # 3. Forward of policy, critic and reference: within a layer, or projecting the hidden states.
-        projected = base.logits(rows * response, chunk, exact_kl and placement != "loss")
-        projected += 2 * width * base.hidden * rows * response
-        forward = _largest({"activations": base.forward(rows * length, width)}, {"logits": projected})
-
-        # 4. Score with one reward at a time; reward adapters compute in float32.
+        # 3. Scoring, one reward at a time; reward adapters compute in float32
         tokens = min(args.per_device_reward_batch_size, completions) * length
         scoring = [model.forward(tokens) + (model.bytes if offload_rewards else 0) for model in models]
         scoring += [base.forward(tokens, 4) for _ in reward_adapters]
 
-        # 5. Update: projecting the hidden states, the backward of the last layer, or the optimizer's step.
+        # 4. Projections to the vocabulary, and derivatives by hidden states in float32, for log-probabilities,
+        # entropies, KL and values
+        projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
+        entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss + has_critic) + ptx)
+        projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
+
+        # 5. Backward: what the trunk saved for it, and gradients within a layer
         layer = base.saved(adapter.ranks, rows, length, self.masked)
         trunk, ptx_trunk = base.layers * layer, base.layers * base.saved(adapter.ranks, rows, ptx, self.masked)
         backward = 2 * width * rows * length * (base.hidden + base.intermediate) + base.dequantized
@@ -206,32 +202,32 @@ class MemoryEstimate:
             trunk, ptx_trunk = (rows * x * base.hidden * (base.layers * width + 4) for x in (length, ptx))
             backward += layer - (4 * base.hidden * rows * length if width == 4 else 0)
         trunks = adapters * trunk + ptx_trunk
-        # float32 derivatives by hidden states: of log-probabilities, entropies, KL and values
-        with_entropy, with_kl = args.entropy_coef != 0 or args.entropy_target is not None, placement != "reward"
-        derivatives = response * (1 + with_entropy + (exact_kl and with_kl) + has_critic) + ptx
-        kept = 4 * base.hidden * rows * derivatives
-        projected = base.logits(rows * max(response, ptx), chunk, exact_kl and with_kl) + kept
-        # all gradients if an earlier micro-batch made them, else those of a layer
-        gradients = 4 * trained
-        early = gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers
-        update = _largest(
-            # the critic's adapter comes after the policy's logits, and before those of supervised rows
-            {"activations": trunks if ptx else trunk, "logits": projected, "gradients": early},
-            {"activations": trunks + backward, "logits": kept, "gradients": early},
-            {"gradients": gradients},
-        )
-        update["gradients"] += gradients if self.processes > 1 else 0  # DDP's buckets
+        # the critic's adapter runs after the policy's projection, and before that of supervised rows
+        forwards = trunks if ptx else trunk
+        # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
+        buckets, gradients = 4 * trained if self.processes > 1 else 0, 4 * trained
+        early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
+        update = training | ({"rollout": 0} if offload_rollout else {})
 
-        forward |= {"rollout": rollout, "autocast copies": adapters * copies}
-        update |= {"rollout": 0 if offload_rollout else rollout, "autocast copies": adapters * copies}
-        phases = {
-            "load": load,
-            "generate": resident | generate | {"autocast copies": copies},
-            "forward": resident | forward,
-            "score": resident | {"activations": max(scoring, default=0), "rollout": rollout},
-            "update": resident | update,
+        moments: dict[str, list[dict[str, float]]] = {
+            "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
+            "generate": [
+                {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
+                {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
+            ],
+            "forward": [
+                training | {"activations": base.forward(rows * length, width)},
+                training | {"logits": projected},
+            ],
+            "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
+            "update": [
+                update | {"activations": forwards, "logits": projecting, "gradients": early},
+                update | {"activations": trunks + backward, "logits": kept, "gradients": early},
+                update | {"gradients": buckets + gradients},  # the optimizer's step
+            ],
         }
-        return tuple(Phase(name, {part: x for part, x in parts.items() if x}) for name, parts in phases.items())
+        peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}
+        return tuple(Phase(name, {x: y for x, y in (resident | parts).items() if y}) for name, parts in peaks.items())
 
     @property
     def peak_phase(self) -> Phase:
@@ -271,10 +267,8 @@ class MemoryEstimate:
         plan = BatchPlan.from_config(self.args, self.processes)
         rows, mini_batch, completions = plan.micro_batch_size, plan.mini_batch_size, plan.completions_per_process
         sampled = min(self.args.per_device_generation_batch_size or completions, completions)
-        micro_batches, samples = (
-            [size for size in range(largest - 1, 0, -1) if of % size == 0]
-            for largest, of in ((rows, mini_batch), (sampled, completions))
-        )
+        micro_batches = [size for size in range(rows - 1, 0, -1) if mini_batch % size == 0]
+        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
         in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
         changes: list[list[dict[str, Any]]] = [
             [{"gradient_checkpointing": True}],
@@ -284,16 +278,15 @@ class MemoryEstimate:
             ],
             [{"per_device_generation_batch_size": x} for x in samples],
             [{"load_in_4bit": True, "use_bnb_nested_quant": True}] if self.base.quantization is None else [],
-            [{"offload_rewards": True}] if not in_8_bits else [],  # which cannot be moved
+            [] if in_8_bits else [{"offload_rewards": True}],  # 8-bit models cannot be moved
             [{"reward_funcs": "adapter:PATH"}],
             [{"optim": "adamw_8bit"}],
         ]
-        smallest = [[self.changed(x).phases for x in values[-1:]] for values in changes]
-        return [
-            values
-            for values, tried in zip(changes, smallest)
-            if tried and any(x.bytes < y.bytes for x, y in zip(tried[0], self.phases))
-        ]
+
+        def total(estimate: "MemoryEstimate") -> float:
+            return sum(phase.bytes for phase in estimate.phases)
+
+        return [values for values in changes if values and total(self.changed(values[-1])) < total(self)]
 
     def changed(self, *settings: dict[str, Any]) -> "MemoryEstimate":
         """Estimate the run with changed settings."""
@@ -304,10 +297,6 @@ class MemoryEstimate:
         args = copy(self.args)
         vars(args).update(values)
         return replace(self, args=args, base=base, rewards=rewards, settings=settings)
-
-
-def _largest(*moments: dict[str, float]) -> dict[str, float]:
-    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def estimate_memory(
@@ -328,7 +317,7 @@ def estimate_memory(
     Args:
         model (`str`, `PreTrainedConfig` or `PreTrainedModel`): Base model, or its config.
         args ([`PPOConfig`]): Config of the run.
-        reward_funcs (`str`, `PreTrainedConfig`, `PreTrainedModel`, [`RewardAdapter`], `Callable` or a list, *optional*):
+        reward_funcs (`str`, `PreTrainedConfig`, `PreTrainedModel`, [`RewardAdapter`], `Callable` or list, *optional*):
             Rewards. Models given as a string are quantized by `args.reward_quantization`. A config stands for a
             classifier that you load yourself, in the config's dtype. Functions take no memory.
         monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
@@ -346,43 +335,36 @@ def estimate_memory(
     Raises:
         `ValueError`: If the memory of a setting or an architecture is not known.
     """
-    init_kwargs = cast(dict, args.model_init_kwargs or {})
-    attention = init_kwargs.get("attn_implementation")
-    # 1. Settings that the formulas do not cover
+    # 1. Check for settings that the formulas do not cover.
     if prompt_length < 1:
         raise ValueError(f"`prompt_length` must be at least 1, got {prompt_length}.")
-    choices: dict[str, tuple[Any, Any]] = {
+    config = getattr(model, "config", model)
+    if not isinstance(config, PreTrainedConfig):
+        config = AutoConfig.from_pretrained(config, **hub_kwargs(args))
+    init_kwargs, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
+    attention, dtype = init_kwargs.get("attn_implementation"), init_kwargs.get("dtype") or compute_dtype(args)
+    dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
+    supported: dict[str, tuple[Any, Collection]] = {
         "device": (device, ("cuda", "cpu")),
         "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
         "attn_implementation": (attention, MASKED),
-        "deepspeed": (bool(args.deepspeed), [False]),
-        "fsdp": (bool(args.fsdp), [False]),
-        "every_n_layers": ("every_n_layers" in cast(dict, args.gradient_checkpointing_kwargs or {}), [False]),
+        "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),
+        "every_n_layers": (cast(dict, args.gradient_checkpointing_kwargs or {}).get("every_n_layers"), (None,)),
+        "deepspeed": (args.deepspeed or None, (None,)),
+        "fsdp": (args.fsdp or None, (None,)),
     }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ValueError(f"`{name}={value!r}` is not estimated; use one of {', '.join(map(str, known))}.")
-    # 2. Sizes
-    config = AutoConfig.from_pretrained(model, **hub_kwargs(args)) if isinstance(model, str) else model
-    config = getattr(config, "config", config)
-    if not isinstance(config, PreTrainedConfig):
-        raise ValueError(
-            f"`model` must be an id or path, a config or a `PreTrainedModel`, got {type(model).__name__}."
-        )
-    dtype = init_kwargs.get("dtype") or compute_dtype(args)
-    width = _width(config.dtype if dtype == "auto" else dtype)
-    if width != compute_dtype(args).itemsize:
-        raise ValueError(
-            f"`dtype` must be {compute_dtype(args)}, as in the run, got {dtype}; omit `dtype`, or set `bf16` to match."
-        )
+    for name, (value, values) in supported.items():
+        if value not in values:
+            raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
+
+    # 2. Read sizes of models and adapters.
+    saved = getattr(config, "quantization_config", None)
     base = on_meta(config, trust_remote_code=args.trust_remote_code)
     funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
-    rewards = [_reward_sizes(x, base, width, args.reward_quantization, args.trust_remote_code) for x in funcs]
+    rewards = [_reward_sizes(reward, args, base, width) for reward in funcs]
     return MemoryEstimate(
         args=args,
-        base=model_sizes(
-            base, width, _quantization(quantization_config or getattr(config, "quantization_config", None))
-        ),
+        base=model_sizes(base, width, _quantization(quantization_config or saved)),
         adapter=adapter_sizes(base, peft_config or default_peft_config()),
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
@@ -393,11 +375,6 @@ def estimate_memory(
     )
 
 
-def _width(dtype: Any) -> int:
-    """Bytes of a number; transformers loads float32 if a config has no dtype."""
-    return (getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32).itemsize
-
-
 def _quantization(config: Any) -> str | None:
     """Key of `QUANTIZED` for a quantization config, which is a `dict` in a saved model's config."""
     if config is None:
@@ -405,27 +382,26 @@ def _quantization(config: Any) -> str | None:
     settings = config if isinstance(config, dict) else config.to_dict()
     if settings["quant_method"] != "bitsandbytes":
         raise ValueError(f"Only models quantized by bitsandbytes are estimated, got {settings['quant_method']!r}.")
-    if settings["load_in_8bit"]:
+    if settings.get("load_in_8bit"):
         return "int8"
-    return "4bit double" if settings["bnb_4bit_use_double_quant"] else "4bit"
+    return "4bit double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
 
 
-def _reward_sizes(
-    reward: Any, base: PreTrainedModel, width: int, quantization: str, trust_remote_code: bool
-) -> ModelSizes | AdapterSizes | None:
+def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: int) -> ModelSizes | AdapterSizes | None:
     """Sizes of a reward; functions, judges and remote rewards take no memory."""
     if isinstance(reward, RewardAdapter):
         peft_config = PeftConfig.from_pretrained(reward.path)
         peft_config.modules_to_save = None  # the score head, which is counted apart
         return adapter_sizes(base, peft_config)
-    loaded_as = {"none": None, "int8": "int8"}.get(quantization, "4bit double")
+    quantization = None
     if isinstance(reward, str):
-        reward = AutoConfig.from_pretrained(reward, trust_remote_code=trust_remote_code)
+        reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
+        quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
     elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
-        width, loaded_as, reward = _width(reward.dtype), None, getattr(reward, "config", reward)
+        width, reward = (reward.dtype or torch.float32).itemsize, getattr(reward, "config", reward)
     else:
         return None
-    return model_sizes(on_meta(reward, True, trust_remote_code), width, loaded_as)
+    return model_sizes(on_meta(reward, True, args.trust_remote_code), width, quantization)
 
 
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -444,9 +420,8 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
         names = {name.split(".")[-2] for name, _ in layer.named_parameters()}
         if names - {"q_norm", "k_norm"} != LAYER:
             raise ValueError(
-                f"{type(model).__name__} cannot be estimated: its decoder layers must have {', '.join(sorted(LAYER))}, "
-                f"got {', '.join(sorted(names)) or 'no `layers`'}; run a few steps and read "
-                "torch.cuda.max_memory_allocated()."
+                f"{type(model).__name__} cannot be estimated: its `layers` must have {', '.join(sorted(LAYER))}, "
+                f"got {', '.join(sorted(names)) or 'none'}; read torch.cuda.max_memory_allocated() after a few steps."
             )
     attention, mlp = layers[0].self_attn, layers[0].mlp
     linears = [x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)]
@@ -454,13 +429,11 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
         hidden=mlp.gate_proj.in_features,
         intermediate=mlp.gate_proj.out_features,
         layers=len(layers),
-        heads=attention.q_proj.out_features // attention.head_dim,
         query_width=attention.q_proj.out_features,
         kv_width=attention.k_proj.out_features,
         head_norms=hasattr(attention, "q_norm"),
         vocabulary=model.config.get_text_config().vocab_size,
         linear=sum(linears),
-        largest_linear=max(linears),
         others=sum(x.numel() for x in model.parameters()) - sum(linears),
         width=width,
         quantization=quantization,
