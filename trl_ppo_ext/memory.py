@@ -398,7 +398,8 @@ def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: in
         reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
         quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
     elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
-        width, reward = (reward.dtype or torch.float32).itemsize, getattr(reward, "config", reward)
+        dtype = str(reward.dtype or "float32").removeprefix("torch.")
+        width, reward = getattr(torch, dtype).itemsize, getattr(reward, "config", reward)
     else:
         return None
     return model_sizes(on_meta(reward, True, args.trust_remote_code), width, quantization)

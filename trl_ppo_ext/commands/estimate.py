@@ -14,22 +14,29 @@ from ..config import PPOConfig
 from ..memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
 from .launch import find_reward, parse
 
-GPUS = {  # usable GiB, as nvidia-smi reports it
-    **dict.fromkeys(("RTX 3060", "RTX 4070"), 12.0),
-    **dict.fromkeys(("V100 16GB", "RTX 4060 Ti 16GB", "RTX 4080", "RTX 5070 Ti", "RTX 5080"), 16.0),
-    **dict.fromkeys(("A10", "A10G", "L4"), 22.5),
-    **dict.fromkeys(("RTX 3090", "RTX 4090"), 24.0),
-    **{"RTX 3080": 10.0, "T4": 15.0, "RTX 5090": 31.8, "V100 32GB": 32.0, "A100 40GB": 40.0, "L40S": 45.0},
-    **{"RTX A6000": 48.0, "H100": 79.6, "A100 80GB": 80.0, "H200": 140.4},
+_GPUS_BY_GIB = {  # usable, as nvidia-smi reports it
+    10.0: "RTX 3080",
+    12.0: "RTX 3060, RTX 4070",
+    15.0: "T4",
+    16.0: "V100 16GB, RTX 4060 Ti 16GB, RTX 4080, RTX 5070 Ti, RTX 5080",
+    22.5: "A10, A10G, L4",
+    24.0: "RTX 3090, RTX 4090",
+    31.8: "RTX 5090, V100 32GB",
+    40.0: "A100 40GB",
+    45.0: "L40S",
+    48.0: "RTX A6000",
+    79.6: "H100, A100 80GB",
+    140.4: "H200",
 }
+GPUS = {name: memory for memory, names in _GPUS_BY_GIB.items() for name in names.split(", ")}
 
 
 def gpu_memory(name: str) -> float:
     """GiB of a GPU; "NVIDIA GeForce RTX 4090" and "rtx4090" are the same."""
-    name, *known = (re.sub(r"nvidia|geforce|\W", "", x.lower()) for x in (name, *GPUS))
-    if name not in known:
+    wanted, *known = (re.sub(r"nvidia|geforce|\W", "", x.lower()) for x in (name, *GPUS))
+    if wanted not in known:
         raise ValueError(f"Unknown `gpu` {name!r}; choose one of {', '.join(GPUS)}, or set `memory` in GiB.")
-    return list(GPUS.values())[known.index(name)]
+    return [*GPUS.values()][known.index(wanted)]
 
 
 @dataclass
