@@ -172,12 +172,12 @@ class MemoryEstimate:
         }
         # ids of sequences, prompts and completions, and eleven numbers per completion token
         rollout = completions * (8 * length + 8 * prompt + (8 + 44) * response)
-        copies = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
-        training = {"rollout": rollout, "autocast copies": adapters * copies}
+        copies: float = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
+        training: dict[str, float] = {"rollout": rollout, "autocast copies": adapters * copies}
 
         # 2. Sampling: a cache that grows by blocks, and copies of the logits
         sampled = min(args.per_device_generation_batch_size or completions, completions)
-        cache = 2 * width * base.kv_width * base.layers * sampled  # per position
+        cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
         cached = min(-(-prompt // BLOCK) * BLOCK, length)
         copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
         sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
@@ -202,12 +202,11 @@ class MemoryEstimate:
             trunk, ptx_trunk = (rows * x * base.hidden * (base.layers * width + 4) for x in (length, ptx))
             backward += layer - (4 * base.hidden * rows * length if width == 4 else 0)
         trunks = adapters * trunk + ptx_trunk
-        # the critic's adapter runs after the policy's projection, and before that of supervised rows
-        forwards = trunks if ptx else trunk
+        forwards = trunks if ptx else trunk  # the critic's adapter runs between the projections of policy and ptx
         # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
-        buckets, gradients = 4 * trained if self.processes > 1 else 0, 4 * trained
+        gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
         early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
-        update = training | ({"rollout": 0} if offload_rollout else {})
+        update = training | ({"rollout": 0.0} if offload_rollout else {})
 
         moments: dict[str, list[dict[str, float]]] = {
             "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
@@ -223,7 +222,7 @@ class MemoryEstimate:
             "update": [
                 update | {"activations": forwards, "logits": projecting, "gradients": early},
                 update | {"activations": trunks + backward, "logits": kept, "gradients": early},
-                update | {"gradients": buckets + gradients},  # the optimizer's step
+                update | {"gradients": float(gradients + buckets)},  # the optimizer's step
             ],
         }
         peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}
@@ -295,7 +294,7 @@ class MemoryEstimate:
         base = replace(self.base, quantization="4bit double") if four_bit else self.base
         rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
         args = copy(self.args)
-        vars(args).update(values)
+        args.__dict__.update(values)
         return replace(self, args=args, base=base, rewards=rewards, settings=settings)
 
 
@@ -358,13 +357,13 @@ def estimate_memory(
             raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
 
     # 2. Read sizes of models and adapters.
-    saved = getattr(config, "quantization_config", None)
+    quantization = quantization_config or getattr(config, "quantization_config", None)
     base = on_meta(config, trust_remote_code=args.trust_remote_code)
     funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
     rewards = [_reward_sizes(reward, args, base, width) for reward in funcs]
     return MemoryEstimate(
         args=args,
-        base=model_sizes(base, width, _quantization(quantization_config or saved)),
+        base=model_sizes(base, width, _quantization(quantization) if quantization else None),
         adapter=adapter_sizes(base, peft_config or default_peft_config()),
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
@@ -375,10 +374,8 @@ def estimate_memory(
     )
 
 
-def _quantization(config: Any) -> str | None:
+def _quantization(config: Any) -> str:
     """Key of `QUANTIZED` for a quantization config, which is a `dict` in a saved model's config."""
-    if config is None:
-        return None
     settings = config if isinstance(config, dict) else config.to_dict()
     if settings["quant_method"] != "bitsandbytes":
         raise ValueError(f"Only models quantized by bitsandbytes are estimated, got {settings['quant_method']!r}.")

@@ -24,6 +24,7 @@ from trl_ppo_ext.rewards import load_classifier
 ROOT = Path(__file__).parents[2]
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NO_CRITIC = {"critic": "none", "advantage_estimator": "reinforce"}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_optimizer_states_equal_those_of_the_optimizer(tmp_path):
     states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
 
     def estimated(optim):
-        run = estimate(tmp_path, critic="none", optim=optim, adapter=AdapterSizes(5700, {}))
+        run = estimate(tmp_path, **NO_CRITIC, optim=optim, adapter=AdapterSizes(5700, {}))
         return part(run, "update", "optimizer states")
 
     assert estimated("adamw_torch") == sum(x.numel() * x.element_size() for x in states)
@@ -190,7 +191,7 @@ def part(run, phase, name):
         ({}, {"ptx_length": 128}),
         ({}, {"processes": 2}),
         ({}, {"base": replace(BASE, layers=8)}),
-        ({"critic": "none"}, {}),
+        (NO_CRITIC, {}),
         ({"gradient_checkpointing": True}, {}),
         ({"base": replace(BASE, quantization="4bit double")}, {"base": replace(BASE, quantization="4bit")}),
         ({"base": replace(BASE, quantization="4bit")}, {"base": replace(BASE, quantization="int8")}),
@@ -230,7 +231,7 @@ def test_saved_tensors_equal_a_count_by_hand(tmp_path):
         masked=False,
         on_gpu=False,
         prompt_length=1,
-        critic="none",
+        **NO_CRITIC,
         max_completion_length=1,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,

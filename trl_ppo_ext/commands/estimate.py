@@ -62,8 +62,9 @@ class EstimateConfig(PPOConfig):
         for message in (message for message, applies in invalid.items() if applies):
             raise ValueError(message)
         self.memory = gpu_memory(self.gpu) if self.gpu is not None else self.memory
-        self.target = "cpu" if self.use_cpu else "cuda"
-        self.bf16 = self.target == "cuda" and not self.fp16 if self.bf16 is None else self.bf16
+        on_cpu: bool = self.use_cpu  # type: ignore[has-type]
+        self.target = "cpu" if on_cpu else "cuda"
+        self.bf16 = not on_cpu and not self.fp16 if self.bf16 is None else self.bf16
         self.use_cpu = True  # of this process
         super().__post_init__()
 
