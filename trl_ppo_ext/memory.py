@@ -1,0 +1,456 @@
+"""Memory of a run, estimated from configs.
+
+Weights are counted on models built on the meta device. Activations are formulas for decoder layers like Llama's, with
+LoRA on a frozen base and attention by `scaled_dot_product_attention`.
+"""
+
+from collections.abc import Collection, Mapping
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.training_args import OptimizerNames
+
+from .arguments import as_list
+from .config import PPOConfig
+from .generation.growing_cache import BLOCK
+from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
+from .modeling.logprobs import CHUNK_LOGITS
+from .ppo.batch_plan import BatchPlan
+from .rewards import RewardAdapter
+
+PROMPT_LENGTH = 512
+GIB = 2**30
+CUDA_CONTEXT, FRAGMENTATION = 0.6 * GIB, 0.05  # assumed, not measured: context, and what the allocator cannot use
+# bytes of a quantized weight: 4 bits have a constant per block of 64, double quantization a constant per 256 of these
+QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 / 64 / 256}
+# bytes of state per trained parameter; paged states move to main memory when the GPU is full
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), 8.0),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), 2 * (1 + 4 / 256)),  # a constant per block of 256
+    **dict.fromkeys(("adagrad", "rmsprop", "lion_32bit"), 4.0),
+    **dict.fromkeys(("lion_8bit",), 1 + 4 / 256),
+    **dict.fromkeys(("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"), 0.0),
+    **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), 0.0),
+}
+# implementations of attention, and whether they take a mask
+MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+LINEARS = (*QKV, "o_proj", *GATE_UP, "down_proj")
+LAYER = {*LINEARS, "input_layernorm", "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model with decoder layers like Llama's."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    query_width: int  # of all heads
+    kv_width: int
+    head_norms: bool  # queries and keys are normalized
+    vocabulary: int
+    linear: int  # parameters that may be quantized
+    others: int  # all other parameters: embeddings, output projection or score head, norms, biases
+    width: int  # bytes of a number
+    quantization: str | None = None  # key of `QUANTIZED`
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the weights."""
+        each = self.width if self.quantization is None else QUANTIZED[self.quantization]
+        return self.linear * each + self.others * self.width
+
+    @property
+    def dequantized(self) -> int:
+        """Bytes of the largest quantized weight when a product reads it."""
+        return 0 if self.quantization is None else self.hidden * self.intermediate * self.width
+
+    def forward(self, tokens: int, adapter_width: int = 0) -> int:
+        """Bytes in use at a time in a forward without gradients."""
+        mlp = self.intermediate * (2 * (self.width + adapter_width) if adapter_width else 3 * self.width)
+        attention = self.width * (4 * self.query_width + 2 * self.kv_width)
+        # embeddings, the layer's input, the residual stream, normalized states, and what an adapter casts
+        around = 4 * self.width * self.hidden + (adapter_width * self.hidden if adapter_width > self.width else 0)
+        return tokens * (around + max(mlp, attention)) + self.dequantized
+
+    def logits(self, tokens: int, chunk: int, exact_kl: bool) -> int:
+        """Bytes over the vocabulary in `token_logprobs`: a chunk's product, logits, derivative, and reference."""
+        rows = min(tokens, max(1, chunk // (self.vocabulary * (2 if exact_kl else 1))))
+        product = 0 if self.width == 4 else self.width  # in float32 it is the logits
+        return rows * self.vocabulary * (product + 4 + 4 + (4 if exact_kl else 0))
+
+    def saved(self, ranks: Mapping[str, int], rows: int, length: int, masked: bool) -> int:
+        """Bytes that a layer saves for its backward; a frozen weight needs none of its inputs."""
+        norms = 8 * self.hidden + (4 * (self.query_width + self.kv_width) if self.head_norms else 0)  # in float32
+        # inputs of LoRA's A, one per group, and its outputs
+        lora = self.hidden * sum(any(x in ranks for x in group) for group in (QKV, GATE_UP)) + sum(ranks.values())
+        # queries, output, keys and values; a mask needs the last two repeated for all heads
+        attention = 2 * self.query_width + 2 * (self.query_width if masked else self.kv_width)
+        swiglu = (4 if "down_proj" in ranks else 3) * self.intermediate
+        mask = self.width * rows * length**2 if masked else 0  # each layer has a copy of its own
+        return rows * length * (norms + self.width * (lora + attention + swiglu)) + mask
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Sizes of a LoRA adapter."""
+
+    parameters: int
+    ranks: Mapping[str, int]  # by kind of linear layer, e.g. "q_proj"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Memory at the peak of a phase: load, generate, forward, score or update."""
+
+    name: str
+    parts: Mapping[str, float]  # bytes
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of a run on one process."""
+
+    args: PPOConfig
+    base: ModelSizes
+    adapter: AdapterSizes  # of the policy
+    rewards: tuple[ModelSizes | AdapterSizes, ...] = ()  # that take memory
+    processes: int = 1
+    prompt_length: int = PROMPT_LENGTH
+    ptx_length: int = 0  # tokens of a supervised row; 0 without
+    masked: bool = True  # attention takes a mask because rows differ in length
+    on_gpu: bool = True
+    settings: tuple[dict[str, Any], ...] = ()  # changed by a proposal
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Memory at the peak of each phase, from the second rollout on."""
+        args, base, adapter, width = self.args, self.base, self.adapter, self.base.width
+        plan = BatchPlan.from_config(args, self.processes)
+        rows, completions = plan.micro_batch_size, plan.completions_per_process
+        prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
+        length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
+        adapters, has_critic = 2 if args.critic == "adapter" else 1, args.critic != "none"
+        trained = adapters * adapter.parameters + has_critic * (base.hidden + 1)
+        kl_in_reward, kl_in_loss = (
+            args.kl_estimator == "exact" and args.kl_placement != x for x in ("loss", "reward")
+        )
+        offload_rewards, offload_rollout = args.offload_rewards and self.on_gpu, args.offload_rollout and self.on_gpu
+        models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
+        reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
+
+        # 1. In use all the time
+        resident: dict[str, float] = {
+            "base weights": base.bytes,
+            "reward models": 0 if offload_rewards else sum(model.bytes for model in models),
+            "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
+            "policy adapter": 4 * adapter.parameters,
+            "critic": 4 * (trained - adapter.parameters),
+            "averaged weights": 4 * adapter.parameters if args.ema_decay is not None else 0,
+            "optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained,
+        }
+        # ids of sequences, prompts and completions, and eleven numbers per completion token
+        rollout = completions * (8 * length + 8 * prompt + (8 + 44) * response)
+        copies: float = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
+        training: dict[str, float] = {"rollout": rollout, "autocast copies": adapters * copies}
+
+        # 2. Sampling: a cache that grows by blocks, and copies of the logits
+        sampled = min(args.per_device_generation_batch_size or completions, completions)
+        cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
+        cached = min(-(-prompt // BLOCK) * BLOCK, length)
+        copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
+        sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
+
+        # 3. Scoring, one reward at a time; reward adapters compute in float32
+        tokens = min(args.per_device_reward_batch_size, completions) * length
+        scoring = [model.forward(tokens) + (model.bytes if offload_rewards else 0) for model in models]
+        scoring += [base.forward(tokens, 4) for _ in reward_adapters]
+
+        # 4. Projections to the vocabulary, and derivatives by hidden states in float32, for log-probabilities,
+        # entropies, KL and values
+        projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
+        entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss + has_critic) + ptx)
+        projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
+
+        # 5. Backward: what the trunk saved for it, and gradients within a layer
+        layer = base.saved(adapter.ranks, rows, length, self.masked)
+        trunk, ptx_trunk = base.layers * layer, base.layers * base.saved(adapter.ranks, rows, ptx, self.masked)
+        backward = 2 * width * rows * length * (base.hidden + base.intermediate) + base.dequantized
+        if args.gradient_checkpointing:  # inputs of layers and of the last norm; a float32 norm's input is the layer's
+            trunk, ptx_trunk = (rows * x * base.hidden * (base.layers * width + 4) for x in (length, ptx))
+            backward += layer - (4 * base.hidden * rows * length if width == 4 else 0)
+        trunks = adapters * trunk + ptx_trunk
+        forwards = trunks if ptx else trunk  # the critic's adapter runs between the projections of policy and ptx
+        # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
+        gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
+        early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
+        update = training | ({"rollout": 0.0} if offload_rollout else {})
+
+        moments: dict[str, list[dict[str, float]]] = {
+            "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
+            "generate": [
+                {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
+                {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
+            ],
+            "forward": [
+                training | {"activations": base.forward(rows * length, width)},
+                training | {"logits": projected},
+            ],
+            "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
+            "update": [
+                update | {"activations": forwards, "logits": projecting, "gradients": early},
+                update | {"activations": trunks + backward, "logits": kept, "gradients": early},
+                update | {"gradients": float(gradients + buckets)},  # the optimizer's step
+            ],
+        }
+        peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}
+        return tuple(Phase(name, {x: y for x, y in (resident | parts).items() if y}) for name, parts in peaks.items())
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase with the peak."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of tensors at the peak."""
+        return self.peak_phase.bytes
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the device must have; on a GPU with an assumed context and fragmentation."""
+        return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT if self.on_gpu else self.peak
+
+    def fits(self, memory: float) -> bool:
+        """Return `True` if the run fits in `memory` GiB."""
+        return self.needed <= memory * GIB
+
+    def proposals(self, memory: float) -> tuple[list["MemoryEstimate"], "MemoryEstimate | None"]:
+        """Estimate each change alone, and the fewest changes with which the run fits in `memory` GiB."""
+        alone, changes = [], self.changes()
+        for values in changes:
+            tried = [self.changed(value) for value in values]
+            alone.append(next((estimate for estimate in tried if estimate.fits(memory)), tried[-1]))
+        for count in range(1, len(changes) + 1):
+            for chosen in combinations(changes, count):
+                # if the smallest values do not fit, no others do
+                if self.changed(*(values[-1] for values in chosen)).fits(memory):
+                    together = (self.changed(*values) for values in product(*chosen))
+                    return alone, next(estimate for estimate in together if estimate.fits(memory))
+        return alone, None
+
+    def changes(self) -> list[list[dict[str, Any]]]:
+        """Settings that need less memory, the least costly first, each with its values from the largest."""
+        plan = BatchPlan.from_config(self.args, self.processes)
+        rows, mini_batch, completions = plan.micro_batch_size, plan.mini_batch_size, plan.completions_per_process
+        sampled = min(self.args.per_device_generation_batch_size or completions, completions)
+        micro_batches = [size for size in range(rows - 1, 0, -1) if mini_batch % size == 0]
+        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
+        in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
+        changes: list[list[dict[str, Any]]] = [
+            [{"gradient_checkpointing": True}],
+            [
+                {"per_device_train_batch_size": x, "gradient_accumulation_steps": mini_batch // x}
+                for x in micro_batches
+            ],
+            [{"per_device_generation_batch_size": x} for x in samples],
+            [{"load_in_4bit": True, "use_bnb_nested_quant": True}] if self.base.quantization is None else [],
+            [] if in_8_bits else [{"offload_rewards": True}],  # 8-bit models cannot be moved
+            [{"reward_funcs": "adapter:PATH"}],
+            [{"optim": "adamw_8bit"}],
+        ]
+
+        def total(estimate: "MemoryEstimate") -> float:
+            return sum(phase.bytes for phase in estimate.phases)
+
+        return [values for values in changes if values and total(self.changed(values[-1])) < total(self)]
+
+    def changed(self, *settings: dict[str, Any]) -> "MemoryEstimate":
+        """Estimate the run with changed settings."""
+        values = {name: value for setting in settings for name, value in setting.items()}
+        four_bit = values.pop("load_in_4bit", False)
+        base = replace(self.base, quantization="4bit double") if four_bit else self.base
+        rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
+        args = copy(self.args)
+        args.__dict__.update(values)
+        return replace(self, args=args, base=base, rewards=rewards, settings=settings)
+
+
+def estimate_memory(
+    model: str | PreTrainedConfig | PreTrainedModel,
+    args: PPOConfig,
+    *,
+    reward_funcs: Any = None,
+    monitor_funcs: Any = None,
+    quantization_config: BitsAndBytesConfig | None = None,
+    peft_config: PeftConfig | None = None,
+    ptx: bool = False,
+    prompt_length: int = PROMPT_LENGTH,
+    same_length: bool = False,
+    device: str = "cuda",
+) -> MemoryEstimate:
+    """Estimate the memory of a run on one process, by phase and part. Only configs are read, no weights.
+
+    Args:
+        model (`str`, `PreTrainedConfig` or `PreTrainedModel`): Base model, or its config.
+        args ([`PPOConfig`]): Config of the run.
+        reward_funcs (`str`, `PreTrainedConfig`, `PreTrainedModel`, [`RewardAdapter`], `Callable` or list, *optional*):
+            Rewards. Models given as a string are quantized by `args.reward_quantization`. A config stands for a
+            classifier that you load yourself, in the config's dtype. Functions take no memory.
+        monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
+        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
+        ptx (`bool`, *optional*, defaults to `False`): Whether there is a `ptx_dataset`.
+        prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
+        same_length (`bool`, *optional*, defaults to `False`):
+            Whether all sequences have the same length, so that attention needs no mask.
+        device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
+
+    Returns:
+        [`MemoryEstimate`]: Its `peak` counts tensors, its `needed` is what the device must have.
+
+    Raises:
+        `ValueError`: If the memory of a setting or an architecture is not known.
+    """
+    # 1. Check for settings that the formulas do not cover.
+    if prompt_length < 1:
+        raise ValueError(f"`prompt_length` must be at least 1, got {prompt_length}.")
+    config = getattr(model, "config", model)
+    if not isinstance(config, PreTrainedConfig):
+        config = AutoConfig.from_pretrained(config, **hub_kwargs(args))
+    init_kwargs, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
+    attention, dtype = init_kwargs.get("attn_implementation"), init_kwargs.get("dtype") or compute_dtype(args)
+    dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
+    supported: dict[str, tuple[Any, Collection]] = {
+        "device": (device, ("cuda", "cpu")),
+        "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
+        "attn_implementation": (attention, MASKED),
+        "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),
+        "every_n_layers": (cast(dict, args.gradient_checkpointing_kwargs or {}).get("every_n_layers"), (None,)),
+        "deepspeed": (args.deepspeed or None, (None,)),
+        "fsdp": (args.fsdp or None, (None,)),
+    }
+    for name, (value, values) in supported.items():
+        if value not in values:
+            raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
+
+    # 2. Read sizes of models and adapters.
+    quantization = quantization_config or getattr(config, "quantization_config", None)
+    base = on_meta(config, trust_remote_code=args.trust_remote_code)
+    funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
+    rewards = [_reward_sizes(reward, args, base, width) for reward in funcs]
+    return MemoryEstimate(
+        args=args,
+        base=model_sizes(base, width, _quantization(quantization) if quantization else None),
+        adapter=adapter_sizes(base, peft_config or default_peft_config()),
+        rewards=tuple(sizes for sizes in rewards if sizes is not None),
+        processes=args.world_size,
+        prompt_length=prompt_length,
+        ptx_length=args.ptx_max_length if ptx else 0,
+        masked=MASKED[attention] and not same_length,
+        on_gpu=device == "cuda",
+    )
+
+
+def _quantization(config: Any) -> str:
+    """Key of `QUANTIZED` for a quantization config, which is a `dict` in a saved model's config."""
+    settings = config if isinstance(config, dict) else config.to_dict()
+    if settings["quant_method"] != "bitsandbytes":
+        raise ValueError(f"Only models quantized by bitsandbytes are estimated, got {settings['quant_method']!r}.")
+    if settings.get("load_in_8bit"):
+        return "int8"
+    return "4bit double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+
+
+def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: int) -> ModelSizes | AdapterSizes | None:
+    """Sizes of a reward; functions, judges and remote rewards take no memory."""
+    if isinstance(reward, RewardAdapter):
+        peft_config = PeftConfig.from_pretrained(reward.path)
+        peft_config.modules_to_save = None  # the score head, which is counted apart
+        return adapter_sizes(base, peft_config)
+    quantization = None
+    if isinstance(reward, str):
+        reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
+        quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
+    elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
+        dtype = str(reward.dtype or "float32").removeprefix("torch.")
+        width, reward = getattr(torch, dtype).itemsize, getattr(reward, "config", reward)
+    else:
+        return None
+    return model_sizes(on_meta(reward, True, args.trust_remote_code), width, quantization)
+
+
+def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model on the meta device, not quantized."""
+    config = copy(config)
+    vars(config).pop("quantization_config", None)
+    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = None) -> ModelSizes:
+    """Read the sizes of a model, whose layers must be like Llama's."""
+    layers: list[Any] = list(getattr(getattr(model, model.base_model_prefix, model), "layers", []))
+    for layer in layers or [nn.Module()]:
+        names = {name.split(".")[-2] for name, _ in layer.named_parameters()}
+        if names - {"q_norm", "k_norm"} != LAYER:
+            raise ValueError(
+                f"{type(model).__name__} cannot be estimated: its `layers` must have {', '.join(sorted(LAYER))}, "
+                f"got {', '.join(sorted(names)) or 'none'}; read torch.cuda.max_memory_allocated() after a few steps."
+            )
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    linears = [x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)]
+    return ModelSizes(
+        hidden=mlp.gate_proj.in_features,
+        intermediate=mlp.gate_proj.out_features,
+        layers=len(layers),
+        query_width=attention.q_proj.out_features,
+        kv_width=attention.k_proj.out_features,
+        head_norms=hasattr(attention, "q_norm"),
+        vocabulary=model.config.get_text_config().vocab_size,
+        linear=sum(linears),
+        others=sum(x.numel() for x in model.parameters()) - sum(linears),
+        width=width,
+        quantization=quantization,
+    )
+
+
+def adapter_sizes(model: PreTrainedModel, peft_config: PeftConfig) -> AdapterSizes:
+    """Read the sizes of an adapter by adding it to a copy of a model."""
+    if not isinstance(peft_config, LoraConfig):
+        raise ValueError(f"Only LoRA is estimated, got {peft_config.peft_type}; use a `LoraConfig`.")
+    for name in ("use_dora", "modules_to_save", "target_parameters"):
+        if getattr(peft_config, name, None):
+            raise ValueError(f"`{name}={getattr(peft_config, name)!r}` is not estimated; omit it.")
+    peft_config = copy(peft_config)
+    peft_config.inference_mode = False  # True in saved configs, which freezes the adapter
+    with torch.device("meta"):
+        policy = get_peft_model(deepcopy(model), peft_config)
+    modules = {name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)}
+    ranks = {name.rpartition(".")[2]: max(module.r.values()) for name, module in modules.items()}
+    if ranks.keys() - {*LINEARS}:
+        raise ValueError(f"Only adapters on {', '.join(LINEARS)} are estimated, got {', '.join(ranks)}.")
+    return AdapterSizes(sum(x.numel() for x in policy.parameters() if x.requires_grad), ranks)
