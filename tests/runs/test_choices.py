@@ -8,6 +8,7 @@ import gc
 import json
 import math
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import plain_ppo
@@ -172,15 +173,22 @@ def plain_settings(settings):
     return plain_ppo.Settings(**{name: x for name, x in (SETTINGS | settings).items() if name in names})
 
 
-def plain_models(built, weights):
-    """The models of a trainer in float64, with the weights that its policy and critic had."""
+@lru_cache(maxsize=2)
+def float64_copy(built):
+    """A trainer's model, and the reference that it has by then."""
     module = copy.deepcopy(built.model).double()
-    module.load_state_dict({name: x.double() for name, x in weights.items()}, strict=False)
     reference = copy.deepcopy(module.policy)
     if module.reference_adapter is None:
         reference.base_model.disable_adapter_layers()
     else:
         reference.set_adapter(module.reference_adapter)
+    return module, reference
+
+
+def plain_models(built, weights):
+    """The models of a trainer in float64, with the weights that its policy and critic had; valid until the next."""
+    module, reference = float64_copy(built)
+    module.load_state_dict({name: x.double() for name, x in weights.items()}, strict=False)
     return plain_ppo.Models(module.policy, reference, module.value_head)
 
 
@@ -201,8 +209,9 @@ def samples_of(step, samples):
 def plain_step(built, record, number, s):
     """Gradient, loss and clipped shares of an optimizer step by the oracle."""
     step, rollout = record.steps[number], record.rollouts[number % len(record.steps) // s.num_ppo_epochs]
+    samples = samples_of(step, plain_samples(built, rollout, s))
     models = plain_models(built, step.before)
-    loss, shares = plain_ppo.loss_of(models, samples_of(step, plain_samples(built, rollout, s)), s)
+    loss, shares = plain_ppo.loss_of(models, samples, s)
     return plain_ppo.gradient_of(models, loss), loss.item(), shares
 
 
@@ -533,8 +542,9 @@ def test_ptx_adds_the_gradient_of_transformers_loss(tmp_path, aggregation, size,
     ]
     step, s = record.steps[-1], plain_settings({"loss_aggregation": aggregation})
     assert len(step.ptx_rows) == 8 and all(row in dataset for row in step.ptx_rows)
+    samples = plain_samples(built, record.rollouts[-1], s)
     models = plain_models(built, step.before)
-    ppo, _ = plain_ppo.loss_of(models, plain_samples(built, record.rollouts[-1], s), s)
+    ppo, _ = plain_ppo.loss_of(models, samples, s)
     nll = mean_nll(models, step.ptx_rows)
     assert distance(step.gradient, plain_ppo.gradient_of(models, ppo + 0.7 * nll)) < ROUNDING
     assert logged(built, "loss/ptx")[-1] == pytest.approx(nll.item(), rel=1e-4)
