@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from tiny import llama, tokenizer
+from tiny import llama
 from train import FIXED
 
 from trl_ppo_ext.modeling import default_peft_config
