@@ -1,11 +1,16 @@
-"""Trains, once for each entry of a list, and saves what came of it; started once for each process."""
+"""Train the runs of a list one after the other, and save their results.
+
+Under a launcher, every process is one of the run's. Without one, the processes of each list of runs are forks.
+"""
 
 import json
+import os
 import sys
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from processes import finished, start
 from tiny import config, llama, prompts, tokenizer
 from torch.distributed.tensor import DTensor
 
@@ -110,7 +115,19 @@ def train(
     return trainer
 
 
-if __name__ == "__main__":
-    for run in json.loads(sys.argv[1]):
+def train_all(runs):
+    for run in runs:
         last = train(**run)
     last.end()
+
+
+def main(lists):
+    """`lists` has the processes and the runs of each way to start them."""
+    for processes, runs in lists:
+        codes = finished(start(lambda runs=runs: train_all(runs), processes), bound=300)
+        if codes != [0] * processes:
+            sys.exit(f"exit codes {codes}")
+
+
+if __name__ == "__main__":
+    (train_all if "RANK" in os.environ else main)(json.loads(sys.argv[1]))

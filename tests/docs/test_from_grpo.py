@@ -46,14 +46,14 @@ def trained(script):
     return namespace["trainer"]
 
 
-def test_the_documented_scripts_differ_in_the_names_alone():
+def test_documented_scripts_differ_only_in_two_names():
     grpo, ppo = SCRIPTS
     assert with_two_names_changed(grpo).replace("train_grpo", "train_ppo") == ppo
     assert ppo != grpo
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], WITH_CONFIG], ids=["documented", "with a config"])
-def test_both_train(script, working_directory, monkeypatch):
+def test_grpo_script_trains_with_two_names_changed(script, working_directory, monkeypatch):
     if "accuracy_reward" in script:
         pytest.importorskip("math_verify")
     stand_ins.install(monkeypatch, trains=True)

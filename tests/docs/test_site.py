@@ -1,4 +1,4 @@
-"""The site is built without a warning: every page is in it, every link and anchor leads somewhere."""
+"""The site builds without a warning: every page is in it, and every link and anchor resolves."""
 
 import importlib.util
 import os
@@ -33,14 +33,14 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_it_is_built_strictly(site):
+def test_site_builds_strictly(site):
     """`--strict` makes warnings errors, and mkdocs.yml asks for one where a link, an anchor or a page is missing."""
     for page in (ROOT / "docs").glob("*.md"):
         built = site / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")
         assert built.is_file(), page
 
 
-def test_the_reference_is_made_of_docstrings(site):
+def test_reference_shows_docstrings(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "kl_placement" in text
     assert "Generalised advantage estimation over the response tokens" in text
@@ -49,13 +49,13 @@ def test_the_reference_is_made_of_docstrings(site):
     assert "*optional*" not in text
 
 
-def test_links_out_of_docs_stay_in_the_site(site):
+def test_links_to_recipes_stay_in_the_site(site):
     assert (site / "recipes" / "docstrings" / "index.html").is_file()
     text = (site / "first_run" / "index.html").read_text(encoding="utf-8")
     assert 'href="../recipes/docstrings/"' in text
 
 
-def test_pages_load_nothing_from_elsewhere(site):
+def test_pages_load_nothing_from_other_hosts(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         for mark in ("<script src=", '<link rel="stylesheet" href=', "<img src="):
@@ -63,7 +63,7 @@ def test_pages_load_nothing_from_elsewhere(site):
                 assert not part.lstrip('"').startswith(("http", "//")), f"{page.relative_to(site)}: {part[:80]}"
 
 
-def test_every_page_is_in_the_navigation():
+def test_navigation_has_every_page():
     def files(entry):
         if isinstance(entry, str):
             return [entry]

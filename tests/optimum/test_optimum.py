@@ -1,11 +1,11 @@
-"""The optimum, certified: PPO ends where exact gradient ascent on the same adapter ends."""
+"""PPO ends where exact gradient ascent on the same adapter ends."""
 
 import pytest
 import torch
 from optimum import BETA, Problem, gap, model
 
 
-def test_closed_form_is_the_best_policy():
+def test_closed_form_policy_is_the_best():
     """J(π*) = J*, and no other policy is above it: the yardstick itself, checked."""
     problem = Problem(0)
     with torch.no_grad():
@@ -36,7 +36,7 @@ CASES = [(name, seed) for name in WITH_CRITIC_OR_GROUPS for seed in SEEDS.get(na
 @pytest.mark.parametrize(
     "name, seed", [pytest.param(*case, marks=() if case == IN_A_MINUTE else pytest.mark.slow) for case in CASES]
 )
-def test_ppo_and_its_rivals_reach_what_exact_gradient_ascent_reaches(name, seed, tmp_path, all_cores):
+def test_training_reaches_the_optimum_of_exact_ascent(name, seed, tmp_path, all_cores):
     result = gap(seed, tmp_path, **WITH_CRITIC_OR_GROUPS[name])
     way = result["best"] - result["reference"]
     assert result["exact"] <= result["best"] and result["ppo"] <= result["best"], result
@@ -48,9 +48,7 @@ def test_ppo_and_its_rivals_reach_what_exact_gradient_ascent_reaches(name, seed,
 @pytest.mark.parametrize(
     "estimator, least, most", [("k1", 0.5, 99), ("k2", -1, 0.02), ("k3", 0.02, 99), ("exact", -1, 0.02)]
 )
-def test_of_the_estimators_in_the_loss_k2_and_the_exact_kl_reach_it_for_one_token(
-    estimator, least, most, tmp_path, all_cores
-):
+def test_only_k2_and_exact_kl_in_the_loss_reach_the_optimum(estimator, least, most, tmp_path, all_cores):
     """k1 has no gradient in expectation, and k3 that of the forward KL."""
     settings = {"kl_placement": "loss", "kl_estimator": estimator, "whiten_advantages": False}
     assert least <= gap(0, tmp_path, length=1, **settings)["gap"] <= most

@@ -1,6 +1,6 @@
 """Kill a run at random moments, resume it, and compare what comes of it with the run that nothing happened to.
 
-Started as a process of its own: every process of a run is a fork of it, so that what takes seconds is imported once.
+Started as a process of its own; every process of a run is a fork of it.
 """
 
 import errno
@@ -9,13 +9,12 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
+from processes import finished, start
 from safetensors.torch import load_file
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers.utils import logging
@@ -88,53 +87,6 @@ def drawn(output_dir, processes):
             if found.setdefault((rank, step), prompts) != prompts:
                 raise AssertionError(f"process {rank} drew other prompts at step {step} when it was resumed")
     return found
-
-
-def in_a_fork(action, environment):
-    """Do something in a fork, which leaves as a script would that does nothing else; return its process id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        os.environ |= environment
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        torch.set_num_threads(1)
-        action()
-        code = 0
-    except SystemExit as stopped:
-        code = stopped.code
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def start(action, processes):
-    """Start the processes of a run; return their ids."""
-    if processes == 1:
-        return [in_a_fork(action, {})]
-    with socket.socket() as held:  # the forks hold it too, so that nobody else is given the port before they listen
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
-        shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        return [in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
-
-
-def finished(children, bound):
-    """Exit codes of processes, negative for the signal that killed them; `None` for one that hangs."""
-    codes, end = {}, time.monotonic() + bound
-    while len(codes) < len(children) and time.monotonic() < end:
-        for child in set(children) - codes.keys():
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                codes[child] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for child in set(children) - codes.keys():
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return [codes.get(child) for child in children]
 
 
 def newest(output_dir):

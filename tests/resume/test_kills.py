@@ -21,7 +21,6 @@ SCENARIOS = {
     "killed": (1, "SIGKILL", "all", 3),
     "asked": (1, "SIGTERM", 4, 1),
     "asked at any moment": (1, "SIGTERM", "all", 1),
-    "two killed": (2, "SIGKILL", "all", 1),
     "one of two asked": (2, "SIGTERM", 9, 1),  # the second epoch of 20 prompts, in rollouts of 16, begins at 8
     "one of two killed": (2, "SIGKILL", 5, 1),
     "one of two fails": (2, "fails", 1, 1),
@@ -72,12 +71,12 @@ def check_asked(runs, stderr):
             assert set(run["codes"]) <= {-15, 0, 1}
 
 
-def test_a_run_killed_at_random_moments_ends_as_the_run_that_was_not(told):
+def test_killed_run_ends_as_the_uninterrupted_one(told):
     runs, stderr = told
     check_kills(runs["killed"], stderr, 3)
 
 
-def test_a_run_that_gets_sigterm_saves_and_leaves_with_a_code_of_its_own_and_goes_on(told):
+def test_sigterm_saves_exits_with_its_code_and_resumes(told):
     runs, stderr = told
     (run,) = runs["asked"]
     assert run["codes"] == [PREEMPTED] and run["step"] >= 4
@@ -87,7 +86,7 @@ def test_a_run_that_gets_sigterm_saves_and_leaves_with_a_code_of_its_own_and_goe
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_runs_killed_many_times_end_as_those_that_were_not(tmp_path, processes, stream):
+def test_runs_killed_many_times_end_as_uninterrupted_ones(tmp_path, processes, stream):
     one = "all" if processes == 1 else "one"
     scenarios = {
         "killed": (processes, "SIGKILL", "all", 20),
@@ -101,26 +100,21 @@ def test_runs_killed_many_times_end_as_those_that_were_not(tmp_path, processes, 
     check_resumed(runs["lost"], stderr)
 
 
-def test_two_processes_killed_end_as_those_that_were_not(told):
-    runs, stderr = told
-    check_resumed(runs["two killed"], stderr)
-
-
-def test_sigterm_to_one_process_stops_both_with_a_checkpoint_and_a_code_of_its_own(told):
+def test_sigterm_to_one_rank_stops_both_with_a_checkpoint(told):
     runs, stderr = told
     (run,) = runs["one of two asked"]
     assert run["codes"] == [PREEMPTED, PREEMPTED] and run["step"] >= 9
     check_resumed([run], stderr)
 
 
-def test_where_one_process_is_killed_the_other_does_not_hang(told):
+def test_killed_rank_does_not_hang_the_other(told):
     runs, stderr = told
     (run,) = runs["one of two killed"]
     assert sorted(run["codes"]) == [-9, 1], run
     check_resumed([run], stderr)
 
 
-def test_where_a_reward_raises_on_one_process_the_other_does_not_hang(told):
+def test_reward_error_on_one_rank_does_not_hang_the_other(told):
     runs, stderr = told
     (run,) = runs["one of two fails"]
     assert run["codes"] == [1, 1], run
@@ -128,7 +122,7 @@ def test_where_a_reward_raises_on_one_process_the_other_does_not_hang(told):
     assert "the judge is on strike" in stderr
 
 
-def test_where_one_process_cannot_write_both_say_so(told):
+def test_full_disk_on_one_rank_raises_on_both(told):
     runs, stderr = told
     (run,) = runs["one of two has no room"]
     assert run["codes"] == [1, 1], run
@@ -138,7 +132,7 @@ def test_where_one_process_cannot_write_both_say_so(told):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_what_two_processes_saved_is_not_resumed_with_one(told, folder, allowed):
+def test_checkpoint_of_two_ranks_does_not_resume_with_one(told, folder, allowed):
     """Not even where settings may change: a process has half of the rollout and of the random states."""
     saved = folder / "2" / "one of two fails-0"
     settings = SETTINGS | {"resume_with_changed_settings": allowed, "learning_rate": 1.0}

@@ -1,4 +1,4 @@
-"""Signals ask a run to save and leave; a second one is obeyed at once."""
+"""A signal makes a run save and exit; a second one exits at once."""
 
 import os
 import signal
@@ -29,17 +29,17 @@ def left_with(numbers, pause):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_leaves_at_once(number):
+def test_second_signal_exits_at_once(number):
     assert left_with([number], 0) == 0
     assert left_with([number, number, number], 0.6) == 128 + number
     assert left_with([signal.SIGTERM, number], resumable.SAME_SIGNAL) == 128 + number
 
 
-def test_a_signal_that_comes_from_the_terminal_and_from_the_launcher_is_one():
+def test_signal_from_terminal_and_launcher_counts_once():
     assert left_with([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 0.1) == 0
 
 
-def test_handlers_are_those_of_before(monkeypatch):
+def test_handlers_are_restored(monkeypatch):
     monkeypatch.setattr(resumable.signal, "signal", recorded := Recorded())
     with StopSignals().watched():
         pass
@@ -58,7 +58,7 @@ class Recorded:
         self.given.append((number, handler))
 
 
-def test_training_in_another_thread_needs_no_signals(tmp_path):
+def test_training_in_a_thread_needs_no_signals(tmp_path):
     built = trainer(tmp_path, max_steps=1)
     thread = threading.Thread(target=built.train)
     thread.start()
@@ -78,7 +78,7 @@ class Asks(TrainerCallback):
 
 
 @pytest.mark.parametrize("during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"])
-def test_what_is_saved_on_a_signal_is_kept_beside_the_best(tmp_path, during, last):
+def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, during, last):
     """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended.
 
     An evaluation that is due at the last step finds nothing better, and would leave the checkpoint out.
@@ -122,7 +122,7 @@ class AsksAtTheEnd(Asks):
 
 
 @pytest.mark.parametrize("step", [1, None], ids=["evaluation", "end"])
-def test_a_signal_after_the_last_step_does_what_it_always_does_once_the_run_has_ended(tmp_path, monkeypatch, step):
+def test_signal_after_the_last_step_reaches_the_old_handler(tmp_path, monkeypatch, step):
     got = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append((number, built.is_in_train)))
     try:

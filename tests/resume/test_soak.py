@@ -1,4 +1,4 @@
-"""A long run does not grow: what a rollout took is given back."""
+"""A long run does not grow: the memory of a rollout is freed."""
 
 import ctypes
 import gc
@@ -81,7 +81,7 @@ def median_growth(measured, first, window):
 
 
 @pytest.mark.slow
-def test_memory_of_a_long_run_grows_by_less_than_two_percent(tmp_path):
+def test_memory_of_a_long_run_grows_less_than_two_percent(tmp_path):
     watch = Watch(resident=lambda state: resident(), log=lambda state: size_of(state.log_history))
     measured = soak(tmp_path, 300, watch, save_steps=50, eval_steps=50)
     growth = median_growth(measured["resident"], first=5, window=5)
@@ -89,7 +89,7 @@ def test_memory_of_a_long_run_grows_by_less_than_two_percent(tmp_path):
     assert growth < 0.02 * statistics.median(measured["resident"][5:10]), told
 
 
-def test_no_rollout_leaves_a_tensor_behind(tmp_path):
+def test_rollouts_leave_no_tensor_behind(tmp_path):
     """Sharper than resident memory: one tensor kept from each rollout would show."""
     measured = soak(tmp_path, 60, Watch(tensors=lambda state: tensors()), save_steps=15, eval_steps=15)["tensors"]
     # the very first steps make the optimizer's state; sizes differ by the lengths of completions

@@ -1,4 +1,4 @@
-"""Trains on rollouts of which the second process can use nothing; started once for each process.
+"""Train on rollouts of which the second of two processes can use nothing; both are forks of this one.
 
 Of eight rows in a rollout the last four are the second process's. Their rewards fail in the first rollout, and their
 forwards are not finite in the second.
@@ -10,6 +10,7 @@ import sys
 
 import torch
 from datasets import Dataset
+from processes import finished, start
 from tiny import SPECIAL, config, llama, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
@@ -55,4 +56,5 @@ def main(output_dir, batch_size):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2])).end()
+    codes = finished(start(lambda: main(sys.argv[1], int(sys.argv[2])).end(), processes=2), bound=120)
+    sys.exit(codes != [0, 0])

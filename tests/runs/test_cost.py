@@ -1,4 +1,4 @@
-"""What one PPO step costs, counted exactly: a regression shows without a clock."""
+"""Cost of one PPO step, counted exactly: forwards, projected tokens, largest tensors."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -108,7 +108,7 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a mic
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
-def test_forwards_of_the_base(step, critic, settings):
+def test_step_takes_the_fewest_forwards_of_the_base(step, critic, settings):
     """A token each while sampling; policy, reference and a critic on an adapter of its own; one a micro-batch."""
     counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
@@ -120,7 +120,7 @@ def test_forwards_of_the_base(step, critic, settings):
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_only_sampled_tokens_are_projected_to_the_vocabulary(step, settings):
+def test_only_sampled_tokens_reach_the_vocabulary(step, settings):
     """Once each for policy and reference, and once an epoch; while sampling, the newest position alone."""
     counted = step(**settings)
     tokens = int(counted.sequences.completion_lengths.sum())
@@ -129,14 +129,14 @@ def test_only_sampled_tokens_are_projected_to_the_vocabulary(step, settings):
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_nothing_larger_than_a_chunk_of_logits_is_ever_made(step, settings):
+def test_no_tensor_is_larger_than_a_chunk_of_logits(step, settings):
     counted = step(**settings, entropy_coef=0.01)
     assert counted.largest.elements["score_tokens"] == counted.largest.elements["loss"] == CHUNK * VOCABULARY
     assert counted.largest.elements["generate"] == len(counted.sequences) * VOCABULARY
     assert counted.largest.elements[""] < CHUNK * VOCABULARY  # backward, optimizer, metrics
 
 
-def test_padding_is_not_computed_on(step, monkeypatch):
+def test_micro_batches_are_trimmed_to_their_longest_row(step, monkeypatch):
     """Micro-batches are cut from minibatches sorted by length, and trimmed to their longest rows."""
     counted = step(gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
     rollout, rows = counted.trainer.updates.rollout, counted.trainer.updates.rows

@@ -525,7 +525,6 @@ def test_a_run_that_is_finite_writes_nothing_for_inspection(tmp_path):
 # ---- processes that have nothing to learn from
 
 DRIVER = Path(__file__).parents[1] / "resume" / "uneven_processes.py"
-TWO_PROCESSES = DRIVER.parents[2] / "recipes" / "accelerate" / "cpu_2_processes.yaml"
 
 
 def saved(folder):
@@ -535,10 +534,9 @@ def saved(folder):
 
 def test_a_process_without_a_usable_completion_goes_along(tmp_path):
     """Its rewards failed, or its forwards were not finite: what is learned is what the other process has."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(TWO_PROCESSES), str(DRIVER)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{DRIVER.parents[1]}:{DRIVER.parents[2]}"}
     (tmp_path / "two").mkdir()
-    command = [*launch, str(tmp_path / "two"), "4"]
+    command = [sys.executable, str(DRIVER), str(tmp_path / "two"), "4"]
     running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     single = runpy.run_path(str(DRIVER))["main"](str(tmp_path / "one"), 8)
     _, told = running.communicate(timeout=120)

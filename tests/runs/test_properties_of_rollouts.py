@@ -1,4 +1,4 @@
-"""Invariants of advantages, coefficients and batches, on whatever hypothesis finds: order, shares, nothing at all."""
+"""Invariants of advantages, coefficients and batches on the cases that hypothesis generates."""
 
 import math
 from itertools import chain
@@ -29,7 +29,7 @@ ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None,
 
 @property_test
 @given(batches(tensors=2), seeds, st.floats(0, 2), st.sampled_from(GARBAGE))
-def test_token_rewards_add_up_to_the_score_less_the_kl(batch, seed, kl_coef, garbage):
+def test_token_rewards_add_up_to_the_score_minus_the_kl(batch, seed, kl_coef, garbage):
     tokens, kl, _ = batch
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens.shape[1] + 1, (len(tokens),), generator=generator)
@@ -41,7 +41,7 @@ def test_token_rewards_add_up_to_the_score_less_the_kl(batch, seed, kl_coef, gar
     close(token_rewards(tokens, tokens.sum(1), kl, mask, 0.0), tokens)
 
 
-def test_a_completion_of_no_token_is_rewarded_nowhere():
+def test_empty_completion_has_no_reward():
     nothing = torch.zeros(2, 3)
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     rewards = token_rewards(nothing.clone(), torch.ones(2), nothing, mask, 0.1)
@@ -78,7 +78,7 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
 @pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
 @property_test
 @given(st.integers(1, 4), st.integers(2, 5), seeds, st.floats(-50, 50), st.sampled_from(GARBAGE))
-def test_groups_and_their_members_may_come_in_any_order(function, groups, size, seed, shift, garbage):
+def test_order_of_groups_and_members_changes_nothing(function, groups, size, seed, shift, garbage):
     """And neither a shift of all scores nor what a failed one holds matters."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(groups * size, generator=generator, dtype=torch.float64)
@@ -99,7 +99,7 @@ measurements = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([math.nan, 
 
 @property_test
 @given(st.floats(1e-4, 10), st.floats(1e-3, 100), measurements)
-def test_a_steered_kl_coefficient_stays_positive_and_moves_towards_its_target(value, target, measured):
+def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, measured):
     coefficient = AdaptiveKL(value, target, horizon=100)
     for kl in measured:
         before = coefficient.value
@@ -114,7 +114,7 @@ def test_a_steered_kl_coefficient_stays_positive_and_moves_towards_its_target(va
 
 @property_test
 @given(st.floats(0, 1), st.floats(0, 5), measurements)
-def test_a_steered_entropy_coefficient_stays_between_zero_and_one(value, target, measured):
+def test_adaptive_entropy_stays_between_zero_and_one(value, target, measured):
     coefficient = AdaptiveEntropy(value, target)
     for entropy in measured:
         coefficient.update(entropy, 1)
@@ -143,7 +143,7 @@ def plans(draw):
 
 @property_test
 @given(plans())
-def test_the_sizes_of_a_plan_multiply_out(plan):
+def test_sizes_of_a_plan_multiply_out(plan):
     assert plan.completions == plan.prompts * plan.num_generations
     per_epoch = plan.num_mini_batches * plan.gradient_accumulation_steps
     assert plan.completions == per_epoch * plan.micro_batch_size * plan.num_processes
@@ -163,7 +163,7 @@ def rollout_of(size, seed):
 
 @property_test
 @given(plans(), seeds, st.data())
-def test_every_row_comes_once_in_every_epoch_and_from_any_position_the_rest(plan, seed, data):
+def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     torch.manual_seed(seed)
     size = plan.completions_per_process
     rollout, rows = rollout_of(size, seed), schedule(torch.ones(size), plan)
@@ -188,7 +188,7 @@ def test_every_row_comes_once_in_every_epoch_and_from_any_position_the_rest(plan
 
 @property_test
 @given(plans(), seeds)
-def test_a_micro_batch_is_its_rows_without_the_padding_that_none_of_them_needs(plan, seed):
+def test_micro_batch_has_only_the_padding_it_needs(plan, seed):
     rollout = rollout_of(plan.completions_per_process, seed)
     for batch in micro_batches(rollout, schedule(rollout.sequences.lengths, plan)):
         part = batch.rollout
@@ -202,7 +202,7 @@ def test_a_micro_batch_is_its_rows_without_the_padding_that_none_of_them_needs(p
 
 @property_test
 @given(plans(), st.integers(1, 25), st.booleans(), st.integers(0, 1000), st.integers(0, 3), st.data())
-def test_ranks_share_each_rollout_and_every_prompt_is_sampled_for_in_a_row(plan, rows, shuffle, seed, epoch, data):
+def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epoch, data):
     """Cut into batches and shares as Accelerate does it, also when a run resumes."""
     sampler = RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, shuffle, seed)
     sampler.set_epoch(epoch)

@@ -76,7 +76,7 @@ def spread_out(tensor, columns, width, fill):
 @every_function
 @property_test
 @given(batches(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.sampled_from(GARBAGE))
-def test_masked_positions_anywhere_with_anything_in_them_change_nothing(function, batch, gaps, garbage):
+def test_masked_positions_change_nothing(function, batch, gaps, garbage):
     *tensors, mask = batch
     columns = torch.tensor([place + sum(gaps[: place + 1]) for place in range(mask.shape[1])])
     width = int(columns[-1]) + 1 + gaps[-1]
@@ -93,7 +93,7 @@ def test_masked_positions_anywhere_with_anything_in_them_change_nothing(function
 @every_function
 @property_test
 @given(batches(), seeds)
-def test_rows_may_come_in_any_order(function, batch, seed):
+def test_order_of_rows_changes_nothing(function, batch, seed):
     order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(seed))
     expected, given = function(*batch), function(*(tensor[order] for tensor in batch))
     close(given, expected[order] if expected.ndim else expected)
@@ -142,7 +142,7 @@ class Meeting:
 )
 @settings(property_test, max_examples=15)
 @given(batches(), st.lists(st.integers(0, 6), min_size=1, max_size=3))
-def test_processes_together_have_the_numbers_of_the_whole_batch(function, batch, cuts):
+def test_ranks_together_have_the_moments_of_the_whole_batch(function, batch, cuts):
     """Also where a process has no row at all."""
     rows = len(batch[0])
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
@@ -157,7 +157,7 @@ def test_processes_together_have_the_numbers_of_the_whole_batch(function, batch,
 
 @property_test
 @given(batches(), st.sampled_from(MODES), st.lists(st.integers(0, 6), min_size=1, max_size=3))
-def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_step(batch, mode, cuts):
+def test_micro_batches_add_up_to_the_loss_of_the_step(batch, mode, cuts):
     x, y, mask = batch
     rows = len(x)
     count = mask.sum() if mode == "token" else (mask.sum(1) > 0).sum()
@@ -183,7 +183,7 @@ def gae_by_hand(rewards, values, gamma, lam):
 
 @property_test
 @given(batches(), probabilities, probabilities)
-def test_gae_is_the_sum_of_discounted_residuals_of_the_tokens_that_count(batch, gamma, lam):
+def test_gae_equals_the_sum_of_discounted_residuals(batch, gamma, lam):
     rewards, values, mask = batch
     advantages, returns = ppo_math.gae(rewards, values, mask, gamma, lam)
     for row, counts in enumerate(mask.bool()):
@@ -194,7 +194,7 @@ def test_gae_is_the_sum_of_discounted_residuals_of_the_tokens_that_count(batch, 
 
 @property_test
 @given(batches(), probabilities)
-def test_the_ends_of_lambda_are_monte_carlo_and_the_residual(batch, gamma):
+def test_extreme_lambdas_are_monte_carlo_and_the_residual(batch, gamma):
     rewards, values, mask = batch
     _, returns = ppo_math.gae(rewards, values, mask, gamma, 1.0)
     residuals, _ = ppo_math.gae(rewards, values, mask, gamma, 0.0)
@@ -207,7 +207,7 @@ def test_the_ends_of_lambda_are_monte_carlo_and_the_residual(batch, gamma):
 
 @property_test
 @given(batches(tensors=3), probabilities, probabilities, st.floats(-3, 3))
-def test_gae_is_linear_and_a_perfect_critic_leaves_no_advantage(batch, gamma, lam, factor):
+def test_gae_is_linear_and_zero_for_a_perfect_critic(batch, gamma, lam, factor):
     rewards, others, values, mask = batch
     gae = ppo_math.gae
     together, _ = gae(rewards + factor * others, values * (1 + factor), mask, gamma, lam)
@@ -223,7 +223,7 @@ def test_gae_is_linear_and_a_perfect_critic_leaves_no_advantage(batch, gamma, la
 
 @property_test
 @given(batches(tensors=1), st.floats(-100, 100), st.floats(0.1, 100))
-def test_whitened_values_have_their_moments_and_forget_shift_and_scale(batch, shift, scale):
+def test_whitening_removes_shift_and_scale(batch, shift, scale):
     x, mask = batch
     counted = x[mask.bool()]
     assume(len(counted) >= 2 and counted.std() > 0.01)
@@ -239,7 +239,7 @@ def test_whitened_values_have_their_moments_and_forget_shift_and_scale(batch, sh
 
 @property_test
 @given(batches(), st.floats(0.1, 10), st.floats(-5, 5))
-def test_a_correlation_lies_between_its_bounds_and_reaches_them_on_a_line(batch, slope, shift):
+def test_correlation_reaches_its_bounds_on_a_line(batch, slope, shift):
     x, y, mask = batch
     correlation = ppo_math.masked_correlation(x, y, mask)
     assert -1 - 1e-9 <= correlation <= 1 + 1e-9
@@ -253,7 +253,7 @@ def test_a_correlation_lies_between_its_bounds_and_reaches_them_on_a_line(batch,
 
 @property_test
 @given(batches(), st.floats(-1e4, 1e4))
-def test_ratios_stay_finite_for_absurd_log_ratios_in_single_precision(batch, shift):
+def test_ratios_stay_finite_for_huge_log_ratios_in_float32(batch, shift):
     logprobs, advantages, mask = (x.float() if x.is_floating_point() else x for x in batch)
     moved = (logprobs + shift).requires_grad_()
     for dual_clip in (None, 3.0):
@@ -270,7 +270,7 @@ def test_ratios_stay_finite_for_absurd_log_ratios_in_single_precision(batch, shi
 
 @property_test
 @given(batches(tensors=3), st.floats(0.01, 0.9), st.floats(0.01, 2), st.floats(1.01, 5))
-def test_the_clipped_loss_is_bounded_and_its_gradient_is_the_advantages_or_none(batch, low, high, dual_clip):
+def test_clipped_loss_is_bounded_with_its_gradient_or_none(batch, low, high, dual_clip):
     old, step, advantages, _ = batch
     logprobs = (old + step).requires_grad_()
     ratio = (logprobs - old).detach().clamp(-20, 20).exp()
@@ -290,7 +290,7 @@ def test_the_clipped_loss_is_bounded_and_its_gradient_is_the_advantages_or_none(
 
 @property_test
 @given(batches(tensors=3), st.floats(0.01, 5))
-def test_the_clipped_value_loss_is_never_below_the_unclipped_one(batch, cliprange):
+def test_clipped_value_loss_is_never_below_the_unclipped(batch, cliprange):
     values, old, returns, _ = batch
     free = ppo_math.clipped_value_loss(values, old, returns, None)
     clipped = ppo_math.clipped_value_loss(values, old, returns, cliprange)
@@ -301,7 +301,7 @@ def test_the_clipped_value_loss_is_never_below_the_unclipped_one(batch, cliprang
 
 @property_test
 @given(batches())
-def test_the_signs_of_the_kl_estimators(batch):
+def test_kl_estimators_have_their_signs(batch):
     logprobs, ref, _ = batch
     k1, k2, k3 = (ppo_math.kl_estimate(logprobs, ref, estimator) for estimator in ("k1", "k2", "k3"))
     assert torch.equal(k1, -ppo_math.kl_estimate(ref, logprobs, "k1"))
@@ -314,7 +314,7 @@ def test_the_signs_of_the_kl_estimators(batch):
 
 @property_test
 @given(batches(tensors=1), st.floats(-10, 10))
-def test_a_constant_loss_aggregates_to_itself_or_to_the_mean_length(batch, constant):
+def test_constant_loss_aggregates_to_itself_or_the_mean_length(batch, constant):
     x, mask = batch
     assume(mask.any())
     flat = torch.full_like(x, constant)

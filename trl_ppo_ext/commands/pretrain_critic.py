@@ -112,7 +112,7 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     args, run, size = copy(trainer.args), trainer.collector, trainer.plan.completions_per_process
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
     # without monitored rewards, which nothing would log
-    models = (run.actor_critic, run.generator, run.rewards, [], run.tokenizer)
+    models: Any = (run.actor_critic, run.generator, run.rewards, [], run.tokenizer)
     collector = RolloutCollector(*models, args, run.accelerator, run.guard)
     collector.load_state_dict(run.state_dict())
     rounds = -(-completions // trainer.plan.completions)

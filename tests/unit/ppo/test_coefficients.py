@@ -1,4 +1,4 @@
-"""Coefficients: what moves them, which way, how far, and that a resumed one goes on as if it had not stopped."""
+"""Coefficients: how far and which way they move, and resuming bit for bit."""
 
 import json
 import math
@@ -17,12 +17,12 @@ def makers():
 
 
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
-def test_before_an_update_the_value_is_the_one_given(make):
+def test_value_before_an_update_is_the_initial_one(make):
     assert make().value == {FixedCoefficient: 0.05, AdaptiveKL: 0.05, AdaptiveEntropy: 0.02}[type(make())]
 
 
 @pytest.mark.parametrize("measured", [0.0, 1e6, -3.0, math.nan])
-def test_a_fixed_coefficient_stays(measured):
+def test_fixed_coefficient_never_changes(measured):
     coefficient = FixedCoefficient(0.05)
     coefficient.update(measured, 512)
     assert coefficient.value == 0.05
@@ -50,7 +50,7 @@ def test_kl_coefficient_moves_with_the_clipped_proportional_error(measured, erro
     assert coefficient.value == pytest.approx(0.05 * (1 + error * completions / 10_000), rel=1e-12)
 
 
-def test_kl_coefficient_settles_where_the_kl_is_the_target():
+def test_kl_coefficient_settles_at_the_target():
     """A policy whose KL is inversely proportional to the coefficient meets the target at one coefficient only."""
     for start in (0.001, 10.0):
         coefficient = AdaptiveKL(start, target=6.0, horizon=2_000)
@@ -59,7 +59,7 @@ def test_kl_coefficient_settles_where_the_kl_is_the_target():
         assert coefficient.value == pytest.approx(0.05, rel=1e-6)
 
 
-def test_kl_coefficient_over_a_horizon_does_not_depend_on_how_it_is_cut_up_for_small_steps():
+def test_kl_coefficient_does_not_depend_on_small_step_sizes():
     often, seldom = (AdaptiveKL(0.05, target=6.0, horizon=100_000) for _ in range(2))
     for _ in range(200):
         often.update(60.0, 50)
@@ -70,7 +70,7 @@ def test_kl_coefficient_over_a_horizon_does_not_depend_on_how_it_is_cut_up_for_s
 
 
 @pytest.mark.parametrize("measured", [6.0, 60.0, math.nan])
-def test_a_horizon_so_short_that_the_coefficient_could_turn_negative_is_refused_at_the_first_update(measured):
+def test_horizon_that_allows_negative_values_raises(measured):
     coefficient = AdaptiveKL(0.05, target=6.0, horizon=100)
     with pytest.raises(ValueError, match=r"`horizon` must be above 100 for updates of 500 completions, got 100"):
         coefficient.update(measured, 500)
@@ -80,7 +80,7 @@ def test_a_horizon_so_short_that_the_coefficient_could_turn_negative_is_refused_
 
 @pytest.mark.parametrize("name", ["value", "target", "horizon"])
 @pytest.mark.parametrize("given", [0.0, -1.0, math.nan, math.inf])
-def test_a_kl_coefficient_that_could_never_work_is_refused(name, given):
+def test_invalid_kl_settings_raise(name, given):
     with pytest.raises(ValueError, match=rf"`{name}` must be a finite number above 0, got {given}"):
         AdaptiveKL(**{"value": 0.05, "target": 6.0, "horizon": 10_000, name: given})
 
@@ -108,14 +108,14 @@ def test_entropy_coefficient_by_hand():
     assert history == [pytest.approx(pair, abs=1e-15) for pair in expected]
 
 
-def test_entropy_coefficient_steps_by_the_update_and_not_by_the_completion():
+def test_entropy_coefficient_steps_once_per_update():
     one, many = AdaptiveEntropy(0.1, target=0.3), AdaptiveEntropy(0.1, target=0.3)
     one.update(0.2, 1)
     many.update(0.2, 1_000)
     assert one.value == many.value
 
 
-def test_entropy_is_held_up_at_the_target():
+def test_entropy_coefficient_holds_the_target():
     """An entropy that sinks by itself and rises with the bonus ends within a step's effect of the target."""
     coefficient, entropy = AdaptiveEntropy(0.0, target=0.3, step=0.001), 1.0
     seen = []
@@ -138,7 +138,7 @@ def test_entropy_is_held_up_at_the_target():
         ("step", math.nan, "above 0"),
     ],
 )
-def test_an_entropy_coefficient_that_could_never_work_is_refused(name, given, needed):
+def test_invalid_entropy_settings_raise(name, given, needed):
     with pytest.raises(ValueError, match=rf"`{name}` must be a finite number {needed}, got {given}"):
         AdaptiveEntropy(**{"value": 0.0, "target": 0.3, "step": 0.005, name: given})
 
@@ -149,7 +149,7 @@ def test_an_entropy_coefficient_that_could_never_work_is_refused(name, given, ne
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
 @pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("before", [[], [0.1], [10.0]], ids=["at the start", "below the target", "above the target"])
-def test_a_measurement_that_is_not_finite_changes_nothing(make, measured, before):
+def test_nonfinite_measurement_changes_nothing(make, measured, before):
     coefficient = make()
     for finite in before:
         coefficient.update(finite, 64)
@@ -161,7 +161,7 @@ def test_a_measurement_that_is_not_finite_changes_nothing(make, measured, before
 
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
 @pytest.mark.parametrize("stop", range(5))
-def test_a_coefficient_resumed_from_json_goes_on_bit_for_bit(make, stop):
+def test_coefficient_resumes_from_json_bit_for_bit(make, stop):
     measurements = [0.1, 0.35, 5.9, 0.2, 7.3, 0.3]
     through, stopped, resumed = make(), make(), make()
     for measured in measurements[:stop]:
@@ -175,7 +175,7 @@ def test_a_coefficient_resumed_from_json_goes_on_bit_for_bit(make, stop):
         assert resumed.value == through.value
 
 
-def test_a_fixed_coefficient_that_resumes_keeps_the_value_it_is_made_with():
+def test_fixed_coefficient_resumes_with_its_new_value():
     changed = FixedCoefficient(0.1)
     changed.load_state_dict(FixedCoefficient(0.05).state_dict())
     assert changed.value == 0.1
@@ -183,7 +183,7 @@ def test_a_fixed_coefficient_that_resumes_keeps_the_value_it_is_made_with():
 
 @pytest.mark.parametrize("saved", makers())
 @pytest.mark.parametrize("resumed", makers())
-def test_the_state_of_another_kind_of_coefficient_is_refused(saved, resumed):
+def test_state_of_another_kind_raises(saved, resumed):
     state, coefficient = makers()[saved]().state_dict(), makers()[resumed]()
     if saved == resumed:
         coefficient.load_state_dict(state)
@@ -194,7 +194,7 @@ def test_the_state_of_another_kind_of_coefficient_is_refused(saved, resumed):
     assert coefficient.value == before
 
 
-def test_an_entropy_target_out_of_reach_does_not_let_the_bonus_grow_without_end():
+def test_entropy_coefficient_is_bounded_by_one():
     coefficient = AdaptiveEntropy(0.0, target=100.0, step=0.3)
     for _ in range(10):
         coefficient.update(1.0, 8)

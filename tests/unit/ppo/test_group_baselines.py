@@ -1,4 +1,4 @@
-"""Advantages within a group: worked examples, recomputation one by one, and identities."""
+"""Advantages within a group: worked examples, recomputation one by one, identities."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.math import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from trl_ppo_ext.ppo.group_baselines import dr_grpo_advantages, grpo_advantages, rloo_advantages
 
 ALL = [grpo_advantages, dr_grpo_advantages, rloo_advantages]
 
@@ -68,7 +68,7 @@ def test_advantages_by_hand(function, expected):
         (grpo_advantages, [-2 / (2 + 1e-4), 0, 0, 2 / (2 + 1e-4), 0, 0, 0, 0]),
     ],
 )
-def test_failed_completions_are_left_out_by_hand(function, expected):
+def test_failed_completions_are_skipped_by_hand(function, expected):
     scores = torch.tensor([1.0, 100.0, 3.0, 5.0, 7.0, 5.0, 8.0, 9.0], dtype=torch.float64)
     counts = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0]).bool()
     close(function(scores, counts, 4), expected)
@@ -76,7 +76,7 @@ def test_failed_completions_are_left_out_by_hand(function, expected):
 
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("group_size", [1, 2, 3, 6])
-def test_advantages_are_those_computed_one_by_one(function, group_size):
+def test_advantages_equal_those_computed_one_by_one(function, group_size):
     scores = 2 + 3 * normal(24, seed=group_size)
     counts = normal(24, seed=10 + group_size) > -0.5
     assert counts.any()
@@ -87,7 +87,7 @@ def test_advantages_are_those_computed_one_by_one(function, group_size):
 
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("score", [1e6, math.nan, math.inf, -math.inf])
-def test_the_score_of_a_failed_completion_never_matters(function, score):
+def test_score_of_a_failed_completion_changes_nothing(function, score):
     scores, counts = normal(12, seed=1), torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0]).bool()
     expected = function(scores, counts, 4)
     actual = function(scores.masked_fill(~counts, score), counts, 4)
@@ -96,7 +96,7 @@ def test_the_score_of_a_failed_completion_never_matters(function, score):
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_groups_with_fewer_than_two_members_have_no_advantage(function):
+def test_group_of_fewer_than_two_has_no_advantage(function):
     scores = normal(6, seed=1)
     assert torch.equal(function(scores, everything(scores), 1), torch.zeros_like(scores))
     lonely = torch.tensor([0, 1, 0, 0, 0, 0]).bool()
@@ -104,7 +104,7 @@ def test_groups_with_fewer_than_two_members_have_no_advantage(function):
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_a_group_is_not_changed_by_the_others(function):
+def test_groups_are_independent(function):
     scores, counts = normal(12, seed=1), normal(12, seed=2) > -1
     together = function(scores, counts, 4)
     apart = [function(scores[i : i + 4], counts[i : i + 4], 4) for i in (0, 4, 8)]
@@ -112,7 +112,7 @@ def test_a_group_is_not_changed_by_the_others(function):
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_advantages_of_a_group_sum_to_zero_and_order_as_the_scores(function):
+def test_advantages_sum_to_zero_in_the_order_of_scores(function):
     scores = normal(24, seed=1)
     advantages = function(scores, everything(scores), 6).reshape(4, 6)
     close(advantages.sum(1), torch.zeros(4))
@@ -120,7 +120,7 @@ def test_advantages_of_a_group_sum_to_zero_and_order_as_the_scores(function):
     close(function(scores + 7, everything(scores), 6).reshape(4, 6), advantages)
 
 
-def test_rloo_is_a_multiple_of_dr_grpo_by_the_number_that_counts():
+def test_rloo_is_a_multiple_of_dr_grpo():
     scores = normal(24, seed=1)
     counts = everything(scores)
     close(rloo_advantages(scores, counts, 6), 6 / 5 * dr_grpo_advantages(scores, counts, 6))
@@ -128,7 +128,7 @@ def test_rloo_is_a_multiple_of_dr_grpo_by_the_number_that_counts():
     close(rloo_advantages(scores, counts, 6), 5 / 4 * dr_grpo_advantages(scores, counts, 6))
 
 
-def test_grpo_does_not_depend_on_the_scale_of_the_scores_and_has_unit_deviation():
+def test_grpo_has_unit_deviation_at_any_scale():
     scores = normal(24, seed=1)
     advantages = grpo_advantages(scores, everything(scores), 6)
     close(grpo_advantages(100 * scores, everything(scores), 6), advantages, 1e-3)
@@ -137,20 +137,20 @@ def test_grpo_does_not_depend_on_the_scale_of_the_scores_and_has_unit_deviation(
 
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("score", [0.1, 1000.1, -1e5 / 3])
-def test_equal_scores_have_exactly_no_advantage_in_single_precision(function, score):
+def test_equal_scores_have_exactly_no_advantage_in_float32(function, score):
     scores = torch.full((12,), score)
     assert torch.equal(function(scores, everything(scores), 6), torch.zeros(12))
 
 
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize(("batch", "group_size"), [(7, 3), (2, 4), (4, 0), (4, -2)])
-def test_a_batch_that_cannot_be_cut_into_groups_is_refused(function, batch, group_size):
-    with pytest.raises(ValueError, match=rf"groups of {group_size} .*got {batch} completions"):
+def test_batch_not_divisible_into_groups_raises(function, batch, group_size):
+    with pytest.raises(ValueError, match=rf"{batch} completions .* groups of {group_size}: .*multiple"):
         function(torch.zeros(batch), torch.ones(batch).bool(), group_size)
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_scores_and_counts_of_different_shapes_are_refused(function):
+def test_scores_and_counts_of_different_shapes_raise(function):
     with pytest.raises(ValueError, match=r"one shape \[batch\], got .*'scores': \(4,\), 'counts': \(1,\)"):
         function(torch.zeros(4), torch.ones(1).bool(), 2)
     with pytest.raises(ValueError, match=r"one shape \[batch\]"):

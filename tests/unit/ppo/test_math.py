@@ -1,4 +1,4 @@
-"""The maths: known answers on which other codebases agree, closed forms, reductions, and recomputation by hand."""
+"""PPO's mathematics: known answers of other codebases, closed forms, reductions, recomputation by hand."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def golden(function):
     return pytest.mark.parametrize("case", [pytest.param(case, id=f"case{index}") for index, case in cases])
 
 
-def test_every_golden_function_is_tested_here():
+def test_golden_file_has_no_untested_function():
     assert {case["function"] for case in GOLDEN} == {"gae", "policy_loss", "value_loss", "kl", "whiten"}
 
 
@@ -128,7 +128,7 @@ def by_double_sum(rewards, values, gamma, lam):
 
 
 @pytest.mark.parametrize(("gamma", "lam"), list(itertools.product([1.0, 0.9, 0.0], [1.0, 0.95, 0.5, 0.0])))
-def test_gae_is_the_double_sum_over_the_tokens_that_count(gamma, lam):
+def test_gae_equals_the_double_sum_over_unmasked_tokens(gamma, lam):
     rewards, values = normal(*MASK.shape, seed=1), normal(*MASK.shape, seed=2)
     advantages, returns = gae(rewards, values, MASK, gamma, lam)
     for row, mask in enumerate(MASK.bool()):
@@ -160,7 +160,7 @@ def test_gae_with_lambda_zero_is_the_td_residual(gamma):
         close(advantages[row][mask], r + gamma * torch.cat([v[1:], v.new_zeros(1)]) - v)
 
 
-def test_gae_with_lambda_for_each_row_is_gae_row_by_row():
+def test_gae_with_lambda_per_row_equals_gae_row_by_row():
     rewards, values, lam = normal(*MASK.shape, seed=7), normal(*MASK.shape, seed=8), torch.linspace(0, 1, len(MASK))
     together = gae(rewards, values, MASK, 0.97, lam.double())
     for row in range(len(MASK)):
@@ -192,13 +192,13 @@ def test_padding_never_changes_gae(left, right):
         assert torch.equal(with_padding, padded(without, 0.0))
 
 
-def test_gae_of_a_row_in_which_nothing_counts_is_zero():
+def test_gae_of_a_masked_row_is_zero():
     advantages, returns = gae(normal(1, 4), normal(1, 4), torch.zeros(1, 4), 1.0, 0.95)
     assert not advantages.any()
     assert not returns.any()
 
 
-def test_gae_with_one_lambda_for_all_rows_is_gae_with_that_number():
+def test_gae_with_equal_lambdas_equals_gae_with_a_number():
     rewards, values = normal(*MASK.shape, seed=13), normal(*MASK.shape, seed=14)
     expected = gae(rewards, values, MASK, 0.97, 0.95)
     actual = gae(rewards, values, MASK, 0.97, torch.full((len(MASK),), 0.95, dtype=torch.float64))
@@ -206,7 +206,7 @@ def test_gae_with_one_lambda_for_all_rows_is_gae_with_that_number():
         close(of_tensor, of_number)
 
 
-def test_decoupled_lambdas_give_the_critic_monte_carlo_targets_whatever_the_policy_takes():
+def test_critic_lambda_of_one_gives_monte_carlo_targets():
     rewards, values = normal(*MASK.shape, seed=15), normal(*MASK.shape, seed=16)
     lam = length_adaptive_lambda(MASK.double(), alpha=0.5)
     advantages, coupled_returns = gae(rewards, values, MASK, 1.0, lam)
@@ -227,7 +227,7 @@ def test_length_adaptive_lambda_by_hand():
     close(length_adaptive_lambda(torch.ones(1, 1000, dtype=torch.float64), alpha=0.05), [0.98])
 
 
-def test_length_adaptive_lambda_makes_the_weights_of_gae_sum_to_a_share_of_the_response():
+def test_length_adaptive_lambda_sums_gae_weights_to_a_share():
     alpha = 0.05
     for length in (100, 1000):
         lam = length_adaptive_lambda(torch.ones(1, length, dtype=torch.float64), alpha)
@@ -235,7 +235,7 @@ def test_length_adaptive_lambda_makes_the_weights_of_gae_sum_to_a_share_of_the_r
         close(weights.sum(), alpha * length, 1e-9)
 
 
-def test_length_adaptive_lambda_of_no_token_is_zero_and_none_is_ever_outside_zero_to_one():
+def test_length_adaptive_lambda_stays_between_zero_and_one():
     mask = torch.tensor([[0] * 6, [1] * 6])
     for alpha in (1e-9, 0.05, 1.0, 1e9, math.inf):
         lam = length_adaptive_lambda(mask, alpha)
@@ -251,7 +251,7 @@ def test_length_adaptive_lambda_counts_tokens_and_not_positions():
         torch.testing.assert_close(length_adaptive_lambda(mask.to(kind), 1.0), torch.tensor([0.8, 0.8]))
 
 
-def test_gae_with_length_adaptive_lambda_becomes_monte_carlo_as_alpha_grows():
+def test_length_adaptive_gae_becomes_monte_carlo_for_large_alpha():
     rewards, values = normal(*MASK.shape, seed=17), normal(*MASK.shape, seed=18)
     monte_carlo, _ = gae(rewards, values, MASK, 1.0, 1.0)
 
@@ -265,7 +265,7 @@ def test_gae_with_length_adaptive_lambda_becomes_monte_carlo_as_alpha_grows():
 
 
 @pytest.mark.parametrize("alpha", [0.0, -0.05, math.nan])
-def test_an_alpha_that_is_not_above_zero_is_refused(alpha):
+def test_alpha_not_above_zero_raises(alpha):
     with pytest.raises(ValueError, match=rf"`alpha` must be above 0, got {alpha}"):
         length_adaptive_lambda(MASK, alpha)
 
@@ -280,7 +280,7 @@ def near_policies(seed=1):
     return logprobs, old_logprobs
 
 
-def test_sequence_ratio_is_the_geometric_mean_of_the_ratios_of_its_tokens():
+def test_sequence_ratio_is_the_geometric_mean_of_token_ratios():
     logprobs, old_logprobs = near_policies()
     log_ratio = sequence_logprobs(logprobs, old_logprobs, MASK) - old_logprobs
     for row, mask in enumerate(MASK.bool()):
@@ -288,20 +288,20 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_ratios_of_its_tokens():
         close(log_ratio[row].exp(), (ratios.prod() ** (1 / len(ratios))).expand(MASK.shape[1]))
 
 
-def test_sequence_logprobs_of_one_token_are_those_of_the_token():
+def test_sequence_logprobs_of_one_token_equal_the_tokens():
     logprobs, old_logprobs = near_policies()
     mask = torch.nn.functional.one_hot(torch.arange(len(MASK)), MASK.shape[1])
     close(sequence_logprobs(logprobs, old_logprobs, mask)[mask.bool()], logprobs[mask.bool()])
 
 
-def test_sequence_logprobs_are_the_old_ones_where_nothing_moved_or_nothing_counts():
+def test_sequence_logprobs_without_change_equal_the_old_ones():
     old_logprobs = near_policies()[1].float()
     assert torch.equal(sequence_logprobs(old_logprobs, old_logprobs, MASK), old_logprobs)
     assert torch.equal(sequence_logprobs(old_logprobs + 1, old_logprobs, 0 * MASK), old_logprobs)
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence_mean"])
-def test_gradient_of_the_loss_with_sequence_ratios(mode):
+def test_sequence_ratios_have_their_closed_form_gradient(mode):
     """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s and one advantage."""
     logprobs, old_logprobs = near_policies()
     of_sequence = normal(len(MASK), 1, seed=3)
@@ -315,7 +315,7 @@ def test_gradient_of_the_loss_with_sequence_ratios(mode):
     close(logprobs.grad, -ratio * of_sequence * share * MASK)
 
 
-def test_a_sequence_beyond_the_clip_range_loses_the_gradient_of_all_its_tokens():
+def test_clipped_sequence_has_no_gradient_at_any_token():
     logprobs, old_logprobs = near_policies()
     mean = (((logprobs - old_logprobs) * MASK).sum(1) / MASK.sum(1)).detach()
     threshold = mean.sort().values[2:4].mean()  # half of the sequences are beyond it
@@ -360,7 +360,7 @@ LOG_RATIOS = torch.tensor([-3.0, -0.5, -0.15, -0.01, 0.01, 0.15, 0.25, 0.5, 1.0,
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_clipping_kills_the_gradient_exactly_where_it_should(advantage, dual_clip):
+def test_clipping_stops_the_gradient_exactly_beyond_its_range(advantage, dual_clip):
     """ρ has to stop above 1 + 0.28 where that is rewarded, below 1 − 0.1 where it is punished, nowhere else."""
     logprobs = LOG_RATIOS.clone()[None].requires_grad_()
     advantages = torch.full_like(logprobs, advantage)
@@ -375,7 +375,7 @@ def test_clipping_kills_the_gradient_exactly_where_it_should(advantage, dual_cli
     close(logprobs.grad[0], torch.where(dead, 0, -advantage * ratio))
 
 
-def test_policy_loss_beyond_the_clip_range_is_the_loss_at_its_edge():
+def test_policy_loss_beyond_the_clip_range_equals_its_edge():
     ratio = torch.tensor([[0.5, 0.95, 1.1, 2.0]], dtype=torch.float64)
     for advantage, expected in ((2.0, [1.0, 1.9, 2.2, 2.56]), (-2.0, [1.8, 1.9, 2.2, 4.0])):
         advantages = torch.full_like(ratio, advantage)
@@ -383,7 +383,7 @@ def test_policy_loss_beyond_the_clip_range_is_the_loss_at_its_edge():
         close(loss[0], torch.tensor(expected) * (-1 if advantage > 0 else 1), 1e-6)
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages_and_nothing_else():
+def test_dual_clip_bounds_only_negative_advantages():
     log_ratios, advantages = 2 * normal(50, 20, seed=4), normal(50, 20, seed=5)
     plain = clipped_policy_loss(log_ratios, torch.zeros_like(log_ratios), advantages, 0.2, 0.2)
     dual = clipped_policy_loss(log_ratios, torch.zeros_like(log_ratios), advantages, 0.2, 0.2, dual_clip=3.0)
@@ -394,7 +394,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_and_nothing_else():
     assert (dual[bounded] < plain[bounded]).all()
 
 
-def test_log_ratios_are_bounded_and_untouched_within_the_bound():
+def test_log_ratios_change_only_beyond_their_bound():
     log_ratios = torch.tensor([[-1e4, -100.0, -21.0, -19.0, 0.0, 19.0, 21.0, 100.0, 1e4]], dtype=torch.float64)
     logprobs, old_logprobs = log_ratios.clone().requires_grad_(), torch.zeros_like(log_ratios)
     advantages = torch.full_like(log_ratios, -1.0)  # so that a large ratio is not clipped
@@ -408,7 +408,7 @@ def test_log_ratios_are_bounded_and_untouched_within_the_bound():
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_policies_far_apart_give_finite_losses_and_gradient_norms_in_single_precision(advantage, dual_clip):
+def test_distant_policies_give_finite_losses_in_float32(advantage, dual_clip):
     logprobs = torch.tensor([[-1e4, -90.0, 0.0, 50.0, 90.0, 1e4]], requires_grad=True)
     advantages = torch.full((1, 6), advantage)
     loss = clipped_policy_loss(logprobs, torch.zeros(1, 6), advantages, 0.2, 0.2, dual_clip)
@@ -489,7 +489,7 @@ def test_exact_kl_takes_any_leading_dimensions():
     assert not exact_kl(policy, policy).any()
 
 
-def test_tokens_the_policy_never_takes_add_nothing_to_the_exact_kl_nor_to_its_gradient():
+def test_impossible_tokens_add_nothing_to_the_exact_kl():
     logits = normal(1, 5, seed=1)
     never = torch.tensor([[0, 1, 0, 0, 1]]).bool()
     reference = normal(1, 5, seed=2).masked_fill(torch.tensor([[0, 1, 0, 0, 0]]).bool(), -torch.inf).log_softmax(-1)
@@ -504,7 +504,7 @@ def test_tokens_the_policy_never_takes_add_nothing_to_the_exact_kl_nor_to_its_gr
     assert not logits.grad[never].any()
 
 
-def test_exact_kl_is_infinite_where_only_the_reference_never_takes_a_token():
+def test_exact_kl_is_infinite_outside_the_references_support():
     policy = torch.tensor([0.5, 0.5]).log()
     assert exact_kl(policy, torch.tensor([1.0, 0.0]).log()) == torch.inf
     close(exact_kl(torch.tensor([1.0, 0.0]).log(), policy), math.log(2), 1e-6)
@@ -523,7 +523,7 @@ def test_k2_is_biased():
 
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k3", True), ("k2", False)])
-def test_mean_of_samples_is_the_exact_kl_within_four_standard_errors(estimator, unbiased):
+def test_sampled_mean_is_the_exact_kl_within_four_errors(estimator, unbiased):
     policy, reference = (x.detach()[0] for x in policies()[1:])
     samples = torch.multinomial(policy.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(3))
     estimates = kl_estimate(policy[samples], reference[samples], estimator)
@@ -531,7 +531,7 @@ def test_mean_of_samples_is_the_exact_kl_within_four_standard_errors(estimator, 
     assert (abs(standard_errors.item()) < 4) == unbiased
 
 
-def test_k2_has_the_right_size_where_the_policies_are_near():
+def test_k2_approximates_the_kl_of_near_policies():
     logits, direction = normal(1, 9, seed=1), normal(1, 9, seed=2)
     policy, reference = logits.log_softmax(-1), (logits + 1e-3 * direction).log_softmax(-1)
     k1, k2 = ((policy.exp() * kl_estimate(policy, reference, estimator)).sum() for estimator in ("k1", "k2"))
@@ -539,7 +539,7 @@ def test_k2_has_the_right_size_where_the_policies_are_near():
 
 
 @pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", "nothing"), ("k2", "reverse KL"), ("k3", "forward KL")])
-def test_gradient_of_a_kl_estimator_under_sampling_from_the_policy(estimator, gradient_of):
+def test_kl_estimators_have_their_expected_gradients(estimator, gradient_of):
     logits, policy, reference = policies()
     # samples carry no gradient: the probabilities with which they come are constants
     (policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum().backward()
@@ -559,7 +559,7 @@ def test_gradient_of_a_kl_estimator_under_sampling_from_the_policy(estimator, gr
     close(logits.grad, torch.autograd.grad(divergence[gradient_of](logits.log_softmax(-1)), logits)[0])
 
 
-def test_k2_and_k3_are_never_negative_and_zero_only_where_the_policies_agree():
+def test_k2_and_k3_are_zero_only_for_equal_policies():
     logprobs, ref_logprobs = normal(20, 20, seed=1), normal(20, 20, seed=2)
     for estimator in ("k2", "k3"):
         assert (kl_estimate(logprobs, ref_logprobs, estimator) > 0).all()
@@ -567,7 +567,7 @@ def test_k2_and_k3_are_never_negative_and_zero_only_where_the_policies_agree():
     assert not kl_estimate(logprobs, logprobs, "k1").any()
 
 
-def test_k3_keeps_its_precision_where_the_policies_nearly_agree():
+def test_k3_keeps_precision_for_nearly_equal_policies():
     difference = torch.tensor([[1e-3, -1e-3, 1e-4]])
     k3 = kl_estimate(difference, torch.zeros_like(difference), "k3")
     torch.testing.assert_close(k3, 0.5 * difference**2, rtol=1e-2, atol=0)
@@ -576,7 +576,7 @@ def test_k3_keeps_its_precision_where_the_policies_nearly_agree():
 # ---- masked statistics ----
 
 
-def test_masked_mean_and_variance_are_those_of_the_values_that_count():
+def test_masked_moments_equal_those_of_unmasked_values():
     x = normal(*MASK.shape, seed=1)
     close(masked_mean(x, MASK), x[MASK.bool()].mean())
     close(masked_var(x, MASK), x[MASK.bool()].var())
@@ -637,7 +637,7 @@ def on_two_processes(function, *parts):
 
 @pytest.mark.parametrize("function", [masked_mean, masked_var, whiten, scale_to_unit_variance])
 @pytest.mark.parametrize("cut", [1, 4])
-def test_statistics_over_processes_are_those_of_the_whole_batch(function, cut):
+def test_moments_over_ranks_equal_those_of_the_whole_batch(function, cut):
     x = 2 + normal(*MASK.shape, seed=1)
     parts = ((x[:cut], MASK[:cut]), (x[cut:], MASK[cut:]))
     first, second = on_two_processes(lambda part, all_sum: function(*part, all_sum), *parts)
@@ -666,7 +666,7 @@ def test_aggregation_by_hand(mode, expected):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cuts", [[6], [3, 3], [1, 5], [2, 1, 3], [1] * 6])
-def test_split_losses_add_up_to_the_whole_with_a_common_denominator(mode, cuts):
+def test_split_losses_add_up_with_a_common_denominator(mode, cuts):
     per_token = normal(*MASK.shape, seed=1).requires_grad_()
     denominator = MASK.sum() if mode == "token" else len(MASK)
     parts = zip(per_token.split(cuts), MASK.split(cuts))
@@ -686,7 +686,7 @@ def test_padding_never_changes_the_loss(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_loss_of_no_token_is_zero(mode):
+def test_loss_of_no_token_is_zero(mode):
     assert aggregate_loss(normal(2, 3), torch.zeros(2, 3), mode) == 0
     assert aggregate_loss(normal(2, 3), torch.zeros(2, 3), mode, denominator=torch.tensor(7.0)) == 0
 
@@ -712,7 +712,7 @@ def test_the_loss_of_no_token_is_zero(mode):
         (lambda a, b: aggregate_loss(a, b, "token"), ["per_token", "response_mask"]),
     ],
 )
-def test_different_shapes_are_refused_although_they_would_broadcast(function, names):
+def test_broadcastable_shapes_raise(function, names):
     with pytest.raises(ValueError, match="one shape") as caught:
         function(torch.ones(2, 3), torch.ones(1, 3))
     message = str(caught.value)
@@ -721,7 +721,7 @@ def test_different_shapes_are_refused_although_they_would_broadcast(function, na
     assert "(1, 3)" in message
 
 
-def test_unknown_choices_are_refused_with_those_there_are():
+def test_unknown_choices_raise_with_the_known_ones():
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"'k1', 'k2', 'k3', got 'k4'"):
         kl_estimate(x, x, "k4")
@@ -730,7 +730,7 @@ def test_unknown_choices_are_refused_with_those_there_are():
 
 
 @pytest.mark.parametrize("dual_clip", [1.0, 0.2])
-def test_a_dual_clip_that_would_cut_into_the_clip_range_is_refused(dual_clip):
+def test_dual_clip_within_the_clip_range_raises(dual_clip):
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=rf"`dual_clip`.*{dual_clip}"):
         clipped_policy_loss(x, x, x, 0.2, 0.2, dual_clip)
