@@ -21,14 +21,15 @@ class Box(NamedTuple):
     dashed: bool = False
 
     def svg(self) -> str:
+        """The box with its text in the middle."""
         title, *lines = self.text.split("\n")
         dash = ' stroke-dasharray="5 4"' if self.dashed else ""
         middle = self.x + self.width / 2
         top = self.y + self.height / 2 - 9 * len(lines) + 5
         return "\n".join(
             [
-                f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="6" fill="{self.fill}" '
-                f'stroke="{LINE}"{dash}/>',
+                f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="6" '
+                f'fill="{self.fill}" stroke="{LINE}"{dash}/>',
                 text(middle, top, title, weight="bold"),
                 *(text(middle, top + 18 * n, line, size=13) for n, line in enumerate(lines, start=1)),
             ]
@@ -36,6 +37,7 @@ class Box(NamedTuple):
 
 
 def text(x: float, y: float, content: str, size: int = 15, weight: str = "normal", anchor: str = "middle") -> str:
+    """One line of text."""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{INK}">'
         f"{escape(content)}</text>"
@@ -50,6 +52,7 @@ def arrow(*points: tuple[int, int], dashed: bool = False) -> str:
 
 
 def picture(height: int, title: str, parts: list[str]) -> str:
+    """An SVG 800 pixels wide, on white."""
     head = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
     return "\n".join(
         [
