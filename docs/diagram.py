@@ -106,9 +106,9 @@ def data_flow() -> str:
     generate = Box(216, 24, 240, 62, STEP, "1. Generate\nthe policy samples completions")
     completions = Box(512, 24, 224, 62, PLAIN, "Completions\ntoken ids, never re-encoded")
     forward = Box(
-        216, 140, 240, 96, STEP, "3. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs"
+        216, 140, 240, 96, STEP, "2. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs"
     )
-    score = Box(512, 140, 224, 96, STEP, "2. Score\nfunctions, reward models,\nadapters, judges, servers")
+    score = Box(512, 140, 224, 96, STEP, "3. Score\nfunctions, reward models,\nadapters, judges, servers")
     rewards = Box(512, 282, 224, 62, STEP, "4. Token rewards\nscore − kl_coef × KL")
     advantages = Box(216, 282, 240, 62, STEP, "5. Advantages and returns\nGAE, or a group baseline")
     update = Box(
