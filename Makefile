@@ -20,6 +20,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/step.py
 
 docs: $(VENV)/.test
+	$(BIN)/python docs/diagram.py
 	$(BIN)/python -m mkdocs build
 
 lint: $(VENV)/.dev

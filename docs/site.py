@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages of the repository outside of docs/, and names in docstrings."""
+"""MkDocs hooks: repository pages outside docs/, and names in docstrings."""
 
 import re
 from pathlib import Path
@@ -12,14 +12,14 @@ LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 
 
 def _outside(path: Path) -> list[Path]:
-    """Files of the repository, outside of docs/, that a page links to."""
+    """Repository files outside docs/ that a page links to."""
     targets = [(path.parent / target).resolve() for target in LINK.findall(path.read_text(encoding="utf-8"))]
     inside = [target for target in targets if target.is_file() and target.is_relative_to(ROOT)]
     return [target for target in inside if not target.is_relative_to(ROOT / "docs")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to, as pages where it is Markdown, for as long as there is more."""
+    """Add linked repository files to the site, and the links of linked Markdown pages."""
     waiting = [target for path in sorted((ROOT / "docs").glob("*.md")) for target in _outside(path)]
     while waiting:
         path = waiting.pop()
@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """In the site, docs/ is the root: a page of it finds the repository beside itself, not above."""
+    """Rewrite links between docs/ and the repository: in the site, docs/ is the root."""
     source = Path(page.file.abs_src_path or "")
     if source.parent == ROOT / "docs":
         return re.sub(r"(?<=\]\()\.\./(?=[^)\s]+[)#])", "", markdown)
@@ -44,12 +44,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _plain_type(code: re.Match) -> str:
-    """What Hugging Face's docstrings say of an argument, without its Markdown and the default that is shown anyway."""
+    """Argument type of a Hugging Face docstring, without Markdown and without the default."""
     text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", code[1]).replace("`", "").replace("*optional*", "optional")
     return f"<code>{re.sub(r', defaults to [^<]*', '', text)}</code>"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Docstrings name things as [`name`], as Hugging Face's documentation does; here they stand as code."""
+    """Render [`name`] of Hugging Face docstrings as code."""
     html = re.sub(r"<code>([^<>]*(?:`|\*optional\*)[^<>]*)</code>", _plain_type, html)
     return re.sub(r"\[<code>~?(?:[\w.]*\.)?(\w+)</code>\]", r"<code>\1</code>", html)
