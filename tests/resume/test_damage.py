@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs_of_tiny import trainer
 from safetensors.torch import load_file
-from test_trainer import trainer
 from tiny import prompts
 from transformers import TrainerCallback
 

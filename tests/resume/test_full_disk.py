@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from test_trainer import trainer, weights
+from runs_of_tiny import trainer, weights
 
 from trl_ppo_ext.checkpoints import resume as resumable
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from killed_runs import SETTINGS
-from test_trainer import trainer
+from runs_of_tiny import trainer
 from tiny import config, prompts
 
 from trl_ppo_ext.checkpoints.files import CheckpointError, check_settings, run_settings

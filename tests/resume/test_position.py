@@ -1,7 +1,7 @@
 """A run that is resumed draws the prompts that it would have drawn."""
 
 import pytest
-from test_trainer import trainer
+from runs_of_tiny import trainer
 from tiny import length_reward, prompts
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from test_trainer import trainer, weights
+from runs_of_tiny import trainer, weights
 from tiny import prompts
 from transformers import TrainerCallback
 

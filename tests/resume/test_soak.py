@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_trainer import trainer
+from runs_of_tiny import trainer
 from tiny import prompts
 from transformers import TrainerCallback
 

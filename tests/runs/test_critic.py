@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_actor_critic import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
-from test_trainer import trainer, weights
+from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
+from runs_of_tiny import trainer, weights
 from tiny import config, llama, qwen2, tokenizer
 from transformers import (
     BitsAndBytesConfig,

@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from test_http_rewards import judge, remote, serving
-from test_trainer import rollouts_of, trainer, weights
+from http_rewards import judge, remote, serving
+from runs_of_tiny import rollouts_of, trainer, weights
 from tiny import SPECIAL, WORDS, length_reward, prompts, tokenizer
 from transformers import TrainerCallback
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from test_trainer import rollouts_of, trainer, weights
+from runs_of_tiny import rollouts_of, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math

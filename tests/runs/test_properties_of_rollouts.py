@@ -9,7 +9,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from hypothesis import given
 from hypothesis import strategies as st
-from test_properties import GARBAGE, batches, close, property_test, seeds
+from properties import GARBAGE, batches, close, property_test, seeds
 from torch.utils.data import BatchSampler
 
 from trl_ppo_ext import ppo_math

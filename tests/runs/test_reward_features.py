@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import trl.rewards
-from test_trainer import rollouts_of, trainer, weights
+from runs_of_tiny import rollouts_of, trainer, weights
 from tiny import config, length_reward, prompts
 
 from trl_ppo_ext import RewardError

@@ -7,6 +7,7 @@ import json
 import bitsandbytes as bnb
 import pytest
 import torch
+from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
 from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
@@ -15,46 +16,12 @@ from trl_ppo_ext.ppo.math import token_rewards
 from trl_ppo_ext.rewards import read_scores
 
 
-def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
-    extra = {
-        k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config", "monitor_funcs") if k in kwargs
-    }
-    return PPOTrainer(
-        model=model or llama(),
-        reward_funcs=reward_funcs,
-        args=config(output_dir, **kwargs),
-        train_dataset=prompts() if dataset is None else dataset,
-        callbacks=callbacks,
-        **{"processing_class": tokenizer()} | extra,
-    )
 
 
-def rollouts_of(built):
-    """Record every rollout that a trainer collects."""
-    seen, collect = [], built.collector.collect
-
-    def recording(*args):
-        collected = collect(*args)
-        seen.append(collected[:2])
-        return collected
-
-    built.collector.collect = recording
-    return seen
 
 
-def micro_batches_of(built):
-    seen, compute_loss = [], built.compute_loss
-
-    def recording(model, inputs, **kwargs):
-        seen.append(inputs)
-        return compute_loss(model, inputs, **kwargs)
-
-    built.compute_loss = recording
-    return seen
 
 
-def weights(built):
-    return {n: p.detach().clone() for n, p in built.actor_critic.named_parameters() if p.requires_grad}
 
 
 class Steps(TrainerCallback):

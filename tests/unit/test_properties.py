@@ -1,6 +1,5 @@
 """Invariants of the maths, on whatever hypothesis finds: padding, order, processes, bounds, degenerate rollouts."""
 
-import math
 import threading
 from itertools import pairwise
 
@@ -8,30 +7,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from properties import GARBAGE, batches, close, property_test, seeds
 
 from trl_ppo_ext import ppo_math
 
-property_test = settings(derandomize=True, deadline=None, database=None, max_examples=40)
-GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
 MODES = ("token", "sequence_mean", "sequence_sum")
-seeds = st.integers(0, 2**31)
 probabilities = st.floats(0, 1)
-
-
-@st.composite
-def batches(draw, tensors=2, least_rows=1, whole_groups=1):
-    """Tensors `[batch, response]` in float64 and a mask with any holes, whole rows of which may count nothing."""
-    rows = draw(st.integers(least_rows, 6)) * whole_groups
-    shape = rows, draw(st.integers(1, 7))
-    generator = torch.Generator().manual_seed(draw(seeds))
-    size = draw(st.sampled_from([1e-3, 1.0, 50.0]))
-    made = [size * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(tensors)]
-    mask = (torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))).long()
-    return *made, mask
-
-
-def close(one, other, rtol=1e-9, atol=1e-9):
-    torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 def mean_loss(x, y, mask, mode):

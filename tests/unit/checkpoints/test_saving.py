@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
 from safetensors.torch import load_file, save_file
-from test_trainer import micro_batches_of, rollouts_of, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import AutoModelForCausalLM
 

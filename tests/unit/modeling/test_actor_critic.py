@@ -6,18 +6,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
 from tiny import config, llama, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, GenerationConfig
 
 from trl_ppo_ext.modeling import load_actor_critic
-from trl_ppo_ext.sequences import Sequences
-
-PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11]]
-COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
-
-
-def sequences(prompts=PROMPTS, completions=COMPLETIONS):
-    return Sequences.from_token_ids(prompts, completions, pad_token_id=0, device="cpu")
 
 
 def actor_critic(tmp_path, model=None, moved=True, **kwargs):
@@ -34,11 +27,6 @@ def move_adapter(built):
         if "lora_B" in name and parameter.requires_grad:
             parameter.data.normal_(std=0.2)
     built.value_head.weight.data.normal_()
-
-
-def plain_logprobs(model, prompt, completion, temperature=1.0):
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("make", [llama, qwen2])
@@ -94,10 +82,6 @@ def test_trained_adapter_starts_the_policy_and_its_frozen_copy_is_the_reference(
     with built.reference():
         torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
     assert not torch.allclose(built(sequences()).logprobs[0, :3], expected)
-
-
-def trainable(built):
-    return [name for name, parameter in built.named_parameters() if parameter.requires_grad]
 
 
 @pytest.mark.parametrize("peft_model", [False, True])

@@ -24,7 +24,9 @@ def opt():
 def test_a_model_that_names_a_trunk_which_it_has_not_is_refused(tmp_path):
     model = llama()
     model.base_model_prefix = "language_model"  # as some text models cut out of larger ones do
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM must have the attribute `language_model`.*use a model whose class has it"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM must have the attribute `language_model`.*use a model whose class has it"
+    ):
         load_actor_critic(model, config(tmp_path))
 
 

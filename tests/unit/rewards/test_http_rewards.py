@@ -14,11 +14,11 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from http_rewards import KEY, TEMPLATE, judge, remote, serving
 from tiny import WORDS, llama, tokenizer
 
 from trl_ppo_ext.commands import main as cli
@@ -26,41 +26,15 @@ from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, loa
 from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT
 from trl_ppo_ext.rewards.remote import Judge, JudgeError, RemoteReward, RemoteRewardError, fill, readable
 
-KEY = "sk-test-0123456789abcdef"
-TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"
-SCORE = r"Score: (\S+?)(?:/1000)?$"
-fresh = count()
-
 
 def batch(completions):
     return ScoringBatch(["p"] * len(completions), list(completions), [[1]] * len(completions), {})
-
-
-@contextmanager
-def serving(port=0):
-    script = Path(__file__).parent / "misbehaving_server.py"
-    process = subprocess.Popen([sys.executable, "-S", str(script), str(port)], stdout=subprocess.PIPE, text=True)
-    try:
-        yield process, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
 def port():
     with serving() as (_, port):
         yield port
-
-
-def judge(port, mode, part=None, **kwargs):
-    settings = {"name": "rubric", "pattern": SCORE, "timeout": 1.0, "max_retries": 1} | kwargs
-    return Judge(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", "m", TEMPLATE, **settings)
-
-
-def remote(port, mode, part=None, **kwargs):
-    settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
-    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/score", **settings)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from runs_of_tiny import trainer
 from safetensors.torch import load_file, save_file
-from test_trainer import trainer
 from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers import LlamaForSequenceClassification
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from peft import LoraConfig
 from rich.console import Console
-from test_trainer import trainer
+from runs_of_tiny import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, redaction

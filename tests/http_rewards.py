@@ -1,0 +1,35 @@
+"""Judges and remote rewards of a server that misbehaves."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from trl_ppo_ext.rewards.remote import Judge, RemoteReward
+
+KEY = "sk-test-0123456789abcdef"
+TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"
+SCORE = r"Score: (\S+?)(?:/1000)?$"
+fresh = count()
+
+
+@contextmanager
+def serving(port=0):
+    script = Path(__file__).parent / "misbehaving_server.py"
+    process = subprocess.Popen([sys.executable, "-S", str(script), str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def judge(port, mode, part=None, **kwargs):
+    settings = {"name": "rubric", "pattern": SCORE, "timeout": 1.0, "max_retries": 1} | kwargs
+    return Judge(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", "m", TEMPLATE, **settings)
+
+
+def remote(port, mode, part=None, **kwargs):
+    settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
+    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/score", **settings)

@@ -1,0 +1,65 @@
+"""Trainers of tiny models, and what they collect."""
+
+import torch
+from tiny import config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.sequences import Sequences
+
+PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11]]
+COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
+
+
+def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
+    extra = {
+        k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config", "monitor_funcs") if k in kwargs
+    }
+    return PPOTrainer(
+        model=model or llama(),
+        reward_funcs=reward_funcs,
+        args=config(output_dir, **kwargs),
+        train_dataset=prompts() if dataset is None else dataset,
+        callbacks=callbacks,
+        **{"processing_class": tokenizer()} | extra,
+    )
+
+
+def rollouts_of(built):
+    """Record every rollout that a trainer collects."""
+    seen, collect = [], built.collector.collect
+
+    def recording(*args):
+        collected = collect(*args)
+        seen.append(collected[:2])
+        return collected
+
+    built.collector.collect = recording
+    return seen
+
+
+def micro_batches_of(built):
+    seen, compute_loss = [], built.compute_loss
+
+    def recording(model, inputs, **kwargs):
+        seen.append(inputs)
+        return compute_loss(model, inputs, **kwargs)
+
+    built.compute_loss = recording
+    return seen
+
+
+def weights(built):
+    return {n: p.detach().clone() for n, p in built.actor_critic.named_parameters() if p.requires_grad}
+
+
+def sequences(prompts=PROMPTS, completions=COMPLETIONS):
+    return Sequences.from_token_ids(prompts, completions, pad_token_id=0, device="cpu")
+
+
+def plain_logprobs(model, prompt, completion, temperature=1.0):
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def trainable(built):
+    return [name for name, parameter in built.named_parameters() if parameter.requires_grad]
