@@ -233,7 +233,7 @@ def test_dry_run_prints_a_preview(there, capsys):
 def test_dry_run_continues_without_memory_estimate(there, capsys):
     assert run("--dry_run", optim="adafactor") == 0
     said = capsys.readouterr().out
-    assert "not estimated: `optim='adafactor'`" in said and "The first prompt" in said
+    assert "not estimated: `optim` must be" in said and "The first prompt" in said
 
 
 # changes of the config above, and what the error must say: the field, the value, the remedy
