@@ -1,9 +1,13 @@
-"""Generators: what samples completions."""
+"""Generators: transformers' `generate`, and its continuous batching."""
 
-from .base import Generator, cut_at_stop
-from .build import build_generator
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from ..modeling import ActorCritic
 from .continuous import ContinuousBatchingGenerator
-from .transformers import TransformersGenerator, ensure_pad_token, stop_token_ids
+from .transformers import Generator, TransformersGenerator, cut_at_stop, ensure_pad_token, stop_token_ids
 
 __all__ = [
     "ContinuousBatchingGenerator",
@@ -14,3 +18,12 @@ __all__ = [
     "ensure_pad_token",
     "stop_token_ids",
 ]
+
+
+def build_generator(
+    actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+) -> Generator:
+    """The generator of `args.generation_backend`."""
+    if args.generation_backend == "continuous_batching":
+        return ContinuousBatchingGenerator(actor_critic, tokenizer, args, accelerator)
+    return TransformersGenerator(actor_critic, tokenizer, args, accelerator)

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
-from .base import cut_at_stop
-from .paged import reads_paged_cache
-from .prompt_cache import distinct
-from .transformers import sampling_config
+from .transformers import cut_at_stop, sampling_config
 
 # tokens of a forward on a CPU, where transformers would take thousands, and a mask of them times the whole cache
 CPU_BATCH_TOKENS = 512
+_PROBE = "probe_of_the_paged_cache"
 
 
 class ContinuousBatchingGenerator:
@@ -148,3 +147,36 @@ class ContinuousBatchingGenerator:
         taken = [iter(completions) for completions in sampled]
         order = which if shared else rows
         return [cut_at_stop(next(taken[number]), self.stop_token_ids) for number in order]
+
+
+def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Find the prompts that rows repeat."""
+    numbers: dict[tuple[int, ...], int] = {}
+    which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+    return [which.index(number) for number in range(len(numbers))], which
+
+
+@torch.no_grad()
+def reads_paged_cache(base: PreTrainedModel) -> bool:
+    """Run two tokens with a stand-in for the cache, and see whether it arrives at the attention, once for a layer.
+
+    transformers hands the cache over by its attention interface. Layers with attention of their own pass over it
+    without an error: sequences that share a forward would attend to one another. Layers that attend twice write to it
+    twice.
+    """
+    cache, layers = object(), []
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple:
+        layers.append(id(module) if kwargs.get("cache") is cache else None)
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(_PROBE, attention)
+    own, ids = base.config._attn_implementation, torch.zeros(1, 2, dtype=torch.long, device=base.device)
+    try:
+        base.set_attn_implementation(_PROBE)
+        base(input_ids=ids, cache=cache, use_cache=False)
+    except (TypeError, ValueError, RuntimeError):
+        pass  # it knows no such argument, or expects more of an attention than zeros: what was called counts
+    finally:
+        base.set_attn_implementation(own)
+    return bool(layers) and None not in layers and len({*layers}) == len(layers)

@@ -1,6 +1,6 @@
 """Sampling with `generate` of transformers."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -11,10 +11,25 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from ..distributed import is_sharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
-from .base import cut_at_stop
 from .growing_cache import can_grow, growing_cache
-from .prompt_cache import prefill
 from .quick_lora import quick_adapters
+
+
+class Generator(Protocol):
+    """Anything that samples a completion for each prompt, as token ids."""
+
+    stop_token_ids: frozenset[int]
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Sample completions."""
+
+
+def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
+    """Cut a completion after its first stop token."""
+    for position, token in enumerate(completion):
+        if token in stop_token_ids:
+            return completion[: position + 1]
+    return completion
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
@@ -93,11 +108,11 @@ class TransformersGenerator:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         with self.accelerator.autocast():
-            ids = self._sample(batch, prompts, [_Progress(bar)])
+            ids = self._sample(batch, [_Progress(bar)])
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
-    def _sample(self, batch: Sequences, prompts: list[list[int]], criteria: list[StoppingCriteria]) -> Tensor:
+    def _sample(self, batch: Sequences, criteria: list[StoppingCriteria]) -> Tensor:
         """Sequences of ids, those of the prompts included."""
         given = (batch.input_ids, batch.attention_mask, self.config, criteria)
         # a layer is gathered for all processes: they sample until the last of them is done
@@ -108,7 +123,6 @@ class TransformersGenerator:
         # not beside a static cache: what transformers compiles would be compiled anew for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
-            prefill(self.actor_critic, cache, batch, prompts)
             return self.actor_critic.generate(*given, past_key_values=cache, **together)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Generators: one prefill for a prompt's completions, continuous batching, a static cache."""
+"""Generators: completions of every cache and of continuous batching, adapters in sampling, bad settings."""
 
 import gc
 import threading
@@ -14,10 +14,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, growing_cache
-from trl_ppo_ext.generation.paged import reads_paged_cache
-from trl_ppo_ext.generation.prompt_cache import distinct, prefill
+from trl_ppo_ext.generation.continuous import distinct, reads_paged_cache
 from trl_ppo_ext.generation.quick_lora import quick_adapters
-from trl_ppo_ext.sequences import Sequences
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
@@ -60,13 +58,13 @@ def redraw(trainer, seed=1):
         torch.nn.init.normal_(weights, std=0.3)
 
 
-def greedily(trainer, backend=TransformersGenerator, share=True, **settings):
+def greedily(trainer, backend=TransformersGenerator, grows=True, **settings):
     """A generator of the trainer's policy that takes the likeliest token."""
     for name, value in settings.items():
         setattr(trainer.args, name, value)
     generator = backend(trainer.actor_critic, trainer.processing_class, trainer.args, trainer.accelerator)
     generator.config.do_sample = False
-    if not share:
+    if not grows:
         generator.grows = False
     return generator
 
@@ -82,45 +80,18 @@ def tokens_of_forwards(trainer, generate, rows):
     return completions, tokens
 
 
-# ---- sharing a prompt's prefill ----
-
-
-def test_distinct_prompts_in_the_order_in_which_they_come():
-    assert distinct(UNEVEN) == ([0, 2, 4, 6], [0, 0, 1, 1, 2, 0, 3])
-    assert distinct([]) == ([], [])
+# ---- the growing cache ----
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("critic", ["head", "adapter"])
 @pytest.mark.parametrize("model", MODELS)
-def test_sharing_gives_the_completions_of_computing_every_row(build, model, critic, attention):
+def test_growing_cache_gives_the_completions_of_transformers_cache(build, model, critic, attention):
     trainer = build(MODELS[model](attn_implementation=attention), critic=critic)
     for rows in (UNEVEN, EVEN, [[7, 8, 9]] * 4):
-        shared, plain = (greedily(trainer, share=share).generate(rows) for share in (True, False))
-        assert shared == plain
-        assert len({tuple(completion) for completion in shared}) == len({tuple(row) for row in rows})
-
-
-def test_a_prompt_is_computed_once_but_for_its_last_token(build):
-    trainer = build()
-    _, tokens = tokens_of_forwards(trainer, greedily(trainer).generate, UNEVEN)
-    plain, all_tokens = tokens_of_forwards(trainer, greedily(trainer, share=False).generate, UNEVEN)
-    width, rows, steps = 4, len(UNEVEN), max(map(len, plain))
-    assert tokens == [len(distinct(UNEVEN)[0]) * (width - 1)] + [rows] * steps
-    assert all_tokens == [rows * width] + [rows] * (steps - 1)
-
-
-def test_sharing_samples_with_the_same_noise(build):
-    trainer = build()
-    for seed in range(3):
-        completions = []
-        for share in (True, False):
-            generator = greedily(trainer, share=share)
-            generator.config.do_sample = True
-            torch.manual_seed(seed)
-            completions.append(generator.generate([[5, 6, 7]] * 4 + [[8, 9]] * 4))
-        assert completions[0] == completions[1]
-        assert len({tuple(completion) for completion in completions[0]}) == 8  # each its own
+        growing, plain = (greedily(trainer, grows=grows).generate(rows) for grows in (True, False))
+        assert growing == plain
+        assert len({tuple(completion) for completion in growing}) == len({tuple(row) for row in rows})
 
 
 def sliding():
@@ -130,7 +101,7 @@ def sliding():
     return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=3, max_position_embeddings=64)).eval()
 
 
-NOT_SHARED = {
+OTHER_CACHES = {
     "sliding window": (sliding, {}),
     "static cache": (llama, {"cache_implementation": "static"}),
     "no cache": (llama, {"use_cache": False}),
@@ -138,29 +109,14 @@ NOT_SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_SHARED)
-def test_caches_of_other_kinds_are_not_shared(build, case):
-    model, kwargs = NOT_SHARED[case]
+@pytest.mark.parametrize("case", OTHER_CACHES)
+def test_other_kinds_of_caches_do_not_grow(build, case):
+    model, kwargs = OTHER_CACHES[case]
     trainer = build(model(), generation_kwargs=kwargs)
     generator = greedily(trainer)
     assert not generator.grows
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
-
-
-def test_nothing_is_shared_where_nothing_repeats_or_weights_are_sharded(build):
-    actor_critic = build().actor_critic
-
-    def shared(rows):
-        cache = growing_cache.growing_cache(actor_critic, 8)
-        prefill(actor_critic, cache, Sequences.from_token_ids(rows, [[]] * len(rows), 0, "cpu"), rows)
-        return cache.get_seq_length()
-
-    assert shared([[5, 6], [5, 7]]) == 0
-    assert shared([[5], [5]]) == 0  # the last token is all there is
-    assert shared([[5, 6], [5, 6]]) == 1
-    actor_critic.policy.get_base_model().get_input_embeddings().weight.ds_id = 0  # as ZeRO-3 marks it
-    assert shared([[5, 6], [5, 6]]) == 0
 
 
 @pytest.mark.parametrize("backend", ["transformers", "continuous_batching"])
@@ -207,7 +163,7 @@ def test_completions_are_those_of_a_dynamic_cache(build, monkeypatch):
     monkeypatch.setattr(growing_cache, "BLOCK", 4)
     trainer = build()
     rows = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    assert greedily(trainer).generate(rows) == greedily(trainer, share=False).generate(rows)
+    assert greedily(trainer).generate(rows) == greedily(trainer, grows=False).generate(rows)
 
 
 # ---- what is quicker a token at a time ----
@@ -419,7 +375,7 @@ def test_continuous_batching_is_not_reached_by_autocast(build):
 def test_a_4bit_base(build, tmp_path, backend):
     llama().save_pretrained(tmp_path / "base")
     trainer = build(str(tmp_path / "base"), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
-    expected = greedily(trainer, share=False).generate(EVEN)
+    expected = greedily(trainer, grows=False).generate(EVEN)
     assert greedily(trainer, backend).generate(EVEN) == expected
 
 
