@@ -168,7 +168,8 @@ class PPOTrainer(Trainer):
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if ptx_dataset is not None:
-            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
+            max_length = args.ptx_max_length
+            max_length = min(max_length, context_length or max_length)
             ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
@@ -250,7 +251,7 @@ class PPOTrainer(Trainer):
         start = time.perf_counter()
         is_last = self.accelerator.sync_gradients  # of its optimizer step
         if self.updates.stopped_early:
-            loss = torch.zeros((), device=self.args.device)
+            loss = torch.zeros((), device=self.accelerator.device)
             self._takes_step = not is_last or self.updates.may_step()
         else:
             loss = super().training_step(model, micro_batch, num_items_in_batch)  # calls `compute_loss`
@@ -274,7 +275,7 @@ class PPOTrainer(Trainer):
         self.updates.start(rollout, self.state.global_step)
         sequences = self._samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
-        prompt_tokens, completion_tokens = self.collector.all_sum(lengths.to(self.args.device)).tolist()
+        prompt_tokens, completion_tokens = self.collector.all_sum(lengths.to(self.accelerator.device)).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
 
@@ -296,20 +297,20 @@ class PPOTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not see it
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), device=self.accelerator.device)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         """Gradient norm. A step with a non-finite gradient is skipped."""
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), device=self.accelerator.device)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         if self.accelerator.scaler is None:  # a gradient scaler checks itself, and adapts by its step
             finite = math.isfinite(float(grad_norm))
             skipped = float(not finite and self.is_world_process_zero())
-            self._metrics["train"].total("skipped_steps", torch.tensor(skipped, device=self.args.device))
+            self._metrics["train"].total("skipped_steps", torch.tensor(skipped, device=self.accelerator.device))
             rollout = self.updates.rollout
             if rollout is not None:
                 suspects = {} if finite else self.updates.suspects()
@@ -330,35 +331,35 @@ class PPOTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        exists = self.optimizer is not None
+        exists, learning_rate = self.optimizer is not None, self.args.critic_learning_rate
         optimizer = super().create_optimizer(model)
-        if self.args.critic_learning_rate is not None and not exists:
-            set_learning_rate(optimizer, self.actor_critic.critic_parameters(), self.args.critic_learning_rate)
+        if learning_rate is not None and not exists:
+            set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
         return optimizer
 
     # ---- data ----
 
     def get_train_dataloader(self) -> DataLoader:
         """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
-        args, plan, dataset = self.args, self.plan, self.train_dataset
+        plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
         if dataset is None:
             raise ValueError("`train_dataset` must be given to PPOTrainer to train, got None.")
         self.updates.reset()  # drop what an earlier `train()` left unfinished
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
-        seed = args.seed if args.data_seed is None else args.data_seed
 
         def steps() -> tuple[int, int]:
             return self.state.global_step, self.state.max_steps
 
         if isinstance(dataset, IterableDataset):
-            if args.max_steps < 1:
+            if max_steps < 1:
                 raise ValueError("`max_steps` must be set for a streaming `train_dataset`, whose length is unknown.")
             self._train_rows = StreamedRows(dataset, plan.prompts)
-            num_rows = -(-args.max_steps // plan.optimizer_steps) * plan.prompts
-            sampler = RolloutSampler(num_rows, plan, False, seed, steps)
+            num_rows = -(-max_steps // plan.optimizer_steps) * plan.prompts
+            sampler = RolloutSampler(num_rows, plan, False, 0, steps)
         else:
             self._train_rows, num_rows = dataset, len(dataset)
-            sampler = RolloutSampler(num_rows, plan, args.shuffle_dataset, seed, steps)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, seed, steps)
         return self._get_dataloader(
             cast(Dataset, range(num_rows)), "Training", plan.completions_per_process, lambda _: sampler, True
         )
@@ -384,7 +385,7 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of what was sampled."""
-        with _fixed_seed(self.args.seed + self.args.process_index, self.args.device):
+        with _fixed_seed(self.args.seed + self.args.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -511,11 +512,14 @@ class PPOTrainer(Trainer):
             parts[part][name] = x
         self._resumed = {}
         loss, last_logged = parts["trainer"]["loss"].tolist()
-        self._tr_loss, self._globalstep_last_logged = torch.tensor(loss, device=self.args.device), int(last_logged)
+        self._tr_loss, self._globalstep_last_logged = (
+            torch.tensor(loss, device=self.accelerator.device),
+            int(last_logged),
+        )
         self._total_loss_scalar = -loss  # the final mean is that of this `train()`
         if parts["rollout"]:
             self.updates.load_state_dict(parts["rollout"], self.state.global_step)
-        self._metrics["train"].load_state_dict(parts["metrics"], self.args.device)
+        self._metrics["train"].load_state_dict(parts["metrics"], self.accelerator.device)
         self.guard.skipped = int(parts["guard"]["skipped"])
 
     def _finalize_training(self, *args, **kwargs) -> Any:
@@ -530,10 +534,9 @@ class PPOTrainer(Trainer):
             return None
         best = self.state.best_model_checkpoint
         if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
+            check = partial(verify, best) if self.args.should_save else bool
             try:
-                distributed.on_every_rank(
-                    partial(verify, best) if self.args.should_save else bool, *resume.READ_ERRORS
-                )
+                distributed.on_every_rank(check, *resume.READ_ERRORS)
             except resume.READ_ERRORS as error:
                 logger.warning(
                     "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
@@ -583,44 +586,44 @@ class PPOTrainer(Trainer):
         self.store_flos()
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(final)
-        # sharded weights and optimizer states are gathered by all ranks together, before one of them can fail to write
+        # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
-        optimizer_state = None
-        if self.is_fsdp_enabled:
-            optimizer_state = distributed.unsharded_optimizer_state(self.optimizer)
+        fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
+        is_writer, wait = args.should_save, self.accelerator.wait_for_everyone
 
         def write(directory: str) -> None:
-            if args.should_save:
+            if is_writer:
                 self._write_model(directory, str(final), weights)
+                self._write_trainer_state(directory, fsdp_state)
             if self.is_deepspeed_enabled:
                 self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
-            elif args.should_save:
-                optimizer = self.optimizer.state_dict() if optimizer_state is None else optimizer_state
-                torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
-            if args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
             self._save_scaler(directory)
             self._save_rng_state(directory)
-            if args.should_save:
-                callbacks = [*self.callback_handler.callbacks, self.control]
-                for callback in (x for x in callbacks if isinstance(x, ExportableState)):
-                    saved, name = callback.state(), type(callback).__name__
-                    if isinstance(state.stateful_callbacks[name], list):
-                        state.stateful_callbacks[name].append(saved)
-                    else:
-                        state.stateful_callbacks[name] = saved
-                state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
             save_file(self._run_state(), os.path.join(directory, resume.run_state_file(args.process_index)))
 
-        resume.write_checkpoint(
-            final, write, args.should_save, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone
-        )
+        resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, wait)
         self._validity[final] = True
-        if args.should_save:
+        if is_writer:
             rotate(final, args.save_total_limit, state.best_model_checkpoint, self._validity)
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
+
+    def _write_trainer_state(self, directory: str, fsdp_state: dict[str, Any] | None) -> None:
+        """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
+        if not self.is_deepspeed_enabled:
+            optimizer = self.optimizer.state_dict() if fsdp_state is None else fsdp_state
+            torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
+        if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                states, name = self.state.stateful_callbacks, type(callback).__name__
+                if isinstance(states[name], list):
+                    states[name].append(callback.state())
+                else:
+                    states[name] = callback.state()
+        self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(
@@ -671,7 +674,7 @@ class _StepCallback(TrainerCallback):
             trainer.averaged_policy.update()
         received = trainer.signals.received is not None
         if args.world_size > 1:
-            anywhere = torch.tensor(float(received), device=args.device)
+            anywhere = torch.tensor(float(received), device=trainer.accelerator.device)
             received = trainer.accelerator.reduce(anywhere, reduction="sum").item() > 0
         if received:
             trainer.preempted = True

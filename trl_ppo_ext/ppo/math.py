@@ -595,6 +595,16 @@ class AdaptiveEntropy:
 Coefficient = FixedCoefficient | AdaptiveKL | AdaptiveEntropy
 
 
+def kl_controller(value: float, target: float | None, horizon: float) -> FixedCoefficient | AdaptiveKL:
+    """KL coefficient: adaptive if there is a target, else fixed."""
+    return FixedCoefficient(value) if target is None else AdaptiveKL(value, target, horizon)
+
+
+def entropy_controller(value: float, target: float | None) -> FixedCoefficient | AdaptiveEntropy:
+    """Entropy coefficient: adaptive if there is a target, else fixed."""
+    return FixedCoefficient(value) if target is None else AdaptiveEntropy(value, target)
+
+
 def _check_state(coefficient: Coefficient, state: Mapping[str, float]) -> None:
     expected = sorted(coefficient.state_dict())
     if sorted(state) != expected:

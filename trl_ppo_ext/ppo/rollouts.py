@@ -145,12 +145,9 @@ class RolloutCollector:
             clip_range=args.reward_clip_range,
             missing_eos_penalty=args.missing_eos_penalty,
         )
-        self.kl_coef: ppo_math.Coefficient = ppo_math.FixedCoefficient(args.kl_coef)
-        if args.kl_target is not None:
-            self.kl_coef = ppo_math.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
-        self.entropy_coef: ppo_math.Coefficient = ppo_math.FixedCoefficient(args.entropy_coef)
-        if args.entropy_target is not None:
-            self.entropy_coef = ppo_math.AdaptiveEntropy(args.entropy_coef, args.entropy_target)
+        self.kl_estimator, self.kl_in_reward = args.kl_estimator, args.kl_placement != "loss"
+        self.kl_coef = ppo_math.kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
+        self.entropy_coef = ppo_math.entropy_controller(args.entropy_coef, args.entropy_target)
         self.logits_are_checked = False
 
     def all_sum(self, x: Tensor) -> Tensor:
@@ -243,9 +240,10 @@ class RolloutCollector:
             self._update_coefficients(tokens, response_mask, usable)
         score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
         kl = torch.zeros_like(tokens.logprobs)
-        if args.kl_placement != "loss":
-            exact = args.kl_estimator == "exact"
-            kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
+        if self.kl_in_reward and tokens.kls is not None:
+            kl = tokens.kls
+        elif self.kl_in_reward:
+            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, self.kl_estimator)
         rewards = ppo_math.token_rewards(scored.tokens, score, kl, completion_mask, kl_coef)
         metrics.mean("objective", rewards.sum(1), usable)
         if args.whiten_rewards:
@@ -289,8 +287,8 @@ class RolloutCollector:
 
         So the ratio of the first update is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
-        args, exact_kl = self.args, self.args.kl_estimator == "exact" and self.args.kl_placement != "loss"
-        size = args.per_device_train_batch_size
+        args, exact_kl = self.args, self.kl_in_reward and self.kl_estimator == "exact"
+        size, temperature = args.per_device_train_batch_size, args.temperature
         minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
         ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
         index = [part for rows in ordered for part in rows.split(size)]
@@ -299,8 +297,8 @@ class RolloutCollector:
         with self.accelerator.autocast():
             for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
                 part = sequences.rows(rows)
-                scores = self.actor_critic(part, args.temperature, with_entropy=True, with_kl=exact_kl)
-                scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, args.temperature))
+                scores = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
+                scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, temperature))
                 for name, x in scores._asdict().items():
                     if x is not None:
                         out = outputs.setdefault(name, x.new_zeros(sequences.completion_ids.shape))
@@ -348,8 +346,9 @@ class RolloutCollector:
 
         Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
         """
-        gamma, lam, alpha = self.args.gamma, self.args.lam, self.args.lam_length_alpha
-        lam_critic = lam if self.args.lam_critic is None else self.args.lam_critic
+        args = self.args
+        gamma, lam, lam_critic, alpha = args.gamma, args.lam, args.lam_critic, args.lam_length_alpha
+        lam_critic = lam if lam_critic is None else lam_critic
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
         advantages, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_policy)
         if alpha is not None or lam_critic != lam:
@@ -358,9 +357,10 @@ class RolloutCollector:
 
     def _group_advantages(self, scores: Tensor, usable: Tensor) -> Tensor:
         """Advantages of completions, `[batch]`, from their scores with KL; a group may span ranks."""
-        if self.args.advantage_estimator == "reinforce":
+        estimator = self.args.advantage_estimator
+        if estimator == "reinforce":
             return scores.masked_fill(~usable, 0)
-        advantages = GROUP_ADVANTAGES[self.args.advantage_estimator](
+        advantages = GROUP_ADVANTAGES[estimator](
             self.accelerator.gather(scores), self.accelerator.gather(usable), self.args.num_generations
         )
         first = self.accelerator.process_index * len(scores)

@@ -138,19 +138,21 @@ class Updates:
         self.metrics = metrics
         self.all_sum = all_sum
         self.ptx = ptx
-        # "constant" is a sum over tokens with its own denominator
-        aggregation = args.loss_aggregation
+        self.device = args.device
+        self.aggregation = args.loss_aggregation
         self.with_entropy = args.entropy_coef != 0 or args.entropy_target is not None
-        kl_in_loss = args.kl_placement != "reward"
-        self.exact_kl = kl_in_loss and args.kl_estimator == "exact"
+        kl_estimator = args.kl_estimator if args.kl_placement != "reward" else None
+        self.exact_kl = kl_estimator == "exact"
+        low, high = args.cliprange, args.cliprange_high
         self.loss_settings = {
-            "cliprange": (args.cliprange, args.cliprange if args.cliprange_high is None else args.cliprange_high),
-            "aggregation": "sequence_sum" if aggregation == "constant" else aggregation,
+            "cliprange": (low, low if high is None else high),
+            # "constant" is a sum over tokens with its own denominator
+            "aggregation": "sequence_sum" if self.aggregation == "constant" else self.aggregation,
             "dual_clip": args.dual_clip,
             "sequence_ratio": args.importance_sampling_level == "sequence",
             "vf_coef": args.vf_coef,
             "cliprange_value": args.cliprange_value,
-            "kl_estimator": args.kl_estimator if kl_in_loss else None,
+            "kl_estimator": kl_estimator,
         }
         self.reset()
 
@@ -159,7 +161,7 @@ class Updates:
         self.rollout: Rollout | None = None
         self.rows = torch.zeros(0)
         self.micro_batches: Iterator[MicroBatch] = iter(())
-        self.kl_sum = torch.zeros(2, device=self.args.device)  # approx_kl of the optimizer step, and its tokens
+        self.kl_sum = torch.zeros(2, device=self.device)  # approx_kl of the optimizer step, and its tokens
         self.stopped_early = False
         self.step = 0
         self.is_empty = [False]  # per optimizer step
@@ -174,7 +176,7 @@ class Updates:
         args, self.rows = self.args, rows
         number, done = divmod(global_step, self.plan.optimizer_steps)
         sizes = (args.max_completion_length, self.all_sum)
-        denominators = loss_denominators(rollout.response_mask, rows, args.loss_aggregation, *sizes)
+        denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
         counts, ptx, ptx_denominators = denominators.float(), None, None
         if self.ptx is not None:
             ptx = self.ptx.draw(number)
@@ -192,7 +194,7 @@ class Updates:
         ptx: Sequences | None,
         ptx_denominators: Tensor | None,
     ) -> Iterator[MicroBatch]:
-        device = self.args.device
+        device = self.device
         for step in range(done, len(self.rows)):
             for index in self.rows[step]:
                 yield MicroBatch(
@@ -229,14 +231,15 @@ class Updates:
         It is not once `target_kl` is exceeded, for the rest of the rollout, nor if no rank has a token to learn from:
         momentum and weight decay would move the weights for nothing.
         """
-        if self.args.target_kl is not None and not self.stopped_early:
+        target_kl = self.args.target_kl
+        if target_kl is not None and not self.stopped_early:
             approx_kl, tokens = self.all_sum(self.kl_sum).tolist()
-            self.stopped_early = approx_kl > self.args.target_kl * tokens
+            self.stopped_early = approx_kl > target_kl * tokens
         self.kl_sum = torch.zeros_like(self.kl_sum)
         empty = not self.stopped_early and self.is_empty[self.step]
-        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.args.device))
+        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.device))
         counted = empty and self.args.process_index == 0  # totals are summed over ranks
-        self.metrics.total("empty_steps", torch.full((), float(counted), device=self.args.device))
+        self.metrics.total("empty_steps", torch.full((), float(counted), device=self.device))
         return not (self.stopped_early or empty)
 
     def suspects(self) -> dict[str, list[int]]:
@@ -266,7 +269,7 @@ class Updates:
                 f"completions, but the config's sizes are {sizes}; resume with the saved sizes, or from a checkpoint "
                 "between two rollouts."
             )
-        self._start(Rollout.from_state_dict(tensors, self.args.device), rows, global_step)
+        self._start(Rollout.from_state_dict(tensors, self.device), rows, global_step)
         self.stopped_early = bool(stopped_early)
 
 

@@ -129,13 +129,6 @@ def test_the_first_ratios_of_a_rollout_are_one(build, backend):
     assert log["ratio/mean"] == log["ratio/max"] == 1
 
 
-def test_sharing_under_autocast(build):
-    trainer = build(bf16=True)
-    generator = greedily(trainer)
-    completions, tokens = tokens_of_forwards(trainer, generator.generate, EVEN)
-    assert tokens[0] == 3 * 3 and completions[::2] == completions[1::2]
-
-
 # ---- a cache that grows by blocks ----
 
 
