@@ -63,6 +63,11 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
+def freeze_policy(actor_critic):
+    for parameter in actor_critic.policy_parameters().values():
+        parameter.requires_grad_(False)
+
+
 def trainable(built):
     return [name for name, parameter in built.named_parameters() if parameter.requires_grad]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.rewards
-from runs_of_tiny import rollouts_of, trainer, weights
+from runs_of_tiny import freeze_policy, rollouts_of, trainer, weights
 from tiny import config, length_reward, prompts
 
 from trl_ppo_ext import RewardError
@@ -324,7 +324,7 @@ def first_scores(mean, deviation, count=16):
 
 
 @pytest.fixture
-def warned(caplog):
+def warned(tmp_path, caplog):
     """The warning about the scores of a first rollout."""
 
     def warned(scores, counted=None, **settings):
@@ -390,6 +390,6 @@ def test_runs_warn_at_their_first_rollout_only(tmp_path, caplog):
     trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
     assert len(warnings()) == 1
     frozen = trainer(tmp_path / "critic", reward_funcs=far, max_steps=1)
-    frozen.actor_critic.freeze_policy()  # nothing can be taught to it
+    freeze_policy(frozen.actor_critic)  # it cannot learn to end at once
     frozen.train()
     assert len(warnings()) == 1
