@@ -4,6 +4,8 @@ import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.modeling import TokenScores
+from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.sequences import Sequences
 
 PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11]]
@@ -61,5 +63,36 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
+def freeze_policy(actor_critic):
+    for parameter in actor_critic.policy_parameters().values():
+        parameter.requires_grad_(False)
+
+
 def trainable(built):
     return [name for name, parameter in built.named_parameters() if parameter.requires_grad]
+
+
+# ---- rollouts from plain tensors
+
+
+def rollout(rows=4, lengths=None, critic=True, seed=0, **coefficients):
+    """A rollout of random numbers in float64, whose completions have lengths from 1 to 5."""
+    lengths = lengths or [5 - row % 5 if row % 5 else 3 for row in range(rows)]
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [[4 + row % 20] * (1 + row % 3) for row in range(len(lengths))]
+    batch = sequences(prompts, [[5] * length for length in lengths])
+    mask = batch.completion_mask
+    mask[0, 0] = mask[0].sum() == 1  # a token that does not count
+    shape = len(lengths), max(lengths)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) * batch.completion_mask for _ in range(5)]
+    old_logprobs, ref_logprobs, advantages, old_values, returns = tensors
+    values = {"old_values": old_values, "returns": returns} if critic else {}
+    return Rollout(batch, mask, old_logprobs, ref_logprobs, advantages, **values, **coefficients)
+
+
+def token_scores(batch, seed=1):
+    """Scores of a policy that has moved away from the one that sampled; gradients flow to all."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(batch.advantages.shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    logprobs, entropies, kls, values = (x.requires_grad_() for x in (batch.old_logprobs + 0.5 * drawn[0], *drawn[1:]))
+    return TokenScores(logprobs, entropies, kls, values)

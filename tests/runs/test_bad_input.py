@@ -1,4 +1,4 @@
-"""Invalid input raises with what was given, what was needed, and a remedy; before anything is loaded if possible."""
+"""Invalid input raises with the value, the need and a remedy, before anything is loaded if possible."""
 
 import gc
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from trl_ppo_ext.rewards import RewardError
 
 
 def case(name, error, message, **given):
-    """`given` holds a value, or a function that makes it, for each argument that is not as it should be."""
+    """`given` holds each invalid argument, or a function that makes it."""
     return pytest.param(given, error, message, id=name)
 
 
@@ -134,7 +134,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "no column that the reward needs",
         ValueError,
-        r"`needs_answer` cannot be called: it needs `answer`.*`train_dataset` \(there are: `target`\).*add the column",
+        r"`needs_answer` cannot be called: it needs `answer`.*`train_dataset` \(available: `target`\).*add the column",
         reward_funcs=lambda: needs_answer,
     ),
     case(
@@ -200,37 +200,37 @@ KNOWN_FROM_ARGUMENTS = [
     # model and adapter
     case("model that is a number", TypeError, r"`model` must be a model id or path.*got int", model=3),
     case("model of plain torch", TypeError, r"`model` must be a model id or path.*got Linear", model=nn.Linear(2, 2)),
-    case("model that cannot write", ValueError, r"causal language model", model=lambda: llama(classifier=True)),
+    case("model without an output projection", ValueError, r"causal language model", model=lambda: llama(classifier=True)),
     case(
         "adapter on lm_head",
         ValueError,
-        r"`peft_config` puts an adapter on the output projection.*Take `lm_head` out of `target_modules`",
+        r"`peft_config` must not put an adapter on the output projection.*Remove `lm_head` from `target_modules`",
         peft_config=LoraConfig(target_modules=["q_proj", "lm_head"]),
     ),
     case(
         "lm_head trained in full",
         ValueError,
-        r"`peft_config` puts an adapter on the output projection.*Take `lm_head` out of .*`modules_to_save`",
+        r"`peft_config` must not put an adapter on the output projection.*Remove `lm_head` from .*`modules_to_save`",
         peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     ),
     case(
         "prompt learning",
         ValueError,
-        r"The adapter is .*PROMPT_TUNING.*virtual tokens.*such as `LoraConfig`",
+        r"`peft_config` must put .*got .*PROMPT_TUNING.*virtual tokens; use `LoraConfig`",
         peft_config=PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     ),
     case("peft_config as a dict", TypeError, r"`peft_config`.*got dict", peft_config={"r": 16}),
     case(
         "PeftModel and peft_config",
         ValueError,
-        r"`model` is a `PeftModel`.*Leave `peft_config` out, or pass the base model",
+        r"`peft_config` must be None when `model` is a `PeftModel`.*pass the base model",
         model=ready_peft_model(),
         peft_config=LoraConfig(),
     ),
     case(
         "loaded model and quantization_config",
         ValueError,
-        r"`quantization_config` says how to load.*loaded already \(LlamaForCausalLM\); pass the model as a string",
+        r"`quantization_config` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",
         quantization_config=BitsAndBytesConfig(load_in_4bit=True),
     ),
     # args and unknown arguments
@@ -246,7 +246,7 @@ KNOWN_FROM_ARGUMENTS = [
     case("value_model", TypeError, r"no argument `value_model`.*leave it out: the critic is", value_model=None),
     case("tokenizer", TypeError, r"no argument `tokenizer`.*called `processing_class` now", tokenizer=tokenizer),
     case("config", TypeError, r"no argument `config`.*called `args` now", config=None),
-    case("an argument nobody knows", TypeError, r"PPOTrainer has no argument `max_length`", max_length=3),
+    case("unknown argument", TypeError, r"PPOTrainer has no argument `max_length`", max_length=3),
 ]
 
 
@@ -272,7 +272,7 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
         ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; give one for each"),
         (
             {"model_init_kwargs": {"dtype": "float32"}},
-            r"`args.model_init_kwargs` says how to load a model.*loaded already \(LlamaForCausalLM\)",
+            r"`args.model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",
         ),
         (
             {"max_completion_length": 64},
@@ -312,13 +312,13 @@ def test_old_deepspeed_raises(tmp_path, nothing_is_loaded, monkeypatch):
     args = config(tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=2, hf_ds_config=SimpleNamespace(config={}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("trl_ppo_ext.arguments.version", lambda name: "0.17.1")
+    monkeypatch.setattr("trl_ppo_ext.distributed.version", lambda name: "0.17.1")
     with pytest.raises(ValueError, match=r"DeepSpeed 0\.17\.1 may apply .*install 0\.19\.8 or newer"):
         build(tmp_path, {"args": args})
 
 
 def test_processes_without_a_group_raise(tmp_path, monkeypatch):
-    """Two were launched on CPUs, and the config does not say so: each takes itself for the only one."""
+    """Two were launched on CPUs without `use_cpu`: each would train by itself."""
     args = config(tmp_path)
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -339,18 +339,18 @@ FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 @pytest.mark.parametrize(
     ("launched", "settings", "arguments", "message"),
     [
-        ({"VERSION": "1"}, {}, {}, r"sharded by FSDP1.*`fsdp_version: 2`.*ZeRO-3, or DDP with a 4-bit base"),
-        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
-        ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, r"set `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
-        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, r"leave `fsdp_transformer_layer_cls_to_wrap` and .* out"),
-        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, r"would keep the base whole on every process; set it true"),
-        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, r"adapters without weights on all processes.*set it false"),
-        ({"OFFLOAD_PARAMS": "true"}, {}, {}, r"`fsdp_offload_params` is not supported; set it false"),
+        ({"VERSION": "1"}, {}, {}, r"FSDP1 .* unsupported.*`fsdp_version: 2`.*ZeRO-3, or DDP with a 4-bit base"),
+        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, r"`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP"),
+        ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, r"`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP"),
+        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, r"`fsdp_transformer_layer_cls_to_wrap` and .* unsupported.*remove them"),
+        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, r"would keep the whole base on every rank; set it true"),
+        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, r"adapters without weights on all ranks.*set it false"),
+        ({"OFFLOAD_PARAMS": "true"}, {}, {}, r"`fsdp_offload_params` is unsupported; set it false"),
         ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, r"set it false, and `gradient_checkpointing=True`"),
-        ({}, {"fp16": True}, {}, r"`fp16=True` is not supported with FSDP; use `bf16`"),
-        ({}, {"optim": "adafactor"}, {}, r"`optim='adafactor'` is not known to work on sharded.*'adamw_torch'"),
-        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"quantised base cannot be sharded"),
-        ({}, {}, {}, r"there is a single process to shard over; start several with `accelerate launch"),
+        ({}, {"fp16": True}, {}, r"`fp16=True` is unsupported with FSDP; use `bf16`"),
+        ({}, {"optim": "adafactor"}, {}, r"`optim='adafactor'` is untested on sharded.*use one of 'adamw_torch'"),
+        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"quantized base cannot be sharded by FSDP; use DDP"),
+        ({}, {}, {}, r"needs several processes to shard over, got one; start them with `accelerate launch"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
 )
@@ -366,7 +366,7 @@ def test_unsupported_settings_of_fsdp_raise(tmp_path, monkeypatch, launched, set
 
 def test_fsdp_of_the_config_is_checked_as_the_launchers(tmp_path, nothing_is_loaded, monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the config sets it, and it must not stay
-    for given, message in (({"version": 1}, "sharded by FSDP1"), ({"cpu_offload": True}, "`fsdp_offload_params`")):
+    for given, message in (({"version": 1}, "FSDP1 .* unsupported"), ({"cpu_offload": True}, "`fsdp_offload_params`")):
         with pytest.raises(ValueError, match=message):
             build(tmp_path, {"args": config(tmp_path, fsdp=True, fsdp_config=given)})
 
@@ -387,7 +387,7 @@ def test_script_for_the_old_trainer_raises_with_what_changed(tmp_path):
 
 
 def test_training_needs_a_dataset(tmp_path):
-    with pytest.raises(ValueError, match=r"`train\(\)` needs a `train_dataset`; pass one"):
+    with pytest.raises(ValueError, match=r"`train_dataset` must be given to PPOTrainer to train, got None"):
         build(tmp_path, {"train_dataset": None}).train()
 
 
@@ -415,25 +415,22 @@ def model_that_changes_its_logits():
     ("given", "error", "message"),
     [
         case(
-            "a pattern that finds lm_head",
+            "a pattern that matches lm_head",
             ValueError,
-            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            r"output projection \(`lm_head`\).*Remove `lm_head` from",
             peft_config=LoraConfig(target_modules=r".*(q_proj|lm_head)"),
         ),
         case(
             "PeftModel with an adapter on lm_head",
             ValueError,
-            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            r"output projection \(`lm_head`\).*Remove `lm_head` from",
             model=ready_peft_model(target_modules=["q_proj", "lm_head"]),
         ),
         case(
             "PeftModel that trains lm_head in full",
             ValueError,
-            r"output projection \(`lm_head`\).*Take `lm_head` out",
+            r"output projection \(`lm_head`\).*Remove `lm_head` from",
             model=ready_peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        ),
-        case(
-            "logits that are capped after the projection", ValueError, r"logits", model=model_that_changes_its_logits
         ),
         case(
             "reward model with two labels",
@@ -447,6 +444,15 @@ def model_that_changes_its_logits():
 def test_invalid_models_raise_before_training(tmp_path, given, error, message):
     with pytest.raises(error, match=message):
         build(tmp_path, given)
+
+
+@pytest.mark.parametrize("run", ["train", "evaluate"])
+def test_capped_logits_raise_before_a_completion_is_sampled(tmp_path, run):
+    trainer = build(tmp_path, {"model": model_that_changes_its_logits, "eval_dataset": prompts})
+    trainer.collector.generator.generate = lambda prompts: pytest.fail("a completion was sampled")
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits.*use a model that does not"):
+        getattr(trainer, run)()
+    assert trainer.state.global_step == 0
 
 
 # ---- scores, at the first rollout ----
@@ -464,13 +470,13 @@ def frozen_imports():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([1.0] * 3, r"`verdict` gave 3 scores for 8 completions; it must give exactly one for each"),
-        ([1.0] * 9, r"`verdict` gave 9 scores for 8 completions; it must give exactly one for each"),
-        ([1.0] * 7 + ["good"], r"`verdict` gave 'good' for completion 7; it must give a number, or None"),
-        ([1.0] * 7 + [float("nan")], r"`verdict` gave nan for completion 7; scores must be finite\. Give None"),
-        ([float("inf")] * 8, r"`verdict` gave inf for completion 0; scores must be finite\. Give None"),
-        (1.0, r"`verdict` gave a float; it must give a list with one entry for each of the 8 completions"),
-        (None, r"`verdict` gave a NoneType; it must give a list with one entry for each of the 8"),
+        ([1.0] * 3, r"`verdict` returned 3 scores for 8 completions; it must return a list with one entry per completion"),
+        ([1.0] * 9, r"`verdict` returned 9 scores for 8 completions; it must return a list with one entry per completion"),
+        ([1.0] * 7 + ["good"], r"`verdict` returned 'good' for completion 7; a score must be a finite number, or None"),
+        ([1.0] * 7 + [float("nan")], r"`verdict` returned nan for completion 7; a score must be a finite number, or None"),
+        ([float("inf")] * 8, r"`verdict` returned inf for completion 0; a score must be a finite number, or None"),
+        (1.0, r"`verdict` returned a float for 8 completions; it must return a list with one entry per completion"),
+        (None, r"`verdict` returned a NoneType for 8 completions; it must return a list with one entry per completion"),
         ([1.0] * 5 + [None] * 3, r"No reward applies to 3 of 8 completions.*completion 5\. Add a reward"),
     ],
     ids=["too few", "too many", "text", "nan", "inf", "a bare number", "nothing", "none applies"],

@@ -8,8 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
-from runs_of_tiny import trainer, weights
+from runs_of_tiny import COMPLETIONS, PROMPTS, freeze_policy, plain_logprobs, sequences, trainable, trainer, weights
 from tiny import config, llama, qwen2, tokenizer
 from transformers import (
     BitsAndBytesConfig,
@@ -187,7 +186,7 @@ def test_detached_trunk_keeps_values_and_head_gradient(tmp_path):
 
 def test_frozen_policy_stays_frozen_while_the_critic_trains(tmp_path):
     built = actor_critic(tmp_path)
-    built.freeze_policy()
+    freeze_policy(built)
     for run in passes(built, built.critic_adapter):
         run()
     trained = {id(p) for p in built.parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""What is not finite, or is not there at all, never reaches the weights, and is told about."""
+"""NaN, inf and missing scores never reach the weights, and are reported."""
 
 import json
 import math
@@ -14,12 +14,12 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from runs_of_tiny import rollouts_of, trainer, weights
+from runs_of_tiny import rollouts_of, sequences, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
-from trl_ppo_ext.ppo.guards import NonFiniteError, StepGuard, finite_rows, in_words
-from trl_ppo_ext.trainer import seeded_apart
+from trl_ppo_ext.ppo.guards import NonFiniteError, NonFiniteGuard, finite_rows
+from trl_ppo_ext.trainer import _fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
 NAN, INF = math.nan, math.inf
@@ -105,7 +105,7 @@ def all_equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-# ---- what the rollout's forwards say
+# ---- the rollout's forwards
 
 STEERED = {
     "normalize_rewards": True,
@@ -130,7 +130,7 @@ EXACT = {"kl_estimator": "exact", "kl_placement": "both"}
         ("ref_logprobs", -INF, {"critic": "none", "num_generations": 2, "kl_estimator": "k2"}),
     ],
 )
-def test_a_completion_that_is_not_finite_is_left_out_like_one_whose_reward_failed(tmp_path, quantity, value, settings):
+def test_nonfinite_completions_are_excluded_as_failed_ones(tmp_path, quantity, value, settings):
     built = poisoned(scripted(tmp_path / "a", **settings), quantity, value)
     rollouts = rollouts_of(built)
     built.train()
@@ -154,7 +154,7 @@ def test_a_completion_that_is_not_finite_is_left_out_like_one_whose_reward_faile
 @pytest.mark.parametrize(
     "settings", [{}, {"critic": "adapter"}, {"entropy_coef": 0.01} | EXACT]
 )
-def test_a_forward_that_is_not_finite_taints_no_gradient(tmp_path, settings):
+def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
     """The same completions are not finite in the trained forward, and a mask of 0 does not stop a NaN."""
     built = scripted(tmp_path / "a", **settings)
     poison_embedding(built)
@@ -166,19 +166,19 @@ def test_a_forward_that_is_not_finite_taints_no_gradient(tmp_path, settings):
     assert_close(weights(built), weights(expected))
     rollout, samples = rollouts[0]
     bad = is_bad(samples.batch.completion_ids)
-    assert torch.equal(samples.left_out, bad) and torch.equal(~rollout.response_mask.any(1), bad)
-    assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)  # what was sampled is told as it was
+    assert torch.equal(samples.excluded, bad) and torch.equal(~rollout.response_mask.any(1), bad)
+    assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)  # samples are reported as they were
     assert not (rollout.sequences.completion_ids == BAD_TOKEN).any()
     assert all(x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.returns))
 
 
-def test_a_warning_says_how_many_and_what(tmp_path, caplog):
+def test_warning_counts_excluded_completions(tmp_path, caplog):
     built = poisoned(scripted(tmp_path, max_steps=1, shuffle_dataset=False), "values", NAN)
     built.train()
-    assert "2 of 8 completions are left out: not finite are the value of 2 of 8" in caplog.text
+    assert "2 of 8 completions are excluded: not finite are the value of 2 of 8" in caplog.text
 
 
-def test_tokens_of_completions_that_are_left_out_were_generated_and_are_counted(tmp_path):
+def test_tokens_of_excluded_completions_are_counted(tmp_path):
     built = poisoned(scripted(tmp_path, max_steps=1), "values", NAN)
     rollouts = rollouts_of(built)
     built.train()
@@ -188,26 +188,26 @@ def test_tokens_of_completions_that_are_left_out_were_generated_and_are_counted(
     assert built.state.log_history[0]["num_tokens"] == expected
 
 
-def test_a_rollout_of_which_nothing_is_finite_ends_the_run_and_is_written_down(tmp_path):
+def test_rollout_without_finite_completions_ends_the_run_with_a_report(tmp_path):
     two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(16)]})
     built = scripted(tmp_path, dataset=two_words)
     poison_embedding(built)
     before = weights(built)
     with pytest.raises(
-        NonFiniteError, match=r"the log-probability of 8 of 8, the reference .* the value of 8 of 8"
+        NonFiniteError, match=r"the log-prob of 8 of 8, the reference .* the value of 8 of 8"
     ) as error:
         built.train()
     assert all_equal(weights(built), before)
     folder = tmp_path / "_nonfinite_step_1" / "process_0"
     assert str(folder) in str(error.value) and "the value of rows 0, 1, 2, 3, 4, 5, 6, 7" in str(error.value)
     tensors = load_file(folder / "rollout.safetensors")
-    assert tensors["old_logprobs"].isnan().any(1).all() and tensors["entropies"].isnan().any(1).all()
+    assert tensors["logprobs"].isnan().any(1).all() and tensors["entropies"].isnan().any(1).all()
     affected = json.loads((folder / "affected.json").read_text())
     assert [entry["row"] for entry in affected] == list(range(8))
-    assert affected[0]["not_finite"][0] == "log-probability" and "w27" in affected[0]["text"]
+    assert affected[0]["not_finite"][0] == "log-prob" and "w27" in affected[0]["text"]
 
 
-def test_an_evaluation_counts_them_and_goes_on(tmp_path):
+def test_evaluation_counts_nonfinite_completions_and_continues(tmp_path):
     two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(5)]})
     built = scripted(tmp_path, eval_dataset={"bad": two_words, "mixed": prompts(5)}, per_device_eval_batch_size=4)
     poison_embedding(built)
@@ -234,7 +234,7 @@ def fails_from(call):
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence_mean", "sequence_sum", "constant"])
-def test_a_step_without_a_token_is_not_taken(tmp_path, aggregation):
+def test_steps_without_a_token_are_not_taken(tmp_path, aggregation):
     settings = {"weight_decay": 0.1, "loss_aggregation": aggregation, "entropy_coef": 0.01}
     built = scripted(tmp_path, fails_from(2), max_steps=8, lr_scheduler_type="constant", **settings | SKIP)
     seen, taken = [], built.updates.start
@@ -254,7 +254,7 @@ def test_a_step_without_a_token_is_not_taken(tmp_path, aggregation):
     assert all(math.isfinite(value) for log in history for value in log.values())
 
 
-def test_masked_completions_alone_make_no_step(tmp_path):
+def test_steps_of_only_masked_completions_are_not_taken(tmp_path):
     built = trainer(
         tmp_path, max_completion_length=2, mask_truncated_completions=True, max_steps=4, dataset=prompts(8)
     )
@@ -266,7 +266,7 @@ def test_masked_completions_alone_make_no_step(tmp_path):
 
 
 @pytest.mark.parametrize("coefficient, empty", [(1.0, 0), (0.0, 1)])
-def test_supervised_rows_are_learned_beside_an_empty_rollout(tmp_path, coefficient, empty):
+def test_supervised_rows_are_learned_with_an_empty_rollout(tmp_path, coefficient, empty):
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]})
     args = config(tmp_path, ptx_coef=coefficient, **SKIP)
     built = PPOTrainer(llama(), failing_always, args, prompts(), processing_class=tokenizer(), ptx_dataset=ptx)
@@ -276,7 +276,7 @@ def test_supervised_rows_are_learned_beside_an_empty_rollout(tmp_path, coefficie
     assert all(log["empty_steps"] == empty and math.isfinite(log["loss"]) for log in built.state.log_history[:-1])
 
 
-# ---- rollouts that hardly tell anything
+# ---- degenerate rollouts
 
 
 def all_equally_good(completion_ids, **kwargs):
@@ -364,7 +364,7 @@ def test_groups_of_equal_scores_teach_nothing(tmp_path, estimator):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimates_of_huge_log_ratios_are_finite_and_so_are_their_gradients(dtype, estimator):
+def test_kl_estimates_of_huge_log_ratios_have_finite_gradients(dtype, estimator):
     logprobs = torch.tensor([[-1e5, -1e-3, -88.8, -3e4]], dtype=dtype, requires_grad=True)
     reference = torch.tensor([[-1e-3, -1e5, -5e-8, -1e5]], dtype=dtype)
     kl = ppo_math.kl_estimate(logprobs, reference, estimator)
@@ -374,7 +374,7 @@ def test_kl_estimates_of_huge_log_ratios_are_finite_and_so_are_their_gradients(d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_the_policy_loss_of_huge_log_ratios_is_finite_and_so_is_its_gradient(dtype, dual_clip):
+def test_policy_loss_of_huge_log_ratios_has_finite_gradients(dtype, dual_clip):
     logprobs = torch.tensor([[0.0, 0.0, -1e5, -1e5]], dtype=dtype, requires_grad=True)
     old = torch.tensor([[-1e5, -1e5, 0.0, 0.0]], dtype=dtype)
     advantages = torch.tensor([[1e3, -1e3, 1e3, -1e3]], dtype=dtype)
@@ -384,7 +384,7 @@ def test_the_policy_loss_of_huge_log_ratios_is_finite_and_so_is_its_gradient(dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_exact_kl_of_distributions_that_hardly_overlap_is_finite(dtype):
+def test_exact_kl_of_nearly_disjoint_distributions_is_finite(dtype):
     logits = torch.zeros(2, 4, dtype=dtype)
     logits[0, 0], logits[1, 1] = 1e4, 1e4
     logits.requires_grad_()
@@ -408,7 +408,7 @@ def break_after_collecting(built):
     built.collector.collect = breaking
 
 
-def test_the_report_names_the_rows_and_what_is_not_finite(tmp_path):
+def test_report_names_nonfinite_rows_and_quantities(tmp_path):
     built = scripted(tmp_path, max_skipped_steps=2, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
     break_after_collecting(built)
     before = weights(built)
@@ -418,20 +418,20 @@ def test_the_report_names_the_rows_and_what_is_not_finite(tmp_path):
     # the four prompts of the first rollout have 1, 2, 3 and 4 words
     message = str(error.value)
     assert "2 optimizer steps in a row" in message and "Optimizer step 2 is skipped" in message
-    assert "the log-probability of rows 1; the value of rows 1; the loss of rows 1" in message
+    assert "the log-prob of rows 1; the value of rows 1; the loss of rows 1" in message
     folder = tmp_path / "_nonfinite_step_2" / "process_0"
     assert str(folder) in message and (folder / "rollout.safetensors").is_file()
     (affected,) = json.loads((folder / "affected.json").read_text())
-    assert affected["row"] == 1 and affected["not_finite"] == ["log-probability", "value", "loss"]
+    assert affected["row"] == 1 and affected["not_finite"] == ["log-prob", "value", "loss"]
 
 
-def test_suspects_are_rows_of_the_whole_rollout(tmp_path):
+def test_suspects_are_numbered_as_rows_of_the_rollout(tmp_path):
     """Not of the micro-batch, nor of the minibatch: of the tensors that are written."""
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 3}
     built = scripted(tmp_path, max_skipped_steps=100, max_steps=6, **settings)
     break_after_collecting(built)
-    rollouts, found, see = rollouts_of(built), [], built.guard.see
-    built.guard.see = lambda *args: found.append(built.updates.suspects()) or see(*args)
+    rollouts, found, check = rollouts_of(built), [], built.guard.check_gradient
+    built.guard.check_gradient = lambda *args: found.append(args[2]) or check(*args)
     built.train()
     bad = set(is_bad(rollouts[0][1].batch.completion_ids).nonzero()[:, 0].tolist())
     assert len(found) == 6 and bad
@@ -439,16 +439,28 @@ def test_suspects_are_rows_of_the_whole_rollout(tmp_path):
         assert sorted(row for step in epoch for row in step.get("loss", [])) == sorted(bad)
 
 
-def test_a_finite_loss_with_a_gradient_that_is_not_is_said_to_be_that(tmp_path, caplog):
-    StepGuard(2, str(tmp_path), 0, tokenizer()).see(False, 7, None, dict)
+def check_gradients(tmp_path, *suspects):
+    """Check one optimizer step after the other; `None` is a step with a finite gradient."""
+    guard = NonFiniteGuard(str(tmp_path), 0, tokenizer(), 2, lambda x: x, lambda x: x)
+    for step, rows in enumerate(suspects):
+        guard.check_gradient(rows is None, 7 + step, rows or {}, sequences(), {})
+
+
+def test_finite_losses_with_a_nonfinite_gradient_are_reported(tmp_path, caplog):
+    check_gradients(tmp_path, {})
     assert "Optimizer step 7 is skipped: its gradient is not finite" in caplog.text
-    assert "loss of its rows on this process is finite" in caplog.text
+    assert "every log-prob, value and loss of its rows on this rank is finite" in caplog.text
 
 
-def test_rows_are_listed_up_to_eight():
-    assert in_words({"loss": list(range(10)), "value": []}) == (
-        "not finite are the loss of rows 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-    )
+def test_rows_are_listed_up_to_eight(tmp_path, caplog):
+    check_gradients(tmp_path, {"loss": list(range(10)), "value": []})
+    assert "not finite are the loss of rows 0, 1, 2, 3, 4, 5, 6, 7 and 2 more." in caplog.text
+
+
+def test_only_skipped_steps_in_a_row_end_a_run(tmp_path):
+    check_gradients(tmp_path, {}, None, {}, None)
+    with pytest.raises(NonFiniteError, match="^2 optimizer steps in a row.*Lower the learning rate"):
+        check_gradients(tmp_path, {}, {})
 
 
 def test_finite_rows():
@@ -465,48 +477,49 @@ def draws():
     return [torch.rand(2).tolist(), np.random.rand(2).tolist(), [random.random(), random.random()]]
 
 
-def test_numbers_drawn_apart_leave_the_others_alone():
+def test_fixed_seed_leaves_other_random_numbers_alone():
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected = draws() + draws()
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     first, cpu = draws(), torch.device("cpu")
-    with seeded_apart(5, 0, cpu):
+    with _fixed_seed(5, cpu):
         apart = draws()
-    with pytest.raises(ZeroDivisionError), seeded_apart(5, 0, cpu):
+    with pytest.raises(ZeroDivisionError), _fixed_seed(5, cpu):
         assert draws() == apart
         _ = 1 / 0
-    with seeded_apart(5, 1, cpu):
+    with _fixed_seed(6, cpu):
         assert all(one != other for one, other in zip(draws(), apart))
     assert first + draws() == expected
 
 
 @pytest.mark.gpu
-def test_numbers_drawn_apart_on_a_gpu():
+def test_fixed_seed_leaves_random_numbers_of_a_gpu_alone():
     device = torch.device("cuda")
     torch.manual_seed(1)
     expected = torch.rand(4, device=device)
     torch.manual_seed(1)
     first = torch.rand(2, device=device)
-    with seeded_apart(5, 0, device):
+    with _fixed_seed(5, device):
         apart = torch.rand(2, device=device)
-    with seeded_apart(5, 0, device):
+    with _fixed_seed(5, device):
         assert torch.equal(torch.rand(2, device=device), apart)
     assert torch.cat([first, torch.rand(2, device=device)]).ne(expected).sum() == 0
 
 
-def test_evaluations_leave_a_run_as_it_is_and_sample_alike(tmp_path):
+def test_evaluations_change_no_run_and_sample_alike(tmp_path):
     often = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
     plain = trainer(tmp_path / "plain", max_steps=8)
     plain.train()
     evaluated = trainer(tmp_path / "evaluated", max_steps=8, eval_dataset=prompts(6), **often)
-    sampled, evaluate = [], evaluated.collector.evaluate
+    sampled, sample = [], evaluated.collector.sample
 
-    def recording(*args):
-        samples = evaluate(*args)
-        sampled.append(samples.batch.completion_ids)
+    def recording(*args, training=False):
+        samples = sample(*args, training=training)
+        if not training:
+            sampled.append(samples.batch.completion_ids)
         return samples
 
-    evaluated.collector.evaluate = recording
+    evaluated.collector.sample = recording
     evaluated.train()
     assert len(sampled) >= 3 and all_equal(weights(plain), weights(evaluated))
     evaluated.evaluate()
@@ -517,12 +530,12 @@ def test_evaluations_leave_a_run_as_it_is_and_sample_alike(tmp_path):
     assert sampled[-1] != sampled[-2]
 
 
-def test_a_run_that_is_finite_writes_nothing_for_inspection(tmp_path):
+def test_finite_runs_write_no_report(tmp_path):
     scripted(tmp_path, max_steps=2).train()
     assert not list(Path(tmp_path).glob("_nonfinite*"))
 
 
-# ---- processes that have nothing to learn from
+# ---- ranks that have nothing to learn from
 
 DRIVER = Path(__file__).parents[1] / "resume" / "uneven_processes.py"
 
@@ -532,8 +545,8 @@ def saved(folder):
     return {f"{file.name}:{name}": x for file in files for name, x in load_file(file).items()}
 
 
-def test_a_process_without_a_usable_completion_goes_along(tmp_path):
-    """Its rewards failed, or its forwards were not finite: what is learned is what the other process has."""
+def test_rank_without_usable_completions_takes_the_others_step(tmp_path):
+    """Its rewards failed, or its forwards were not finite: it learns from the completions of the other rank."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{DRIVER.parents[1]}:{DRIVER.parents[2]}"}
     (tmp_path / "two").mkdir()
     command = [sys.executable, str(DRIVER), str(tmp_path / "two"), "4"]

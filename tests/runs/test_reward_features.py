@@ -3,19 +3,21 @@
 import asyncio
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl.rewards
-from runs_of_tiny import rollouts_of, trainer, weights
+from runs_of_tiny import freeze_policy, rollouts_of, trainer, weights
 from tiny import config, length_reward, prompts
 
 from trl_ppo_ext import RewardError
-from trl_ppo_ext.ppo.math import warning_of_far_scores
+from trl_ppo_ext.ppo.rollouts import RolloutCollector
 from trl_ppo_ext.rewards import (
     FunctionReward,
     RewardShaping,
     RunningMoments,
+    Scored,
     ScoringBatch,
     monitor,
     read_scores,
@@ -280,7 +282,7 @@ def test_length_correlation_disagreement_and_repetition_are_logged(tmp_path):
     assert log["completions/repeated_ratio"] == pytest.approx(1 - len(set(texts)) / len(texts))
 
 
-def test_a_prompt_repeats_its_completion_when_sampling_is_greedy(tmp_path):
+def test_greedy_sampling_logs_repeated_completions(tmp_path):
     built = trainer(tmp_path, dataset=prompts(1), top_k=1, max_steps=1)
     built.train()
     assert built.state.log_history[0]["completions/repeated_ratio"] == pytest.approx(7 / 8)
@@ -321,22 +323,37 @@ def first_scores(mean, deviation, count=16):
     return mean + deviation * x / x.std()
 
 
-def warned(tmp_path, scores, counted=None, **settings):
-    counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
-    return warning_of_far_scores(scores, counted, config(tmp_path, **settings), lambda total: total)
+@pytest.fixture
+def warned(tmp_path, caplog):
+    """The warning about the scores of a first rollout."""
+
+    def warned(scores, counted=None, **settings):
+        collector = SimpleNamespace(
+            args=config(tmp_path, **settings),
+            all_sum=lambda total: total,
+            actor_critic=SimpleNamespace(policy_parameters=lambda: {"lora": torch.ones(1, requires_grad=True)}),
+            accelerator=SimpleNamespace(is_main_process=True),
+        )
+        counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
+        caplog.clear()
+        tokens = scores[:, None]
+        RolloutCollector._warn_about_far_scores(collector, Scored(tokens, tokens, counted, ~counted[:, None]))
+        return " ".join(record.getMessage() for record in caplog.records)
+
+    return warned
 
 
-@pytest.mark.parametrize("mean, what", [(-25, "worse than going on: completions grow"), (25, "better .* shrink")])
-def test_scores_far_from_zero_are_warned_of_with_their_numbers_and_all_remedies(tmp_path, mean, what):
-    said = warned(tmp_path, first_scores(mean, 3))
+@pytest.mark.parametrize("mean, what", [(-25, "worse than continuing: completions grow"), (25, "better .* shrink")])
+def test_scores_far_from_zero_warn_with_numbers_and_remedies(warned, mean, what):
+    said = warned(first_scores(mean, 3))
     assert f"{mean} ± 3" in said and re.search(what, said)
     for remedy in ("`normalize_rewards=True`", "`reward_baseline='reference'`", "`critic_init`", "pretrain-critic"):
         assert remedy in said
 
 
-def test_three_deviations_are_far(tmp_path):
-    assert warned(tmp_path, first_scores(3.01, 1)) and warned(tmp_path, first_scores(-3.01, 1))
-    assert not warned(tmp_path, first_scores(2.99, 1)) and not warned(tmp_path, first_scores(-2.99, 1))
+def test_three_deviations_are_far(warned):
+    assert warned(first_scores(3.01, 1)) and warned(first_scores(-3.01, 1))
+    assert not warned(first_scores(2.99, 1)) and not warned(first_scores(-2.99, 1))
 
 
 @pytest.mark.parametrize(
@@ -349,23 +366,23 @@ def test_three_deviations_are_far(tmp_path):
         {"critic": "none", "num_generations": 2},
     ],
 )
-def test_where_that_is_seen_to_there_is_no_warning(tmp_path, settings):
-    assert warned(tmp_path, first_scores(-25, 3)) and not warned(tmp_path, first_scores(-25, 3), **settings)
+def test_settings_that_shift_scores_do_not_warn(warned, settings):
+    assert warned(first_scores(-25, 3)) and not warned(first_scores(-25, 3), **settings)
 
 
-def test_scores_that_say_too_little_are_not_warned_of(tmp_path):
-    assert not warned(tmp_path, torch.full((11,), -25.1))  # the reward tells nothing apart
-    assert warned(tmp_path, first_scores(-25, 3, 8)) and not warned(tmp_path, first_scores(-25, 3, 7))
+def test_few_or_equal_scores_do_not_warn(warned):
+    assert not warned(torch.full((11,), -25.1))  # equal scores teach nothing
+    assert warned(first_scores(-25, 3, 8)) and not warned(first_scores(-25, 3, 7))
     skipped = torch.arange(16) < 7  # those that count are as few
-    assert not warned(tmp_path, first_scores(-25, 3), skipped)
+    assert not warned(first_scores(-25, 3), skipped)
 
 
-def test_a_run_warns_once_when_it_starts_and_not_when_it_goes_on(tmp_path, caplog):
+def test_runs_warn_at_their_first_rollout_only(tmp_path, caplog):
     def far(completion_ids, **kwargs):
         return [-100.0 - len(ids) - number for number, ids in enumerate(completion_ids)]
 
     def warnings():
-        return [record for record in caplog.records if "a new critic expects 0" in record.getMessage()]
+        return [record for record in caplog.records if "a new critic predicts 0" in record.getMessage()]
 
     saving = {"save_strategy": "steps", "save_steps": 4}
     trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train()  # two rollouts
@@ -373,6 +390,6 @@ def test_a_run_warns_once_when_it_starts_and_not_when_it_goes_on(tmp_path, caplo
     trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
     assert len(warnings()) == 1
     frozen = trainer(tmp_path / "critic", reward_funcs=far, max_steps=1)
-    frozen.actor_critic.freeze_policy()  # nothing can be taught to it
+    freeze_policy(frozen.actor_critic)  # it cannot learn to end at once
     frozen.train()
     assert len(warnings()) == 1

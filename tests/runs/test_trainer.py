@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.ppo.math import token_rewards
+from trl_ppo_ext.ppo.updates import MicroBatch
 from trl_ppo_ext.rewards import read_scores
 
 
@@ -67,7 +68,7 @@ def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, a
         assert sorted(trimmed) == sorted(wanted * epochs)
 
 
-def test_first_minibatches_have_ratio_one_and_a_fresh_adapter_has_no_kl_bit_for_bit(tmp_path):
+def test_first_minibatch_has_ratio_one_and_no_kl_bit_for_bit(tmp_path):
     for dtype, bf16 in ((torch.float32, False), (torch.bfloat16, True)):
         built = trainer(
             tmp_path, llama(dtype=dtype), num_mini_batches=1, max_steps=1, gradient_accumulation_steps=2, bf16=bf16
@@ -100,11 +101,9 @@ def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):
 
 def gradient_of(built, rollout, rows):
     """Accumulate the gradient of one optimizer step, cut into micro-batches of these rows."""
-    from trl_ppo_ext.ppo.updates import MicroBatch
-
     built.actor_critic.zero_grad()
-    built.updates.terms = built.updates.terms._replace(denominators=rollout.response_mask.sum()[None])
-    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0)) for r in rows)
+    tokens = rollout.response_mask.sum()
+    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0, tokens)) for r in rows)
     loss.backward()
     return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}
 
@@ -171,9 +170,9 @@ def test_padding_ids_do_not_matter(off_policy):
 
 
 def test_at_ratio_one_the_policy_gradient_is_reinforce(tmp_path):
-    built = trainer(tmp_path, per_device_train_batch_size=4, num_mini_batches=1, max_steps=1, learning_rate=0.0)
+    settings = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "learning_rate": 0.0, "vf_coef": 0.0}
+    built = trainer(tmp_path, max_steps=1, **settings)
     rollouts = rollouts_of(built)
-    built.args.vf_coef = 0.0
     built.train()
     rollout, _ = rollouts[0]
     _, gradient = gradient_of(built, rollout, [torch.arange(4)])
@@ -203,7 +202,7 @@ def test_score_enters_at_the_last_sampled_token():
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.15, -0.2, -1.25]]))
 
 
-def test_scores_are_clipped_and_a_missing_eos_is_penalised(tmp_path):
+def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path):
     built = trainer(
         tmp_path,
         reward_funcs=lambda completions, **kwargs: [3.0] * len(completions),
@@ -311,7 +310,7 @@ def test_several_generations_share_their_prompt(tmp_path):
 # ---- evaluation and logging
 
 
-def test_evaluation_reports_the_same_metrics_and_trains_nothing(tmp_path):
+def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
     sets = {"a": prompts(5), "b": prompts(3)}
     built = trainer(tmp_path, eval_dataset=sets, per_device_eval_batch_size=4)
     before = weights(built)
@@ -324,7 +323,7 @@ def test_evaluation_reports_the_same_metrics_and_trains_nothing(tmp_path):
     assert not any("eval" in name for entry in built.state.log_history[1:] for name in entry)
 
 
-def test_evaluate_takes_a_dataset_that_the_trainer_has_not_seen(tmp_path):
+def test_evaluate_accepts_a_new_dataset(tmp_path):
     metrics = trainer(tmp_path).evaluate(prompts(3))
     assert metrics["eval_reward"] == metrics["eval_completions/mean_length"]
 

@@ -94,9 +94,8 @@ def ppo_loss(
 
     # 3. KL from the reference, if it is in the loss, and the entropy bonus.
     if kl_estimator is not None:
-        kl = scores.kls
-        if kl is None:
-            kl = ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)
+        exact = kl_estimator == "exact"
+        kl = scores.kls if exact else ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)
         loss = loss + rollout.kl_coef * kl
         metrics["loss/kl"] = kl
     if scores.entropies is not None:

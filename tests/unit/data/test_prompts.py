@@ -1,14 +1,19 @@
 """Prompts become token ids, and every rollout gets its prompts, from datasets and from streams."""
 
 import itertools
+import time
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import PromptError, RolloutSampler, RolloutStream, tokenize_prompts
+from trl_ppo_ext.data.prompts import PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from trl_ppo_ext.ppo.batch_plan import BatchPlan
 
 CHATS = [
     [{"role": "user", "content": "w1 w2"}],
@@ -141,14 +146,19 @@ def test_columns_named_as_reward_arguments_raise(column):
 
 # ---- rollouts of prompts ----
 
-# rows of the dataset, prompts of a rollout, completions for each, repeats; also datasets smaller than a rollout
+# rows of the dataset, prompts of a rollout, completions for each, epochs; also datasets smaller than a rollout
 SIZES = list(itertools.product([1, 2, 5, 12, 13], [1, 4, 6], [1, 3], [1, 4]))
 
 
+def plan(prompts_, generations=1, repeats=1):
+    """Plan with one micro-batch per epoch, so that a rollout is repeated once per epoch."""
+    return BatchPlan(prompts_ * generations, num_ppo_epochs=repeats, num_generations=generations)
+
+
 def sampler(rows, prompts_, generations, repeats, shuffle=True, seed=0, epoch=0):
-    built = RolloutSampler(rows, prompts_, generations, repeats, shuffle, seed)
-    built.set_epoch(epoch)
-    return built
+    sizes = plan(prompts_, generations, repeats)
+    steps = -(-rows // prompts_) * sizes.optimizer_steps  # of an epoch
+    return RolloutSampler(rows, sizes, shuffle, seed, lambda: (epoch * steps, (epoch + 1) * steps))
 
 
 def test_sampler_repeats_rollouts_and_prompts():
@@ -157,6 +167,14 @@ def test_sampler_repeats_rollouts_and_prompts():
         drawn = torch.tensor(list(built)).reshape(-1, repeats, prompts_, generations)
         assert len(built) == drawn.numel()
         assert (drawn == drawn[:, :1, :, :1]).all(), (rows, prompts_, generations, repeats)
+
+
+def test_sampler_repeats_rollouts_for_each_micro_batch():
+    sizes = BatchPlan(2, gradient_accumulation_steps=3, num_mini_batches=2, num_ppo_epochs=4, num_processes=2)
+    drawn = list(RolloutSampler(48, sizes, True, 0, lambda: (0, 1)))
+    assert len(drawn) == 2 * 24 * 24  # two rollouts of 24 prompts, each with 3 × 2 × 4 micro-batches
+    for rollout in (drawn[: 24 * 24], drawn[24 * 24 :]):
+        assert rollout == rollout[:24] * 24
 
 
 def test_sampler_drops_no_prompt_and_fills_evenly():
@@ -186,28 +204,79 @@ def test_sampler_order_depends_only_on_seed_and_epoch():
     assert torch.equal(torch.get_rng_state(), state)  # ... nor moving it
 
 
+def test_sampler_takes_its_epoch_from_the_steps_so_far():
+    sizes, progress = plan(6, repeats=2), [0, 100]
+    built = RolloutSampler(30, sizes, True, 0, lambda: progress)
+    first = list(built)
+    progress[0] = 9  # within the last of five rollouts, two steps each
+    assert list(built) == first
+    progress[0] = 10
+    assert list(built) != first
+    progress[0] = 100
+    assert list(built) == []  # the run is over
+
+
+def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
+    """512 completions of 250 tokens, micro-batches of 8, four epochs: 256 batches are asked for, and pinned."""
+    rows = Dataset.from_dict({"prompt_ids": [list(range(250))] * 512, "prompt": ["w1 " * 250] * 512})
+    sizes = BatchPlan(8, gradient_accumulation_steps=64, num_ppo_epochs=4)
+    pins = []
+    monkeypatch.setattr(Rows, "pin_memory", lambda self: pins.append(self) or self)
+    loader = DataLoader(range(512), 512, sampler=RolloutSampler(512, sizes, True, 0), collate_fn=Rows)
+    start = time.perf_counter()
+    batches = [send_to_device(pin_memory(batch), torch.device("cpu")) for batch in loader]
+    numbers = sorted(set(batches[0]))
+    read = rows.__getitems__(numbers)
+    assert time.perf_counter() - start < 0.2
+    assert len(batches) == len(pins) == sizes.micro_steps == 256 and all(batch == batches[0] for batch in batches)
+    assert numbers == list(range(512)) and len(read) == 512
+
+
+def test_pinning_and_moving_never_walk_a_batch():
+    class Unwalkable(Rows):
+        def refuse(self, *args):
+            raise AssertionError("the batch was walked")
+
+        __iter__ = __getitem__ = __len__ = refuse
+
+    batch = Unwalkable([{"prompt_ids": [5] * 250}])
+    assert pin_memory(batch) is batch
+    assert send_to_device(batch, torch.device("cpu")) is batch
+
+
+# ---- streams ----
+
+
+def stream_of(rows, prompts_):
+    return StreamedRows(streamed(Dataset.from_dict({"row": list(range(rows))})), prompts_)
+
+
 def test_stream_equals_the_unshuffled_sampler():
-    for rows, prompts_, generations, repeats in SIZES:
-        stream = RolloutStream(streamed(Dataset.from_dict({"row": list(range(rows))})), prompts_, generations, repeats)
-        expected = list(sampler(rows, prompts_, generations, repeats, shuffle=False))
-        assert [row["row"] for row in stream] == expected, (rows, prompts_, generations, repeats)
-        assert [row["row"] for row in stream] == expected  # and again, in the next epoch
+    for rows, prompts_ in itertools.product([1, 2, 5, 12, 13], [1, 4, 6]):
+        stream, expected = stream_of(rows, prompts_), list(sampler(rows, prompts_, 1, 1, shuffle=False))
+        for epoch in range(2):
+            numbers = range(epoch * len(expected), (epoch + 1) * len(expected))
+            read = [row["row"] for row in stream.__getitems__([*numbers])]
+            assert read == expected, (rows, prompts_, epoch)
 
 
 def test_stream_restarts_to_fill_the_last_rollout():
-    stream = RolloutStream(streamed(Dataset.from_dict({"row": [0, 1, 2, 3, 4]})), 3, 1, 2)
-    assert [row["row"] for row in stream] == [0, 1, 2, 0, 1, 2, 3, 4, 0, 3, 4, 0]
+    rows = stream_of(5, 3).__getitems__([*range(12)])
+    assert [row["row"] for row in rows] == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 0]
+
+
+def test_stream_skips_rows_of_finished_rollouts():
+    """A resumed run starts at a later number; ranks read only their own numbers."""
+    stream = stream_of(10, 5)
+    assert [row["row"] for row in stream.__getitems__([3, 4, 7])] == [3, 4, 7]
+    assert [row["row"] for row in stream.__getitems__([8, 13])] == [8, 3]
 
 
 def test_shuffled_stream_changes_its_order_per_epoch():
     rows = streamed(Dataset.from_dict({"row": list(range(30))})).shuffle(seed=0, buffer_size=30)
-    orders = []
-    for epoch in (0, 1, 0):
-        stream = RolloutStream(rows, 6, 1, 1)
-        stream.set_epoch(epoch)
-        orders.append([row["row"] for row in stream])
-    assert orders[0] == orders[2] != orders[1]
-    assert sorted(orders[1]) == list(range(30))
+    once, again = ([row["row"] for row in StreamedRows(rows, 6).__getitems__([*range(60)])] for _ in range(2))
+    assert once == again and once[:30] != once[30:]
+    assert sorted(once[:30]) == sorted(once[30:]) == list(range(30))
 
 
 @pytest.mark.parametrize(
@@ -219,11 +288,11 @@ def test_shuffled_stream_changes_its_order_per_epoch():
 )
 def test_empty_stream_raises(rows):
     with pytest.raises(PromptError, match="at least one prompt"):
-        next(iter(RolloutStream(tokenize_prompts(rows, tokenizer(), "train_dataset", 4), 3, 1, 2)))
+        StreamedRows(tokenize_prompts(rows, tokenizer(), "train_dataset", 4), 3).__getitems__([0])
 
 
 @both_kinds
-def test_trainer_batch_holds_the_prompts_of_a_rollout(tmp_path, kind):
+def test_trainer_batch_holds_the_row_numbers_of_a_rollout(tmp_path, kind):
     args = config(
         tmp_path,
         per_device_train_batch_size=3,
@@ -232,13 +301,19 @@ def test_trainer_batch_holds_the_prompts_of_a_rollout(tmp_path, kind):
         num_ppo_epochs=2,
         num_generations=2,
         shuffle_dataset=False,
+        max_steps=12,
     )
     rows = prompts(16)
     trainer = PPOTrainer(llama(), length_reward, args, kind(rows), processing_class=tokenizer())
+    trainer.state.max_steps = args.max_steps
     batches = list(trainer.get_train_dataloader())
     assert len(batches) == 3 * 8  # 16 prompts, 6 in a rollout; 2 epochs × 2 minibatches × 2 micro-batches
     for position, batch in enumerate(batches):
         rollout = position // 8
-        expected = [(6 * rollout + k) % 16 for k in range(6) for _ in range(2)]
-        assert [row["prompt"] for row in batch] == [rows[row]["prompt"] for row in expected]
-        assert [row["target"] for row in batch] == [rows[row]["target"] for row in expected]
+        expected = [(6 * rollout + k) for k in range(6) for _ in range(2)]
+        assert [number % 16 for number in batch] == [number % 16 for number in expected]
+        if position % 8 == 0:
+            unique = sorted(set(batch))
+            read = trainer._train_rows.__getitems__(unique)
+            assert [row["prompt"] for row in read] == [rows[number % 16]["prompt"] for number in unique]
+            assert [row["target"] for row in read] == [rows[number % 16]["target"] for number in unique]

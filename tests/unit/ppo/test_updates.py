@@ -1,0 +1,367 @@
+"""PPO's loss from plain tensors, and the minibatches of a rollout."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from runs_of_tiny import rollout, token_scores
+from tiny import config
+
+from trl_ppo_ext.modeling import TokenScores
+from trl_ppo_ext.ppo.batch_plan import BatchPlan
+from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.updates import MicroBatch, Updates, loss_denominators, ppo_loss, schedule, set_learning_rate
+
+CLIP = {"cliprange": (0.2, 0.3)}
+VARIANTS = {
+    "policy only": {},
+    "dual clip": {"dual_clip": 1.5},
+    "sequence ratio": {"sequence_ratio": True},
+    "values": {"vf_coef": 0.5},
+    "clipped values": {"vf_coef": 0.5, "cliprange_value": 0.2},
+    "k1": {"kl_estimator": "k1"},
+    "k2": {"kl_estimator": "k2"},
+    "k3": {"kl_estimator": "k3"},
+    "exact KL": {"kl_estimator": "exact"},
+}
+AGGREGATIONS = ["token", "sequence_mean", "sequence_sum"]
+
+
+def alone(x):
+    return x
+
+
+def close(one, other, tolerance=1e-12):
+    torch.testing.assert_close(one, torch.as_tensor(other, dtype=one.dtype), rtol=tolerance, atol=tolerance)
+
+
+def gradients(loss, scores):
+    inputs = [x for x in scores if x is not None]
+    return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+
+# ---- the loss ----
+
+
+def loss_by_hand(scores, rollout, settings, aggregation):
+    """The definitions of the papers, one token at a time."""
+    sequences = []
+    for row in range(len(rollout)):
+        places = [(row, t) for t in rollout.response_mask[row].nonzero()[:, 0].tolist()]
+        log_ratios = [scores.logprobs[place] - rollout.old_logprobs[place] for place in places]
+        if settings.get("sequence_ratio") and places:
+            log_ratios = [sum(log_ratios) / len(places)] * len(places)
+        losses = []
+        for place, log_ratio in zip(places, log_ratios):
+            ratio, advantage = log_ratio.exp(), rollout.advantages[place]
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+            if "dual_clip" in settings and advantage < 0:
+                surrogate = torch.maximum(surrogate, settings["dual_clip"] * advantage)
+            value, old_value, target = scores.values[place], rollout.old_values[place], rollout.returns[place]
+            bound = settings.get("cliprange_value", math.inf)
+            clipped = old_value + (value - old_value).clamp(-bound, bound)
+            error = torch.maximum((value - target) ** 2, (clipped - target) ** 2)
+            d = scores.logprobs[place] - rollout.ref_logprobs[place]
+            kls = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "exact": scores.kls[place], None: 0 * d}
+            kl = kls[settings.get("kl_estimator")]
+            bonus = rollout.entropy_coef * scores.entropies[place]
+            losses.append(-surrogate + settings.get("vf_coef", 0) * error / 2 + rollout.kl_coef * kl - bonus)
+        if losses:
+            sequences.append(torch.stack(losses))
+    if aggregation == "token":
+        return torch.cat(sequences).mean()
+    return torch.stack([x.mean() if aggregation == "sequence_mean" else x.sum() for x in sequences]).mean()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_equal_those_by_hand(variant, aggregation):
+    batch, settings = rollout(kl_coef=0.3, entropy_coef=0.1), VARIANTS[variant]
+    scores, again = token_scores(batch), token_scores(batch)
+    loss, _ = ppo_loss(scores, batch, **CLIP, **settings, aggregation=aggregation)
+    expected = loss_by_hand(again, batch, settings, aggregation)
+    close(loss, expected)
+    for gradient, wanted in zip(gradients(loss, scores), gradients(expected, again)):
+        gradient, wanted = (torch.zeros(()) if x is None else x for x in (gradient, wanted))
+        close(gradient * torch.ones_like(batch.advantages), wanted * torch.ones_like(batch.advantages))
+
+
+def test_loss_at_ratio_one_is_minus_the_mean_advantage():
+    batch = rollout()
+    mask, tokens = batch.response_mask, batch.response_mask.sum()
+    scores = TokenScores(batch.old_logprobs.clone().requires_grad_())
+    loss, metrics = ppo_loss(scores, batch, **CLIP)
+    close(loss, -batch.advantages[mask].mean())
+    close(gradients(loss, scores)[0], (-batch.advantages / tokens).masked_fill(~mask, 0))
+    assert (metrics["ratio/mean"] == 1).all() and not metrics["approx_kl"].any()
+    assert not metrics["clip_ratio/region_mean"].any()
+
+
+def test_loss_of_exact_values_is_the_policy_loss():
+    batch = rollout()
+    scores = token_scores(batch)._replace(values=batch.returns, entropies=None, kls=None)
+    loss, metrics = ppo_loss(scores, batch, **CLIP, vf_coef=10.0)
+    close(loss, ppo_loss(scores._replace(values=None), batch, **CLIP)[0])
+    assert not metrics["loss/value"].any()
+
+
+def test_loss_without_a_critic_has_no_value_metrics():
+    batch = rollout(critic=False)
+    _, metrics = ppo_loss(token_scores(batch)._replace(values=None), batch, **CLIP, vf_coef=1.0)
+    assert not any("value" in name for name in metrics)
+
+
+@pytest.mark.parametrize("fill", [math.nan, math.inf])
+def test_loss_and_gradient_ignore_masked_tokens(fill):
+    batch = rollout(kl_coef=0.3, entropy_coef=0.1)
+    settings = CLIP | {"vf_coef": 0.5, "kl_estimator": "k3"}
+    scores = token_scores(batch)
+    loss, _ = ppo_loss(scores, batch, **settings)
+    filled = {name: x.masked_fill(~batch.response_mask, fill) for name, x in batch.tensors.items() if x.ndim > 1}
+    filled = type(batch)(
+        batch.sequences, **(filled | {"response_mask": batch.response_mask}), kl_coef=0.3, entropy_coef=0.1
+    )
+    other, _ = ppo_loss(scores, filled, **settings)
+    close(other, loss)
+
+
+@pytest.mark.parametrize("sizes", [[6], [3, 3], [1, 5], [1] * 6])
+@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "constant"])
+def test_micro_batches_add_up_to_the_loss_of_their_step(aggregation, sizes):
+    batch, settings = rollout(rows=6, kl_coef=0.3), CLIP | {"vf_coef": 0.5, "kl_estimator": "k2"}
+    settings["aggregation"] = "sequence_sum" if aggregation == "constant" else aggregation
+    scores = token_scores(batch)
+    (denominator,) = loss_denominators(batch.response_mask, torch.arange(6).reshape(1, 1, 6), aggregation, 7, alone)
+    whole, _ = ppo_loss(scores, batch, denominator, **settings)
+    if aggregation != "constant":
+        close(whole, ppo_loss(scores, batch, **settings)[0])
+    parts = []
+    for rows in torch.randperm(6, generator=torch.Generator().manual_seed(0)).split(sizes):
+        part = batch.rows(rows)
+        width = part.response_mask.shape[1]
+        parts.append(ppo_loss(scores.map(lambda x: x[rows, :width]), part, denominator, **settings)[0])  # noqa: B023
+    close(sum(parts), whole)
+    for gradient, expected in zip(gradients(sum(parts), scores), gradients(whole, scores)):
+        if expected is not None:
+            close(gradient, expected)
+
+
+def test_metrics_by_hand():
+    ratios = torch.tensor([[1.5, 0.5, 1.0, 4.0]], dtype=torch.float64)
+    batch = rollout(lengths=[4])
+    batch = type(batch)(
+        batch.sequences,
+        response_mask=torch.ones(1, 4, dtype=torch.bool),
+        old_logprobs=torch.zeros_like(ratios),
+        ref_logprobs=torch.full_like(ratios, -1),
+        advantages=torch.tensor([[1.0, -1.0, 1.0, -2.0]], dtype=torch.float64),
+        old_values=torch.tensor([[0.0, 2.0, 0.0, 0.0]], dtype=torch.float64),
+        returns=torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64),
+    )
+    scores = TokenScores(ratios.log(), values=torch.tensor([[1.0, 2.0, 0.0, 0.0]], dtype=torch.float64))
+    settings = {"dual_clip": 3.0, "vf_coef": 0.1, "cliprange_value": 0.5, "kl_estimator": "k1"}
+    _, metrics = ppo_loss(scores, batch, **CLIP, **settings)
+    expected = {
+        "loss/policy": [-1.3, 0.8, -1.0, 6.0],  # the last one by the dual clip
+        "loss/value": [3.125, 0.0, 0.5, 0.0],
+        "value/clip_ratio": [1, 0, 0, 0],
+        "loss/kl": [1 + math.log(ratio) for ratio in (1.5, 0.5, 1.0, 4.0)],
+        "ratio/mean": [1.5, 0.5, 1.0, 4.0],
+        "ratio/max": [1.5, 0.5, 1.0, 4.0],
+        "clip_ratio/low_mean": [0, 1, 0, 0],
+        "clip_ratio/high_mean": [1, 0, 0, 0],
+        "clip_ratio/region_mean": [1, 1, 0, 0],
+        "clip_ratio/dual_mean": [0, 0, 0, 1],
+        "approx_kl": [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.0, 4.0)],
+        "per_token": [-1.3 + 0.3125, 0.8, -1.0 + 0.05, 6.0],  # the rollout's `kl_coef` is 0
+    }
+    assert metrics.keys() == expected.keys()
+    for name, values in expected.items():
+        close(metrics[name].double(), [values])
+
+
+# ---- denominators and schedule ----
+
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token", [4, 2, 5]), ("sequence_mean", [2, 1, 2]), ("sequence_sum", [2, 1, 2]), ("constant", [20, 10, 20])],
+)
+def test_denominators_count_tokens_or_completions_per_step(aggregation, expected):
+    rows = torch.tensor([[[0], [1]], [[2], [3]], [[3], [0]]])  # three steps of two micro-batches of one row
+    assert loss_denominators(MASK, rows, aggregation, 10, alone).tolist() == expected
+    summed = loss_denominators(MASK, rows, aggregation, 10, lambda x: x + 1)
+    assert summed.tolist() == [count + 1 for count in expected]  # over ranks
+
+
+PLAN = BatchPlan(2, gradient_accumulation_steps=2, num_mini_batches=2, num_ppo_epochs=3)
+
+
+def test_schedule_takes_every_row_once_per_epoch():
+    lengths = torch.tensor([3, 9, 4, 1, 5, 9, 2, 6])
+    rows = schedule(lengths, PLAN)
+    assert rows.shape == (6, 2, 2)
+    for epoch in rows.reshape(3, 8):
+        assert sorted(epoch.tolist()) == list(range(8))
+    for step in rows.reshape(6, 4):  # little padding: each step's rows are sorted by length
+        assert lengths[step].tolist() == sorted(lengths[step].tolist(), reverse=True)
+    assert set(rows[0].flatten().tolist()) == {0, 1, 2, 3}  # the first epoch is not shuffled
+    assert rows[0].tolist() == [[1, 2], [0, 3]]
+
+
+def test_schedule_shuffles_later_epochs_from_the_global_generator():
+    torch.manual_seed(0)
+    first = schedule(torch.ones(8, dtype=torch.long), PLAN)
+    torch.manual_seed(0)
+    assert torch.equal(schedule(torch.ones(8, dtype=torch.long), PLAN), first)
+    other = schedule(torch.ones(8, dtype=torch.long), PLAN)
+    assert torch.equal(other[:2], first[:2]) and not torch.equal(other[2:], first[2:])
+
+
+# ---- updates ----
+
+
+@pytest.fixture
+def build(tmp_path):
+    def build(plan=PLAN, **settings):
+        return Updates(config(tmp_path, **settings), plan, Metrics(), alone)
+
+    return build
+
+
+def equal(one, other):
+    """Compare two micro-batches, tensor by tensor."""
+    states = one.rollout.state_dict(), other.rollout.state_dict()
+    same = all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+    return (
+        states[0].keys() == states[1].keys()
+        and same
+        and one.step == other.step
+        and one.denominator == other.denominator
+    )
+
+
+def test_updates_yield_every_micro_batch_once(build):
+    updates = build()
+    batch = rollout(rows=8)
+    updates.start(batch, 0)
+    micro_batches = list(updates.micro_batches)
+    assert len(micro_batches) == PLAN.micro_steps == 12
+    assert [x.step for x in micro_batches] == [step for step in range(6) for _ in range(2)]
+    for micro_batch, index in zip(micro_batches, updates.rows.flatten(0, 1)):
+        assert equal(micro_batch, MicroBatch(batch.rows(index), micro_batch.step, micro_batch.denominator))
+    for step in range(6):
+        tokens = batch.response_mask[updates.rows[step].flatten()].sum()
+        assert all(x.denominator == tokens for x in micro_batches[2 * step : 2 * step + 2])
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_updates_resume_with_the_same_micro_batches(build, done):
+    """A step that had begun begins again: checkpoints are taken between steps."""
+    updates, resumed, global_step = build(), build(), 18 + done // 2  # three rollouts before
+    updates.start(rollout(rows=8, kl_coef=0.1), 18)
+    micro_batches = [next(updates.micro_batches) for _ in range(done)]
+    updates.stopped_early = done % 4 == 0
+    state = {name: x.clone() for name, x in updates.state_dict(global_step).items()}
+    if done < 2:  # between two rollouts
+        assert state == {}
+        return
+    micro_batches += updates.micro_batches
+    resumed.load_state_dict(state, global_step)
+    assert resumed.stopped_early == updates.stopped_early
+    again = list(resumed.micro_batches)
+    assert len(again) == 12 - done + done % 2
+    assert all(equal(one, other) for one, other in zip(again, micro_batches[done - done % 2 :], strict=True))
+
+
+def test_updates_of_other_sizes_do_not_resume(build):
+    updates = build()
+    updates.start(rollout(rows=8), 0)
+    with pytest.raises(ValueError, match=r"\(6, 2, 2\) .* config's sizes are \(2, 1, 4\); resume with the saved"):
+        build(BatchPlan(4, num_mini_batches=2)).load_state_dict(updates.state_dict(1), 1)
+
+
+class Policy(torch.nn.Module):
+    """Scores that do not depend on the tokens."""
+
+    def __init__(self, log_ratio=0.0, bad_row=None):
+        super().__init__()
+        self.shift, self.bad_row = torch.nn.Parameter(torch.tensor(log_ratio, dtype=torch.float64)), bad_row
+
+    def forward(self, sequences, temperature, with_entropy, with_kl):
+        logprobs = self.rollout.old_logprobs + self.shift
+        if self.bad_row is not None:
+            bad = (sequences.prompt_ids == self.bad_row).any(1)
+            logprobs = torch.where(bad[:, None], math.nan, logprobs)
+        return TokenScores(logprobs, values=torch.zeros_like(logprobs))
+
+
+def learn(updates, policy, steps=None):
+    """Compute the losses of micro-batches, and if each optimizer step is taken."""
+    losses, taken = [], []
+    for number, micro_batch in enumerate(itertools.islice(updates.micro_batches, steps and 2 * steps)):
+        policy.rollout = micro_batch.rollout
+        losses.append(updates.loss(policy, micro_batch))
+        if number % 2:
+            taken.append(updates.may_step())
+    return losses, taken
+
+
+def test_updates_log_the_metrics_of_their_losses(build):
+    updates, batch = build(vf_coef=0.0), rollout(rows=8)
+    updates.start(batch, 0)
+    losses, taken = learn(updates, Policy())
+    assert taken == [True] * 6
+    mean = -batch.advantages[batch.response_mask].mean()
+    close(
+        sum(losses[:4]) * 1.0,
+        sum(-batch.advantages[r][batch.response_mask[r]].mean() for r in (slice(4), slice(4, 8))),
+    )
+    logged = updates.metrics.compute(alone, alone)
+    assert logged["loss/policy"] == pytest.approx(mean.item(), rel=1e-5)
+    assert logged["ratio/mean"] == logged["ratio/max"] == 1
+    assert logged["approx_kl"] == logged["stopped_early"] == logged["empty_steps"] == 0
+
+
+@pytest.mark.parametrize(("target", "taken"), [(None, True), (0.2, True), (0.1, False)])
+def test_updates_stop_above_target_kl(build, target, taken):
+    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149."""
+    updates = build(target_kl=target)
+    updates.start(rollout(rows=8), 0)
+    assert learn(updates, Policy(0.5), steps=1)[1] == [taken]
+    assert updates.stopped_early != taken
+    logged = updates.metrics.compute(alone, alone)
+    assert logged["stopped_early"] == float(not taken)
+    assert logged["approx_kl"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+
+
+def test_updates_take_no_step_without_a_token(build):
+    updates, batch = build(), rollout(rows=8)
+    batch.response_mask[:4] = False
+    updates.start(batch, 0)
+    losses, taken = learn(updates, Policy(), steps=2)
+    assert taken == [False, True] and losses[0] == losses[1] == 0
+    assert updates.metrics.compute(alone, alone)["empty_steps"] == 1
+
+
+def test_updates_name_nonfinite_rows_of_the_rollout(build):
+    updates, batch = build(), rollout(rows=8)
+    batch.sequences.prompt_ids[6, -1] = 31
+    updates.start(batch, 0)
+    policy = Policy(bad_row=31)
+    learn(updates, policy, steps=1)
+    assert updates.suspects() == {}  # rows 0 to 3
+    learn(updates, policy, steps=1)
+    assert updates.suspects() == {"log-prob": [6], "loss": [6]}
+
+
+def test_set_learning_rate_moves_parameters_to_their_own_group():
+    a, b, c = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
+    groups = [{"params": [a, b], "weight_decay": 0.1}, {"params": [c], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    set_learning_rate(optimizer, {"b": b, "c": c}, 1e-2)
+    settings = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert settings == {id(a): (1e-3, 0.1), id(b): (1e-2, 0.1), id(c): (1e-2, 0.0)}
