@@ -20,7 +20,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.checkpoints import resume as resumable
+from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 18
@@ -68,14 +68,14 @@ def train(output_dir, settings):
 
 def fill_disk():
     """From now on, there is no room for the third thing that this process writes."""
-    save_file, left = resumable.save_file, iter([True, True])
+    save_file, left = trainers.save_file, iter([True, True])
 
     def full(*args):
         if not next(left, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(*args)
 
-    resumable.save_file = full
+    trainers.save_file = full
 
 
 def drawn(output_dir, processes):

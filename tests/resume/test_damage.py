@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny import prompts
 from transformers import TrainerCallback
 
-from trl_ppo_ext import agreement
-from trl_ppo_ext.checkpoints import atomic as whole_checkpoints
+from trl_ppo_ext import distributed
+from trl_ppo_ext.checkpoints import atomic
 from trl_ppo_ext.checkpoints.atomic import (
     MANIFEST,
     REPLACED,
@@ -96,7 +96,7 @@ def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
     def failing_disk(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(whole_checkpoints, "_digest", failing_disk)
+    monkeypatch.setattr(atomic, "_digest", failing_disk)
     with pytest.raises(CheckpointError, match=r"README.md cannot be read .*Input/output"):
         verify(copy / "checkpoint-2")
 
@@ -224,7 +224,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_with_its_last_weights(tmp_p
 def test_what_a_process_had_under_way_is_told_to_the_others_when_it_cannot_be_read(copy, monkeypatch):
     """It is whole, as its manifest says."""
     told = []
-    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or given)
+    monkeypatch.setattr(distributed, "gather_object", lambda given: told.extend(given) or given)
     (copy / "checkpoint-2" / "run_state_0.safetensors").write_bytes(b"\0" * 100)
     seal(copy / "checkpoint-2")
     with pytest.raises(CheckpointError, match="cannot be resumed"):

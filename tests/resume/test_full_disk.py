@@ -8,13 +8,15 @@ import pytest
 import torch
 from runs_of_tiny import trainer, weights
 
-from trl_ppo_ext.checkpoints import resume as resumable
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.checkpoints import resume
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
 REMEDY = (
-    r"checkpoint of step 4 cannot be written to .*earlier ones are as they were. Make room.*resume_from_checkpoint"
+    r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
 )
 
 
@@ -77,16 +79,23 @@ def test_a_full_disk(small_disk, begun, expected):
 def test_a_disk_that_can_only_be_read(small_disk, begun):
     shutil.copytree(begun, small_disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match=f"Read-only.*{REMEDY.split('.*', 1)[1]}"):
+    with pytest.raises(CheckpointError, match=REMEDY.replace("written .*", "written .*Read-only.*")):
         run(small_disk).train(resume_from_checkpoint=True)
     verify(small_disk / "run" / "checkpoint-2")
 
 
-WRITERS = ["_save", "_save_optimizer_and_scheduler", "_save_rng_state", "save_file", "publish", "mkdir"]
+WRITERS = [
+    (trainers.files, "save_file"),  # adapters and critic
+    (trainers.torch, "save"),  # optimizer and scheduler
+    (PPOTrainer, "_save_rng_state"),
+    (trainers, "save_file"),  # the rank's state
+    (resume, "publish"),
+    (resume.Path, "mkdir"),
+]
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_no_room_without_a_disk_of_its_own(tmp_path, begun, monkeypatch, writer):
+@pytest.mark.parametrize("module, writer", WRITERS, ids=lambda part: getattr(part, "__name__", part))
+def test_no_room_without_a_disk_of_its_own(tmp_path, begun, monkeypatch, module, writer):
     """The same where nothing can be mounted."""
     shutil.copytree(begun, tmp_path / "run")
     built = run(tmp_path)
@@ -95,13 +104,8 @@ def test_no_room_without_a_disk_of_its_own(tmp_path, begun, monkeypatch, writer)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        if writer in ("save_file", "publish"):
-            patched.setattr(resumable, writer, full)
-        else:
-            patched.setattr(resumable.Path if writer == "mkdir" else resumable.Trainer, writer, full)
-            if writer == "_save":
-                patched.setattr(built, writer, full)
-        with pytest.raises(CheckpointError, match=f"No space left.*{REMEDY.split('.*', 1)[1]}"):
+        patched.setattr(module, writer, full)
+        with pytest.raises(CheckpointError, match=REMEDY.replace("written .*", "written .*No space left.*")):
             built.train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     verify(tmp_path / "run" / "checkpoint-2")
@@ -111,7 +115,7 @@ def test_an_error_that_is_none_of_writing_is_not_called_one(tmp_path, monkeypatc
     def broken(*args, **kwargs):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(resumable.Trainer, "_save_optimizer_and_scheduler", broken)
+    monkeypatch.setattr(PPOTrainer, "_save_rng_state", broken)
     with pytest.raises(RuntimeError, match=r"^CUDA error"):
         trainer(tmp_path, **SAVING).train()
     assert not checkpoints(tmp_path)

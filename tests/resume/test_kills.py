@@ -127,8 +127,8 @@ def test_full_disk_on_one_rank_raises_on_both(told):
     (run,) = runs["one of two has no room"]
     assert run["codes"] == [1, 1], run
     assert run["checkpoints"] == ["checkpoint-2", "checkpoint-1"]  # and nothing was published without it
-    said = [line for line in stderr.splitlines() if "checkpoint of step 3 cannot be written" in line]
-    assert len(said) == 2 and any("on process 1" in line for line in said), said
+    said = [line for line in stderr.splitlines() if "checkpoint-3` cannot be written" in line]
+    assert len(said) == 2 and any("on rank 1" in line for line in said), said
 
 
 @pytest.mark.parametrize("allowed", [False, True])

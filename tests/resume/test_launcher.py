@@ -21,8 +21,8 @@ LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
 @pytest.mark.parametrize(
     "whom, number, said",
     [
-        ("launcher", signal.SIGTERM, ["SignalException", "leaves with exit code 75"]),
-        ("process", signal.SIGTERM, ["exitcode  : 75", "leaves with exit code 75"]),
+        ("launcher", signal.SIGTERM, ["SignalException", "exits with code 75"]),
+        ("process", signal.SIGTERM, ["exitcode  : 75", "exits with code 75"]),
         ("process", signal.SIGKILL, ["exitcode  : -9"]),
     ],
 )

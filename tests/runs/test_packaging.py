@@ -10,6 +10,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from shutil import copytree
@@ -56,75 +57,79 @@ def test_a_name_that_is_not_public_is_refused():
         trl_ppo_ext.made_up  # noqa: B018
 
 
-# ---- the plan of the house ----
+# ---- rooms ----
+
+# a module imports only from lower floors, or from its own room
+FLOORS = [
+    {"ppo.math", "ppo.batch_plan", "presets", "redaction", "sequences"},
+    {"config", "distributed", "ppo_math"},
+    {"data", "modeling"},
+    {"generation", "rewards"},
+    {"arguments", "ppo"},
+    {"memory", "tracking"},
+    {"checkpoints"},
+    {"trainer"},
+    {"commands"},
+]
 
 
-def layers():
-    """Lines of the plan in CONTRIBUTING.md, as sets of modules."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    plan = re.search(r"## The plan of the house.*?```text\n(.*?)```", text, re.DOTALL)[1]
-    return [set(re.findall(r"\w+", line)) for line in plan.splitlines()]
-
-
-def imports(path):
-    """Top-level modules of the package that a file imports, anywhere but for type checking."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
-    depth = len(path.relative_to(PACKAGE).parts)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == depth:
-            yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("trl_ppo_ext."):
-            yield node.module.split(".")[1]
-
-
-def misplaced(plan, importing):
-    """Imports that go down: of what stands below, or beside in another line."""
-    level = {module: index for index, line in enumerate(plan) for module in line}
-    lowest = len(plan)  # what has no place yet
-    return [
-        f"{module} imports {other}"
-        for module, others in importing.items()
-        for other in others
-        if level.get(module, lowest) < level.get(other, lowest)
-    ]
-
-
-def of_modules():
+def imports():
+    """Modules of the package that each module imports, also within functions, except for type checking."""
+    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if top != "__init__":
-            found.setdefault(top, set()).update(set(imports(path)) - {top})
+    for name, path in paths.items():
+        package = path.relative_to(PACKAGE).parts[:-1]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                node.body = []
+        found[name] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            source = [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+            names = {".".join([*source, alias.name]) for alias in node.names}
+            found[name] |= {x if x in paths else ".".join(source) for x in names}
     return found
 
 
-def test_a_module_imports_only_what_stands_above_it():
-    assert not misplaced(layers(), of_modules())
+def room(module):
+    return next((name for name in (module, module.split(".")[0]) if any(name in floor for floor in FLOORS)), module)
 
 
-def test_the_plan_names_modules_that_exist_and_each_once():
-    named = [module for line in layers() for module in line]
-    assert len(named) == len(set(named))
-    assert not set(named) - of_modules().keys()
-
-
-def test_what_is_misplaced_is_seen():
-    assert misplaced([{"a"}, {"b", "c"}], {"a": {"b"}, "b": {"a", "c"}, "c": {"new"}, "new": {"a"}}) == [
-        "a imports b",
-        "c imports new",
+def test_modules_import_only_from_lower_floors():
+    level = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    graph = imports()
+    graph.pop("")  # the public names
+    assert level.keys() == {room(module) for module in graph}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if room(other) != room(module) and level[room(other)] >= level[room(module)]
     ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("module", sorted(layers()[0]))
-def test_the_first_layer_knows_no_models(module):
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+def test_modules_have_no_import_cycle():
+    graph = imports()
+    assert sum(map(len, graph.values())) > 100
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("module", ["ppo.math", "ppo.batch_plan", "sequences"])
+def test_lowest_floor_imports_only_torch(module):
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
-    allowed = {"torch"} | sys.stdlib_module_names
-    assert not {name.split(".")[0] for name in named} - (allowed if module == "ppo_math" else allowed | {"numpy"})
+    assert not {name.split(".")[0] for name in named} - {"torch"} - sys.stdlib_module_names
+
+
+def test_trainer_does_not_load_plots_servers_or_judges():
+    program = "import sys, trl_ppo_ext.trainer; print(*{'bokeh', 'starlette', 'openai'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not done.stdout.split()
 
 
 # ---- files that come with it ----

@@ -169,15 +169,16 @@ def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeyp
         uploads.append(set(os.listdir(folder_path)))
 
     monkeypatch.setattr("transformers.trainer.hf_api", Recorder)
+    monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.create_repo", lambda name, **kwargs: None)
     monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.upload_folder", record)
     settings = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
     built = PPOTrainer(base, length_reward, config(tmp_path / "run", **settings), prompts())
     (tmp_path / "run" / "critic").mkdir(parents=True)
     (tmp_path / "run" / "critic" / "adapter_config.json").touch()  # of a run with a critic of another kind
-    saved_to, save_model = [], built.save_model
-    built.save_model = lambda *args, **kwargs: saved_to.append(args) or save_model(*args, **kwargs)
+    saved_to, write_model = [], built._write_model
+    built._write_model = lambda directory, *args: saved_to.append(directory) or write_model(directory, *args)
     built.train()
-    assert [str(tmp_path / "run" / ".saving" / f"checkpoint-{step}") for step in (2, 4)] == [to for (to,) in saved_to]
+    assert saved_to == [str(tmp_path / "run" / ".saving" / f"checkpoint-{step}") for step in (2, 4)]
     for name in ("adapter_model.safetensors", "value_head.safetensors", "ppo_state.json", "tokenizer.json"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "run" / "checkpoint-4" / name).read_bytes()
     assert not (tmp_path / "run" / "critic" / "adapter_config.json").exists()
