@@ -1,12 +1,12 @@
-"""What `estimate_memory` says against what runs take, by phase.
+"""`estimate_memory` against the peaks of runs, by phase.
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py [NAME ...]
-    python benchmarks/estimate.py --table    # that of docs/memory.md, no run
+    python benchmarks/estimate.py --table    # the table of docs/memory.md; runs nothing
 
-Each configuration runs two PPO steps in a process of its own. On a CPU a dispatch mode follows every storage from the
-operation that makes it until it is freed: exact, whatever malloc does; resident memory above that after the imports is
-told beside it. On a GPU it is `torch.cuda.max_memory_allocated`. Prints a table, and writes benchmarks/results/
-estimate.json. Some minutes.
+Each case runs two PPO steps in its own process. On a CPU a dispatch mode follows every storage from the operation that
+makes it until it is freed, whatever malloc does; resident memory since the imports is printed beside it. On a GPU the
+peak is `torch.cuda.max_memory_allocated`. Prints a table, and without names writes benchmarks/results/estimate.json.
+Takes some minutes.
 """
 
 import importlib.metadata
@@ -48,12 +48,12 @@ PHASES = ("generate", "forward", "score", "update")
 
 @dataclass(frozen=True)
 class Case:
-    """A run: a Llama of some shape, its dtype, what its config says, and what rewards it."""
+    """A run: shape and dtype of the model, fields of the config, and the reward."""
 
     shape: Shape
     dtype: str = "bf16"
     fields: dict[str, Any] = field(default_factory=dict)
-    classifier: str | None = None  # dtype or quantisation of one of the same shape, or "adapter"; else a function
+    classifier: str | None = None  # dtype or quantization of one of the same shape, or "adapter"; else a function
     ptx: int = 0  # tokens of supervised rows
     quantized: bool = False  # NF4 base
     family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
@@ -108,10 +108,7 @@ CASES = {
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all tensors that are alive, and their peak by phase; each storage counts once.
-
-    Operations are seen from the dispatcher: what a kernel allocates for itself while it runs is not.
-    """
+    """Bytes of all live tensors, and their peak by phase; each storage counts once, a kernel's own memory does not."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +139,7 @@ class Tracker(TorchDispatchMode):
         self.alive -= size
 
     def enter(self, phase: str) -> None:
-        """From now on peaks are this phase's."""
+        """Count peaks for a phase from now on."""
         self.phase = phase
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
 
@@ -161,7 +158,7 @@ class CUDATracker:
         self.enter("end")
 
     def enter(self, phase: str) -> None:
-        """From now on peaks are this phase's."""
+        """Count peaks for a phase from now on."""
         torch.cuda.synchronize()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
@@ -169,7 +166,7 @@ class CUDATracker:
 
 
 def in_phase(tracker: Any, phase: str, function: Callable) -> Callable:
-    """The function, with its peak counted for the phase; what comes after it is the update's."""
+    """Wrap a function so that its peak counts for a phase; the update follows."""
 
     def run(*args, **kwargs):
         tracker.enter(phase)
@@ -195,7 +192,7 @@ def texts(case: Case, rows: int) -> list[str]:
 
 
 def arguments(case: Case, directory: str) -> dict[str, Any]:
-    """What trainer and estimate are both given; models are directories."""
+    """Arguments of both the trainer and the estimate."""
     shape = case.shape
     settings = {
         "use_cpu": not torch.cuda.is_available(),
@@ -245,7 +242,7 @@ def saved_models(case: Case, directory: Path) -> tuple[str, str]:
 
 
 def rewards(case: Case, classifier: str) -> Any:
-    """What rewards the run; a classifier that is not quantised is loaded here, in its own dtype."""
+    """Reward of the run; a classifier that is not quantized is loaded here, in its own dtype."""
     if case.classifier == "adapter":
         return RewardAdapter(str(Path(classifier).parent / "adapter"), check_base=False)
     if case.classifier in (None, "nf4"):
@@ -255,7 +252,7 @@ def rewards(case: Case, classifier: str) -> Any:
 
 
 def measure(case: Case, directory: str) -> dict[str, Any]:
-    """Run two PPO steps. The peaks of each phase, in MiB, and resident memory above the one before."""
+    """Run two PPO steps; return the peak of each phase and resident memory, in MiB."""
     base, classifier = saved_models(case, Path(directory))
     baseline = resident()
     gpu = torch.cuda.is_available()
@@ -276,8 +273,7 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
             reward.score = in_phase(tracker, "score", reward.score)
         generator, experience = trainer.collector.generator, trainer.collector
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        for name in ("score_tokens",):
-            setattr(experience, name, in_phase(tracker, "forward", getattr(experience, name)))
+        experience.score_tokens = in_phase(tracker, "forward", experience.score_tokens)
         trainer.train()
     return {
         "phases": {phase: tracker.peaks.get(phase, 0) / MIB for phase in ("load", *PHASES)},
@@ -286,7 +282,7 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
 
 
 def estimated(case: Case, directory: str) -> Any:
-    """What is said before the run, from configs alone."""
+    """Estimate a case from its configs."""
     base, classifier = Path(directory) / "base", Path(directory) / "classifier"
     reward: Any = rewards(case, str(classifier)) if case.classifier in ("nf4", "adapter") else None
     if case.classifier in ("bf16", "fp32"):
@@ -317,7 +313,7 @@ def one(name: str) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """What it ran on."""
+    """Hardware and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
