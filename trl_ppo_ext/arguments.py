@@ -28,19 +28,16 @@ REMOVED_ARGUMENTS = {
 
 
 def as_list(value: Any) -> list:
-    """One or several as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    """Turn one value, several or none into a list."""
+    return list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
 
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name in unknown:
         remedy = REMOVED_ARGUMENTS.get(name)
-        if remedy:
-            raise TypeError(f"PPOTrainer has no argument `{name}` (TRL's old PPOTrainer had): {remedy}.")
-        raise TypeError(f"PPOTrainer has no argument `{name}`; see `help(PPOTrainer)`.")
+        hint = f" (TRL's old PPOTrainer had): {remedy}" if remedy else "; see `help(PPOTrainer)`"
+        raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
 def _check_processes(num_gpus: int, world_size: int) -> None:
@@ -76,28 +73,26 @@ def check_trainer_arguments(
         check_fsdp(args, optimizer, quantization_config)
     if uses_deepspeed(args):
         check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
-    if isinstance(train_dataset, IterableDataset) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, which every worker would read, got "
-            f"{args.dataloader_num_workers}."
-        )
+    workers = args.dataloader_num_workers
+    if workers > 1 and isinstance(train_dataset, IterableDataset):  # every worker would read all of it
+        raise ValueError(f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, got {workers}.")
     if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; leave it or `optimizers` out.")
+        raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
     check_model_arguments(model, args, quantization_config, peft_config)
     check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
     if monitor_funcs:
         check_reward_arguments(monitor_funcs, None, args, weighted=False)
-    if train_dataset is not None and isinstance(train_dataset, dict):
+    if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     columns = getattr(train_dataset, "column_names", None)
-    if columns:  # a stream's need not be known
+    if columns:  # those of a stream may be unknown
         check_reward_columns([*reward_funcs, *monitor_funcs], columns, "`train_dataset`")
 
 
 def load_tokenizer(
     model: Any, model_id: str, processing_class: Any, args: PPOConfig
 ) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The policy's tokenizer, checked, and the model's context length; no weights are loaded for it."""
+    """Load and check the policy's tokenizer, and read the model's context length, without loading weights."""
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):

@@ -40,53 +40,33 @@ class PPOConfig(TrainingArguments):
             Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning.
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
-        bf16 (`bool`, *optional*):
-            Train in bfloat16, with adapters, heads and losses in float32. Default on a GPU with bfloat16.
-        logging_steps (`float`, *optional*, defaults to `10`):
-            Optimizer steps between two logs.
-        remove_unused_columns (`bool`, *optional*, defaults to `False`):
-            Must stay `False`, because reward functions need the dataset's columns.
-
+        bf16 (`bool`, *optional*): Train in bfloat16; trained weights stay in float32. Default if the GPU has it.
+        logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
+        remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
         model_init_kwargs (`dict`, *optional*):
             Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether models and tokenizers loaded by name may run their own code.
-
-        shuffle_dataset (`bool`, *optional*, defaults to `True`):
-            Whether to shuffle the prompts. A streaming dataset is read in its own order.
-        chat_template_kwargs (`dict`, *optional*):
-            Keyword arguments of the chat template, for conversational prompts.
-        num_generations (`int`, *optional*, defaults to `1`):
-            Completions sampled per prompt.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether models and tokenizers may run code.
+        shuffle_dataset (`bool`, *optional*, defaults to `True`): Whether to shuffle the prompts (not of a stream).
+        chat_template_kwargs (`dict`, *optional*): Keyword arguments of the chat template, for conversational prompts.
+        num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
             Completions of a rollout, over all processes. Determines `gradient_accumulation_steps` if set.
-        per_device_generation_batch_size (`int`, *optional*):
-            Completions sampled at a time per process. Defaults to the whole rollout.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Maximum length of a completion, in tokens.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature. Log-probs are computed at this temperature.
-        top_p (`float`, *optional*, defaults to `1.0`):
-            Sample from the most likely tokens whose probabilities add up to this.
-        top_k (`int`, *optional*, defaults to `0`):
-            Sample from this many most likely tokens; 0 means all.
-        min_p (`float`, *optional*):
-            Sample from tokens with at least this share of the most likely token's probability.
-        repetition_penalty (`float`, *optional*, defaults to `1.0`):
-            Penalty on tokens that have already occurred.
+        per_device_generation_batch_size (`int`, *optional*): Completions sampled at a time per process. Default: all.
+        max_completion_length (`int`, *optional*, defaults to `256`): Maximum length of a completion, in tokens.
+        temperature (`float`, *optional*, defaults to `1.0`): Temperature of sampling and of log-probs.
+        top_p (`float`, *optional*, defaults to `1.0`): Sample from the likeliest tokens with this total probability.
+        top_k (`int`, *optional*, defaults to `0`): Sample from this many most likely tokens; 0 means all.
+        min_p (`float`, *optional*): Lowest probability to sample, relative to the most likely token's.
+        repetition_penalty (`float`, *optional*, defaults to `1.0`): Penalty on tokens that have already occurred.
         generation_backend (`str`, *optional*, defaults to `"transformers"`):
             `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching.
         generation_kwargs (`dict`, *optional*):
             Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching.
-
-        reward_weights (`list[float]`, *optional*):
-            Weight of each reward. All are 1 by default.
+        reward_weights (`list[float]`, *optional*): Weight of each reward. All are 1 by default.
         reward_quantization (`str`, *optional*, defaults to `"nf4"`):
             Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
-        per_device_reward_batch_size (`int`, *optional*, defaults to `16`):
-            Completions that a reward model scores at a time.
-        reward_label (`int`, *optional*):
-            Label that is the reward, for reward models with several; counted from 0.
+        per_device_reward_batch_size (`int`, *optional*, defaults to `16`): Completions per forward of a reward model.
+        reward_label (`int`, *optional*): Label that is the reward, for reward models with several; counted from 0.
         reward_on_error (`str`, *optional*, defaults to `"raise"`):
             When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score.
         max_reward_failures (`float`, *optional*, defaults to `0.5`):
@@ -95,27 +75,18 @@ class PPOConfig(TrainingArguments):
             `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
         normalize_rewards (`bool`, *optional*, defaults to `False`):
             Whether to normalize scores by their running mean and standard deviation.
-        reward_clip_range (`float`, *optional*):
-            Clip the weighted sum of the rewards to ± this.
-        missing_eos_penalty (`float`, *optional*):
-            Penalty subtracted from the score of a truncated completion.
-        mask_truncated_completions (`bool`, *optional*, defaults to `False`):
-            Whether to exclude truncated completions from the update.
-
-        num_ppo_epochs (`int`, *optional*, defaults to `4`):
-            Passes over a rollout.
-        num_mini_batches (`int`, *optional*, defaults to `1`):
-            Optimizer steps per pass.
-        kl_coef (`float`, *optional*, defaults to `0.05`):
-            Coefficient of the KL penalty.
+        reward_clip_range (`float`, *optional*): Clip the weighted sum of the rewards to ± this.
+        missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
+        mask_truncated_completions (`bool`, *optional*, defaults to `False`): Whether to skip truncated completions.
+        num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
+        num_mini_batches (`int`, *optional*, defaults to `1`): Optimizer steps per pass.
+        kl_coef (`float`, *optional*, defaults to `0.05`): Coefficient of the KL penalty.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens.
         kl_placement (`str`, *optional*, defaults to `"reward"`):
             Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL).
-        kl_target (`float`, *optional*):
-            Adapt `kl_coef` to keep the mean KL per completion at this many nats.
-        kl_horizon (`int`, *optional*, defaults to `10000`):
-            Completions over which `kl_coef` adapts; larger is slower.
+        kl_target (`float`, *optional*): Adapt `kl_coef` to keep the mean KL per completion at this many nats.
+        kl_horizon (`int`, *optional*, defaults to `10000`): Completions over which `kl_coef` adapts; larger is slower.
         target_kl (`float`, *optional*):
             Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
@@ -124,64 +95,42 @@ class PPOConfig(TrainingArguments):
             Value `"head"` on the policy's trunk, value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
-        critic_learning_rate (`float`, *optional*):
-            Learning rate of the critic. Defaults to `learning_rate`.
-        critic_init (`str`, *optional*):
-            Initial critic: a pretrained one, a checkpoint or, for `critic="adapter"`, a reward adapter.
-        value_warmup_steps (`int`, *optional*, defaults to `0`):
-            Warm-up optimizer steps in which only the critic learns.
-        cliprange (`float`, *optional*, defaults to `0.2`):
-            Clip range of the ratio.
-        cliprange_high (`float`, *optional*):
-            Clip range above 1. Defaults to `cliprange`.
-        dual_clip (`float`, *optional*):
-            Upper bound, above 1, of the ratio when the advantage is negative.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            Compute the ratio per `"token"` or per `"sequence"` (GSPO).
+        critic_learning_rate (`float`, *optional*): Learning rate of the critic. Defaults to `learning_rate`.
+        critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
+        value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
+        cliprange (`float`, *optional*, defaults to `0.2`): Clip range of the ratio.
+        cliprange_high (`float`, *optional*): Clip range above 1. Defaults to `cliprange`.
+        dual_clip (`float`, *optional*): Upper bound, above 1, of the ratio when the advantage is negative.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`): Ratio per `"token"` or `"sequence"`.
         loss_aggregation (`str`, *optional*):
             Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
-        cliprange_value (`float`, *optional*):
-            Clip range of the values, in units of the reward. Values are not clipped by default.
-        vf_coef (`float`, *optional*, defaults to `0.1`):
-            Coefficient of the value loss.
-        entropy_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the entropy bonus.
-        entropy_target (`float`, *optional*):
-            Adapt `entropy_coef` to keep the entropy above this many nats per token.
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount factor.
-        lam (`float`, *optional*, defaults to `0.95`):
-            λ of generalized advantage estimation.
-        lam_critic (`float`, *optional*):
-            λ of the critic's targets. Defaults to `lam`.
+        cliprange_value (`float`, *optional*): Clip range of the values, in units of the reward. Unclipped by default.
+        vf_coef (`float`, *optional*, defaults to `0.1`): Coefficient of the value loss.
+        entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
+        entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
+        gamma (`float`, *optional*, defaults to `1.0`): Discount factor.
+        lam (`float`, *optional*, defaults to `0.95`): λ of generalized advantage estimation.
+        lam_critic (`float`, *optional*): λ of the critic's targets. Defaults to `lam`.
         lam_length_alpha (`float`, *optional*):
             α of the length-dependent λ = 1 − 1/(α·length), which replaces `lam` for the policy.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
             Whether to whiten the advantages of a rollout. Defaults to `True` with a critic, else `False`.
-        ptx_coef (`float`, *optional*, defaults to `1.0`):
-            Coefficient of the supervised loss on the trainer's `ptx_dataset`.
+        ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`):
             Maximum length of a supervised row, in tokens. Longer rows are truncated.
-        ema_decay (`float`, *optional*):
-            Decay of an exponential moving average of the policy's adapter, saved in `ema/`.
-
+        ema_decay (`float`, *optional*): Decay of a moving average of the policy's adapter, saved in `ema/`.
         offload_rollout (`bool`, *optional*, defaults to `False`):
             Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
-        offload_rewards (`bool`, *optional*, defaults to `False`):
-            Whether to keep reward models in CPU memory when they do not score.
-
+        offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
         max_skipped_steps (`int`, *optional*, defaults to `5`):
             End the run after this many consecutive steps with a NaN or inf gradient (not with fp16's scaler).
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
             Whether a checkpoint may be resumed under settings that differ from those it was saved under.
-
-        log_completions (`bool`, *optional*, defaults to `False`):
-            Whether to print a table of completions whenever metrics are logged.
-        num_completions_to_print (`int`, *optional*, defaults to `8`):
-            Rows of that table.
+        log_completions (`bool`, *optional*, defaults to `False`): Whether to print completions with the metrics.
+        num_completions_to_print (`int`, *optional*, defaults to `8`): Completions to print.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (the base class declares it without an annotation)
@@ -275,23 +224,29 @@ class PPOConfig(TrainingArguments):
         with_critic = self.critic != "none"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        if self.advantage_estimator is None:
-            self.advantage_estimator = "gae" if with_critic else "grpo"
-        if self.loss_aggregation is None:
-            self.loss_aggregation = _AGGREGATION.get(self.advantage_estimator, "token")
+        self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
+        self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
             self.whiten_advantages = with_critic
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
-        # 2. Rules; a refused config must not leave anything behind, and the base class creates directories
+        # 2. Rules, before the base class creates directories
         self.check_values()
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
         self._check_generation_kwargs()
         if self.generation_batch_size is not None:
-            self._derive_accumulation(self.generation_batch_size)
+            sizes = self.num_mini_batches, self.per_device_train_batch_size, self.world_size
+            steps = accumulation_for(self.generation_batch_size, *sizes)
+            # DeepSpeed's config has been filled in by now and would keep the default of 1
+            if self.gradient_accumulation_steps not in ({1, steps} if self.deepspeed is None else {steps}):
+                raise ValueError(
+                    f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of "
+                    f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; leave one of the two out."
+                )
+            self.gradient_accumulation_steps = steps
         completions = BatchPlan.from_config(self, self.world_size).completions
         if self.kl_target is not None and self.kl_horizon <= AdaptiveKL.MAX_ERROR * completions:
             raise ValueError(
@@ -301,7 +256,7 @@ class PPOConfig(TrainingArguments):
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
-        for needed, fits, names in _RANGES:
+        for needed, (fits, names) in _RANGES.items():
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and not fits(value):
@@ -355,15 +310,9 @@ class PPOConfig(TrainingArguments):
             raise ValueError("`kl_target` scales `kl_coef`, which must not start at 0; try `kl_coef=0.05`.")
         if self.kl_target is None and self.kl_horizon != 10000:
             raise ValueError(f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or leave it out.")
-        if self.kl_coef and (self.kl_estimator, self.kl_placement) in (("k1", "loss"), ("exact", "reward")):
-            logger.warning(
-                "kl_estimator=%r with kl_placement=%r hardly holds the policy back: %s. See docs/choices.md.",
-                self.kl_estimator,
-                self.kl_placement,
-                "its gradient is zero in expectation"
-                if self.kl_estimator == "k1"
-                else "the KL at a token does not depend on that token, so only earlier ones are charged; use 'both'",
-            )
+        kl = self.kl_estimator, self.kl_placement
+        if self.kl_coef and kl in _WEAK_KL:
+            logger.warning("`kl_estimator=%r` with `kl_placement=%r` hardly limits the policy: %s.", *kl, _WEAK_KL[kl])
 
     def _check_critic(self) -> None:
         estimator = self.advantage_estimator
@@ -405,17 +354,6 @@ class PPOConfig(TrainingArguments):
                     "`PPOConfig` if it has one, else leave it out (`num_generations` repeats prompts)."
                 )
 
-    def _derive_accumulation(self, completions: int) -> None:
-        processes, size = self.world_size, self.per_device_train_batch_size
-        steps = accumulation_for(completions, self.num_mini_batches, size, processes)
-        # DeepSpeed's config has been filled in by now and would keep the default of 1
-        if self.gradient_accumulation_steps not in ({1, steps} if self.deepspeed is None else {steps}):
-            raise ValueError(
-                f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of {completions}, got "
-                f"{self.gradient_accumulation_steps}; leave one of the two out."
-            )
-        self.gradient_accumulation_steps = steps
-
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # `dataclass` would add one that shows tokens
@@ -437,64 +375,60 @@ class PPOConfig(TrainingArguments):
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
-        """The published settings of a paper, as far as a config can say them; see docs/presets.md.
+        """Published settings of a paper, except for those that are not config fields; see docs/presets.md.
 
         Args:
             name (`str`): `"instructgpt"`, `"n_plus"`, `"vapo"`, `"orz"` or `"dapo"`.
             output_dir (`str`, *optional*): Directory of the run.
-            overrides (`dict`): Fields that are set otherwise.
+            overrides (`dict`): Fields to change.
 
         Returns:
             [`PPOConfig`]: The config.
 
         Raises:
-            `ValueError`: If there is no such preset.
+            `ValueError`: If the preset is unknown.
         """
         return cls(output_dir, **(load_preset(name) | overrides))
 
 
 # the help of `trl-ppo train` is the docstring's
-for _name, _help in re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", PPOConfig.__doc__ or "", re.MULTILINE):
+for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOConfig.__doc__ or "", re.MULTILINE):
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
 
-# default of `loss_aggregation` in the paper of each estimator
-_AGGREGATION: dict[str, Any] = {
-    "grpo": "sequence_mean",
-    "dr_grpo": "constant",
-    "rloo": "sequence_sum",
-    "reinforce": "sequence_sum",
-}
-# what a value must be, besides finite
-_RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
-    (
-        "at least 1",
+# default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
+_AGGREGATION: dict[str, Any] = {"gae": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
+# numbers must also be finite
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "at least 1": (
         lambda x: x >= 1,
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print kl_horizon "
         "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps",
     ),
-    (
-        "above 0",
+    "above 0": (
         lambda x: x > 0,
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
         "target_kl critic_learning_rate lam_length_alpha",
     ),
-    (
-        "at least 0",
+    "at least 0": (
         lambda x: x >= 0,
         "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
         "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
         "kl_coef vf_coef ptx_coef entropy_target",
     ),
-    ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
-    ("at least 0 and below 1", lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "top_p"),
-    ("above 1", lambda x: x > 1, "dual_clip"),
-    ("at least 2", lambda x: x >= 2, "ptx_max_length"),
-    ("at least 1, or -1 to use `num_train_epochs`", lambda x: x == -1 or x >= 1, "max_steps"),
-    ("from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "seed"),
-    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63, "data_seed"),
-]
+    "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
+    "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p"),
+    "above 1": (lambda x: x > 1, "dual_clip"),
+    "at least 2": (lambda x: x >= 2, "ptx_max_length"),
+    "at least 1, or -1 to use `num_train_epochs`": (lambda x: x == -1 or x >= 1, "max_steps"),
+    "from 0 to 2**32 - 1": (lambda x: 0 <= x < 2**32, "seed"),
+    "from 0 to 2**63 - 1": (lambda x: 0 <= x < 2**63, "data_seed"),
+}
+_WEAK_KL = {
+    ("k1", "loss"): "its gradient is zero in expectation; use 'reward'",
+    ("exact", "reward"): "the KL at a token does not depend on that token, so only earlier ones count; use 'both'",
+}
 _SAME_FORWARD = "old and new log-probs must come from the same forward"
 _UNSUPPORTED = {
     "label_smoothing_factor": "PPO has no labels",
@@ -514,7 +448,7 @@ _CRITIC_ONLY = (
     "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init value_warmup_steps "
     "whiten_rewards cliprange_value"
 ).split()
-# what is sampled, and from which distribution: these are fields of the config, or fixed
+# determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "

@@ -2,9 +2,9 @@
 
 import itertools
 import reprlib
+import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,27 +32,6 @@ def described(prompt: Any) -> str:
     return shortened(_SHORT.repr(prompt), 200)
 
 
-def _check_columns(dataset: Any, name: str) -> None:
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(
-            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
-            "`datasets.Dataset.from_list(rows)` converts a list of dicts."
-        )
-    columns = dataset.column_names or list(next(iter(dataset), {}))
-    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
-        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
-    if "prompt" not in columns:
-        raise PromptError(
-            f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
-            '`dataset.rename_column("question", "prompt")` renames one.'
-        )
-    for taken in _REWARD_ARGUMENTS & set(columns):
-        raise PromptError(
-            f"`{name}` has a column {taken!r}, but reward functions are given an argument of that name; rename it "
-            f'(`dataset.rename_column("{taken}", "my_{taken}")`), or drop it.'
-        )
-
-
 def encode(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
 ) -> list[int]:
@@ -70,17 +49,14 @@ def encode(
             needed = 'a mapping with a "role" and a "content" that are text'
             raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
     if tokenizer.chat_template is None:
-        raise PromptError(
-            "It has chat messages, but the tokenizer has no chat template; set `tokenizer.chat_template`, or use text."
-        )
+        needed = "set `tokenizer.chat_template`, or use text"
+        raise PromptError(f"It has chat messages, but the tokenizer has no chat template; {needed}.")
+    template_kwargs = {"add_generation_prompt": opening, "tokenize": True, "return_dict": True} | template_kwargs
     try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=opening, tokenize=True, return_dict=True, **template_kwargs
-        )["input_ids"]
+        return tokenizer.apply_chat_template(prompt, **template_kwargs)["input_ids"]
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
-        raise PromptError(
-            f"The chat template fails with {type(error).__name__} ({shortened(error)}) for {described(prompt)}."
-        ) from error
+        cause = f"{type(error).__name__} ({shortened(error)})"
+        raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
 
 
 def map_rows(
@@ -104,26 +80,6 @@ def map_rows(
         return dataset.map(encode_numbered, with_indices=True, desc=f"Tokenizing {name}", **kwargs)
 
 
-def _encode_row(
-    row: dict,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    context_length: int | None,
-    max_completion_length: int,
-) -> dict[str, list]:
-    prompt = row.get("prompt")
-    ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
-    if not ids:
-        raise PromptError("The prompt is empty; drop it, or give it at least one token.")
-    if context_length is not None and len(ids) > context_length - max_completion_length:
-        raise PromptError(
-            f"The prompt has {len(ids)} tokens, but the context of {context_length} minus max_completion_length="
-            f"{max_completion_length} leaves {context_length - max_completion_length}. Drop or shorten it, or lower "
-            "`max_completion_length`."
-        )
-    return {PROMPT_IDS: ids}
-
-
 def tokenize_prompts(
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -133,19 +89,46 @@ def tokenize_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt as a column, and check every prompt."""
-    _check_columns(dataset, name)
-    if context_length is not None and max_completion_length >= context_length:
-        raise PromptError(
-            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of "
-            f"{context_length} tokens; lower it."
+    # 1. Columns
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
+            "`datasets.Dataset.from_list(rows)` converts a list of dicts."
         )
-    encode_row = partial(
-        _encode_row,
-        tokenizer=tokenizer,
-        template_kwargs=chat_template_kwargs or {},
-        context_length=context_length,
-        max_completion_length=max_completion_length,
-    )
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+    if "prompt" not in columns:
+        raise PromptError(
+            f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
+            '`dataset.rename_column("question", "prompt")` renames one.'
+        )
+    for column in _REWARD_ARGUMENTS & set(columns):
+        raise PromptError(
+            f"`{name}` has a column {column!r}, but reward functions are given an argument of that name; rename it "
+            f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
+        )
+    # 2. Lengths
+    limit = sys.maxsize if context_length is None else context_length - max_completion_length
+    if limit < 1:
+        raise PromptError(
+            f"{max_completion_length=} leaves no room for a prompt in the model's context of {context_length} tokens; "
+            "lower it."
+        )
+
+    # 3. Rows
+    def encode_row(row: dict) -> dict[str, list]:
+        prompt = row.get("prompt")
+        ids = [] if prompt in ("", []) else encode(prompt, tokenizer, chat_template_kwargs or {})
+        if not ids:
+            raise PromptError("The prompt is empty; drop it, or give it at least one token.")
+        if len(ids) > limit:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but the context of {context_length} minus "
+                f"{max_completion_length=} leaves {limit}. Drop or shorten it, or lower `max_completion_length`."
+            )
+        return {PROMPT_IDS: ids}
+
     return map_rows(dataset, encode_row, f"`{name}`")
 
 

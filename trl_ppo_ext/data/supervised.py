@@ -3,12 +3,11 @@
 import json
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..ppo.batch_plan import BatchPlan
@@ -17,6 +16,11 @@ from .prompts import PROMPT_IDS, PromptError, described, encode, map_rows
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 COMPLETION_IDS = "completion_ids"
+_DIFFERENT_PROMPT = (
+    "PTX: the tokens of a prompt are not those at the beginning of prompt + completion, because tokens merge or the "
+    "chat template renders it differently. All tokens from the first difference are learned. End prompts at the end "
+    "of a token (spaces belong to the completion), or change the template."
+)
 
 
 class PTXError(PromptError):
@@ -25,15 +29,11 @@ class PTXError(PromptError):
 
 def _form(dataset: Any) -> tuple[str, ...]:
     """Columns of a dataset that are learned from: one of `FORMS`."""
-    if isinstance(dataset, IterableDataset):
-        raise PTXError(
-            "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got an "
-            "`IterableDataset`; use `Dataset.from_list(list(stream.take(n)))`."
-        )
     if not isinstance(dataset, Dataset):
         raise PTXError(
-            f"The PTX dataset must be a `datasets.Dataset`, got {type(dataset).__name__}; use "
-            '`Dataset.from_list(rows)` for a list of dicts, `dataset["train"]` for a `DatasetDict`.'
+            "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got "
+            f"{type(dataset).__name__}; use `Dataset.from_list(rows)` for a list of dicts, "
+            '`Dataset.from_list(list(stream.take(n)))` for a stream, `dataset["train"]` for a `DatasetDict`.'
         )
     if not len(dataset):
         raise PTXError("The PTX dataset is empty; pass at least one row.")
@@ -41,68 +41,23 @@ def _form(dataset: Any) -> tuple[str, ...]:
     forms = [form for form in FORMS if set(form) <= set(columns)]
     if len(forms) == 1:
         return forms[0]
-    remedy = "dataset.rename_column('content', 'text')"
-    if forms:
-        remedy = f"dataset.select_columns({list(forms[0])})"
+    remedy = f"select_columns({list(forms[0])})" if forms else "rename_column('content', 'text')"
     raise PTXError(
         'The PTX dataset needs the columns "prompt" and "completion", or "messages", or "text", and only one of these '
-        f"forms, got {sorted(columns)}; use e.g. `{remedy}`."
+        f"forms, got {sorted(columns)}; use e.g. `dataset.{remedy}`."
     )
 
 
-def _encode_row(
-    row: dict,
-    form: tuple[str, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    template_kwargs: dict[str, Any],
-) -> dict[str, list]:
-    # 1. All entries are text, or all are chat messages
-    entries = [row[column] for column in form]
+def _check_entries(entries: list, form: tuple[str, ...]) -> None:
+    """Raise unless all entries are text, or all are chat messages."""
     kind = {"text": str, "messages": list}.get(form[0], type(entries[0]))
-    needed: dict[Any, str] = {str: "text", list: "a list of chat messages"}
+    needed = {str: "text", list: "a list of chat messages"}.get(kind)
     for column, entry in zip(form, entries):
-        if kind not in needed or not isinstance(entry, kind):
-            expected = needed.get(kind, "text or a list of chat messages")
+        if needed is None or not isinstance(entry, kind):
+            expected = needed or "text or a list of chat messages"
             raise PTXError(f'its "{column}" must be {expected}, got {described(entry)}.')
         if not (entry.strip() if kind is str else entry):
             raise PTXError(f'its "{column}" is empty; drop the row.')
-    # 2. Tokens of the whole row. A chat template ends its own chats; text gets an EOS.
-    tools = row.get("tools") or None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise PTXError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
-    template_kwargs = {"tools": tools, **template_kwargs, **(row.get("chat_template_kwargs") or {})}
-    whole = entries[0] if len(entries) == 1 else entries[0] + entries[1]
-    ids, eos = encode(whole, tokenizer, template_kwargs, opening=False), tokenizer.eos_token_id
-    if kind is str and eos is not None and ids[-1:] != [eos]:
-        ids = [*ids, eos]
-    # 3. The completion begins where the tokens of the prompt end or, if some merge with it, where the two differ.
-    # The first token is never learned, because nothing predicts it.
-    prompt_length = 1
-    if len(entries) == 2:
-        prompt_ids = encode(entries[0], tokenizer, template_kwargs)
-        shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt_ids, ids)))
-        prompt_length = max(shared, 1)
-        if prompt_ids[shared:] not in ([], [eos]):  # some tokenizers end every text with EOS
-            warnings.warn(
-                "PTX: the tokens of a prompt are not those at the beginning of prompt + completion, because tokens "
-                "merge or the chat template renders it differently. All tokens from the first difference are learned. "
-                "End prompts at the end of a token (spaces belong to the completion), or change the template.",
-                stacklevel=2,
-            )
-    learned = len(ids) - prompt_length
-    if learned < 1:
-        raise PTXError(
-            f"it has {len(ids)} tokens, none to learn after the first {prompt_length}; drop or lengthen it."
-        )
-    if prompt_length >= max_length:
-        raise PTXError(
-            f"its prompt has {prompt_length} tokens, and max_length={max_length} leaves none of the {learned} tokens "
-            f"of its completion; raise `ptx_max_length` above {prompt_length}, or drop or shorten the row."
-        )
-    return {PROMPT_IDS: ids[:prompt_length], COMPLETION_IDS: ids[prompt_length:max_length]}
 
 
 def tokenize_ptx(
@@ -116,16 +71,44 @@ def tokenize_ptx(
     All tokens but the first of `"text"` and `"messages"` are learned, and only the completion of `"prompt"` and
     `"completion"`. The columns `"tools"` and `"chat_template_kwargs"` are passed to the chat template of their row.
     """
-    encode_row = partial(
-        _encode_row,
-        form=_form(dataset),
-        tokenizer=tokenizer,
-        max_length=max_length,
-        template_kwargs=chat_template_kwargs or {},
-    )
-    return map_rows(
-        dataset.with_format(None), encode_row, "the PTX dataset", PTXError, remove_columns=dataset.column_names
-    )
+    form, eos = _form(dataset), tokenizer.eos_token_id
+
+    def encode_row(row: dict) -> dict[str, list]:
+        entries = [row[column] for column in form]
+        _check_entries(entries, form)
+        # 1. Tokens of the whole row. A chat template ends its own chats; text gets an EOS.
+        tools = row.get("tools") or None
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+        except ValueError as error:
+            raise PTXError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
+        template_kwargs = {"tools": tools, **(chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+        whole = entries[0] if len(entries) == 1 else entries[0] + entries[1]
+        ids = encode(whole, tokenizer, template_kwargs, opening=False)
+        if isinstance(whole, str) and eos is not None and ids[-1:] != [eos]:
+            ids = [*ids, eos]
+        # 2. The completion begins where the tokens of the prompt end or, if some merge with it, where the two differ.
+        # The first token is never learned, because nothing predicts it.
+        prompt_length = 1
+        if len(entries) == 2:
+            prompt_ids = encode(entries[0], tokenizer, template_kwargs)
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt_ids, ids)))
+            prompt_length = max(shared, 1)
+            if prompt_ids[shared:] not in ([], [eos]):  # some tokenizers end every text with EOS
+                warnings.warn(_DIFFERENT_PROMPT, stacklevel=2)
+        learned = len(ids) - prompt_length
+        if learned < 1:
+            remedy = f"none to learn after the first {prompt_length}; drop or lengthen it"
+            raise PTXError(f"it has {len(ids)} tokens, {remedy}.")
+        if prompt_length >= max_length:
+            raise PTXError(
+                f"its prompt has {prompt_length} tokens, and {max_length=} leaves none of the {learned} tokens of its "
+                f"completion; raise `ptx_max_length` above {prompt_length}, or drop or shorten the row."
+            )
+        return {PROMPT_IDS: ids[:prompt_length], COMPLETION_IDS: ids[prompt_length:max_length]}
+
+    dataset = dataset.with_format(None)
+    return map_rows(dataset, encode_row, "the PTX dataset", PTXError, remove_columns=dataset.column_names)
 
 
 @dataclass
@@ -156,11 +139,7 @@ class PTXSampler:
         size = len(self.dataset)
         start = (rollout * self.num_processes + self.process_index) * self.rows_per_process
         end, first = start + self.rows_per_process, start // size
-        order = torch.cat(
-            [
-                torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + number))
-                for number in range(first, (end - 1) // size + 1)
-            ]
-        )
+        generators = [torch.Generator().manual_seed(self.seed + n) for n in range(first, (end - 1) // size + 1)]
+        order = torch.cat([torch.randperm(size, generator=generator) for generator in generators])
         rows = self.dataset[order[start - first * size : end - first * size].tolist()]
         return Sequences.from_token_ids(rows[PROMPT_IDS], rows[COMPLETION_IDS], self.pad_token_id, self.device)
