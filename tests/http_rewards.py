@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from trl_ppo_ext.rewards.remote import Judge, RemoteReward
+from trl_ppo_ext.rewards.http import Judge, RemoteReward
 
 KEY = "sk-test-0123456789abcdef"
 TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"

@@ -7,16 +7,17 @@ if TYPE_CHECKING:
     from .config import PPOConfig
     from .memory import estimate_memory
     from .modeling import ActorCritic
-    from .rewards import Judge, RemoteReward, RewardAdapter, RewardError
+    from .rewards import RewardAdapter, RewardError
+    from .rewards.http import Judge, RemoteReward
     from .trainer import PPOTrainer
 
 # public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
 _MODULES = {
     "ActorCritic": "modeling",
-    "Judge": "rewards",
+    "Judge": "rewards.http",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
-    "RemoteReward": "rewards",
+    "RemoteReward": "rewards.http",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
     "estimate_memory": "memory",

@@ -28,7 +28,7 @@ class BreaksAfter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            self.reward.client.url = f"{self.address}/chat/completions"
+            self.reward.url = f"{self.address}/chat/completions"
 
 
 @pytest.mark.parametrize(

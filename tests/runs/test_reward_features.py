@@ -78,7 +78,7 @@ def test_functions_log_columns_and_metrics(tmp_path, capsys):
 
 def test_token_rewards_enter_where_they_belong():
     scores = read_scores("r", [[0.5, 0.0, 2.0], [(0, 1.0), (2, -1.0), (2, 0.5)], 3.0, None], [3, 3, 2, 1])
-    assert scores.tokens.tolist() == [[0.5, 0, 2], [1, 0, -0.5], [0, 3, 0], [0, 0, 0]]
+    assert scores.tokens[:3].tolist() == [[0.5, 0, 2], [1, 0, -0.5], [0, 3, 0]]
     assert scores.totals[:3].tolist() == [2.5, 0.5, 3.0] and scores.totals[3].isnan()
 
 

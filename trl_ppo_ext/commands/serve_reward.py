@@ -1,17 +1,30 @@
 """`trl-ppo serve-reward MODEL`: score with a sequence classifier over HTTP, for `RemoteReward`.
 
-Nothing heavy is imported before it is needed, so that `--help` is fast.
+The server has no TLS and serves one model; put a proxy in front, or start several. Nothing heavy is imported before
+it is needed, so that `--help` is fast.
 """
 
 import argparse
+import asyncio
+import hmac
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from ..rewards import Reward, ScoringBatch
+
+logger = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `trl-ppo serve-reward`."""
-    parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier with one label")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs a key")
-    parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--quantization", choices=("nf4", "fp4", "int8", "none"), default="nf4", help="of the weights")
+def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
+    """Add the arguments of a classifier."""
+    parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier")
+    parser.add_argument("--quantization", choices=quantizations, default="nf4", help="quantization of the weights")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -20,16 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
     parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key clients must send")
-    parser.add_argument("--max-request-bytes", type=int, default=8 * 2**20, help="longest request that is read")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model run code of its own")
 
 
-def main(args: argparse.Namespace) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trl-ppo serve-reward`."""
+    add_model_arguments(parser, ("nf4", "fp4", "int8", "none"))
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs a key")
+    parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key clients must send")
+    parser.add_argument("--max-request-bytes", type=int, default=8 * 2**20, help="longest request that is read")
+
+
+def main(options: argparse.Namespace) -> None:
     """Load the model and serve it until the process is stopped."""
     for name in ("batch_size", "max_request_bytes"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}.")
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -38,29 +58,91 @@ def main(args: argparse.Namespace) -> None:
             "uvicorn and starlette are not installed; run pip install '.[serve]' in the clone that trl_ppo_ext was "
             "installed from, or pip install uvicorn starlette."
         ) from None
-    import torch
-
     from ..rewards import ClassifierReward, load_classifier
     from ..rewards.http import is_loopback, read_key
-    from ..rewards.serving import create_app
+    from ..rewards.model import choose_device
 
-    if args.api_key_env is not None:
-        read_key(args.api_key_env)
-    elif not is_loopback(args.host):
+    if options.api_key_env is not None:
+        read_key(options.api_key_env)
+    elif not is_loopback(options.host):
         raise ValueError(
-            f"--host {args.host} lets other machines in; pass --api-key-env NAME with the variable that holds a key, "
-            "or use --host 127.0.0.1."
+            f"--host {options.host} lets other machines in; pass --api-key-env NAME with the variable that holds a "
+            "key, or use --host 127.0.0.1."
         )
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    has_bf16 = device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
-    model = load_classifier(args.model, dtype, args.quantization, device, args.trust_remote_code)
+    device, dtype = choose_device(options.device, options.dtype)
+    model = load_classifier(options.model, dtype, options.quantization, device, options.trust_remote_code)
+    reward = ClassifierReward(model, batch_size=options.batch_size)
     uvicorn.run(
-        create_app(ClassifierReward(model, batch_size=args.batch_size), args.api_key_env, args.max_request_bytes),
-        host=args.host,
-        port=args.port,
+        create_app(reward, options.api_key_env, options.max_request_bytes),
+        host=options.host,
+        port=options.port,
         access_log=False,
         limit_concurrency=64,  # at most this times `--max-request-bytes` is held in memory
         timeout_graceful_shutdown=5,
     )
+
+
+def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int) -> "Starlette":
+    """Build the ASGI application: `POST /score` and `GET /health`."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    from ..rewards.http import read_key
+
+    one_at_a_time = asyncio.Lock()
+
+    async def health(_: "Request") -> "Response":
+        return JSONResponse({"status": "ok"})
+
+    async def score(request: "Request") -> "Response":
+        if api_key_env is not None:
+            given = request.headers.get("authorization", "").encode()
+            # in constant time, so that the delay does not reveal how much of a guess is right
+            if not hmac.compare_digest(given, f"Bearer {read_key(api_key_env)}".encode()):
+                raise HTTPException(401, "wrong or missing key; send it as `Authorization: Bearer KEY`")
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > max_request_bytes:
+                raise HTTPException(
+                    413, f"the request is longer than {max_request_bytes} bytes; send fewer completions"
+                )
+        try:
+            batch = parse_batch(bytes(content))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        async with one_at_a_time:
+            if await request.is_disconnected():  # the client gave up while it waited, and has probably asked again
+                raise HTTPException(408, "the client has disconnected")
+            try:
+                return JSONResponse({"scores": await asyncio.to_thread(reward.score, batch)})  # NaN is not JSON
+            except Exception as error:  # the cause stays in the server's log
+                logger.exception("Scoring failed")
+                cause = f"scoring failed with {type(error).__name__}; the server's log says why"
+                raise HTTPException(500, cause) from None
+
+    return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
+
+
+def parse_batch(content: bytes) -> "ScoringBatch":
+    """Parse a request."""
+    from trl import is_conversational
+
+    from ..rewards import ScoringBatch
+
+    try:
+        body: Any = json.loads(content)
+        prompts, completions = body["prompts"], body["completions"]
+        entries = [*prompts, *completions]
+        is_valid = len(prompts) == len(completions) > 0
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ValueError('the request must be JSON: {"prompts": [...], "completions": [...]}') from None
+    chats = all(entry and is_conversational({"prompt": entry}) for entry in entries)
+    if not (is_valid and (chats or all(isinstance(entry, str) for entry in entries))):
+        raise ValueError(
+            "prompts and completions must all be text, or all be lists of messages with a role, as many of each, got "
+            f"{len(prompts)} prompts for {len(completions)} completions"
+        )
+    return ScoringBatch(prompts, completions, [])

@@ -1,23 +1,25 @@
-"""Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards."""
+"""Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+`http` is imported where it is used: it loads an HTTP client, which a run without judges does not need.
+"""
 
-from .adapter import RewardAdapter
-from .base import Reward, RewardError, ScoringBatch, read_scores
-from .build import RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
-from .function import FunctionReward
-from .model import ClassifierReward, load_classifier
-from .scoring import RewardShaping, RunningMoments, Scored, monitor, score_all
-
-if TYPE_CHECKING:
-    from .remote import Judge, RemoteReward
+from .build import FunctionReward, RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
+from .model import ClassifierReward, RewardAdapter, load_classifier
+from .scoring import (
+    Reward,
+    RewardError,
+    RewardShaping,
+    RunningMoments,
+    Scored,
+    ScoringBatch,
+    monitor,
+    read_scores,
+    score_all,
+)
 
 __all__ = [
     "ClassifierReward",
     "FunctionReward",
-    "Judge",
-    "RemoteReward",
     "Reward",
     "RewardAdapter",
     "RewardError",
@@ -34,9 +36,3 @@ __all__ = [
     "read_scores",
     "score_all",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # these load an HTTP client, which a run without them does not need
-        return getattr(import_module(".remote", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

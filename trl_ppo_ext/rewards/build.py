@@ -1,6 +1,8 @@
-"""From the arguments of a trainer to rewards."""
+"""From the arguments of a trainer to rewards, of which functions have TRL's signature."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, cast
 
@@ -11,12 +13,52 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import PROMPT_IDS
 from ..modeling import ActorCritic
-from .adapter import AdapterReward, RewardAdapter
-from .base import Reward
-from .function import FunctionReward, check_signature
-from .model import ClassifierReward, checked_label, load_classifier
+from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .scoring import Reward, ScoringBatch
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
+
+# keyword arguments of every function, besides the dataset's columns
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class FunctionReward:
+    """Function with the signature of TRL's reward functions. It may be asynchronous."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.name = _name(function)
+
+    def score(self, batch: ScoringBatch) -> Any:
+        """Call the function."""
+        return self.function(**{name: getattr(batch, name) for name in PASSED}, **batch.columns)
+
+
+def _name(function: Callable) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
+    """Check that a function can be called, with any columns or the given ones."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return
+    available = "" if columns is None else f" ({', '.join(f'`{name}`' for name in columns) or 'none'})"
+    if columns is None:
+        collects = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = signature.parameters.values()
+        columns = [x.name for x in parameters if x.default is x.empty and x.kind not in collects]
+    try:
+        signature.bind(**dict.fromkeys([*PASSED, *columns]))
+    except TypeError as error:
+        raise ValueError(
+            f"The reward function `{_name(function)}` cannot be called: {error}. It gets {', '.join(PASSED)} and the "
+            f"other columns of {dataset}{available}, all by keyword; end its parameters with `**kwargs`, and add a "
+            "missing column, or rename the parameter."
+        ) from None
 
 
 def _is_reward(entry: Any) -> bool:

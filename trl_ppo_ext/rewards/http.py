@@ -1,6 +1,7 @@
-"""HTTP client of judges and remote rewards: bounded in time, size and concurrency, and careful with keys.
+"""Rewards over HTTP: language models that judge completions, and servers that score batches.
 
-Retries, back-off and connections are those of the `openai` client. Import this module only where it is used.
+Requests are bounded in time, size and concurrency. Retries, back-off and connections are those of the `openai` client.
+Import this module only where it is used.
 """
 
 import asyncio
@@ -9,36 +10,35 @@ import json
 import os
 import random
 import re
-import ssl
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 import httpx2
 import openai
 
-from .base import RewardError, run_coroutine
+from ..redaction import shortened
+from .scoring import RewardError, ScoringBatch, run_coroutine
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
 _OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+# The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
+NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
 
 
 def read_key(api_key_env: str) -> str:
     """Read a key from the environment."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", api_key_env, re.ASCII):
-        raise ValueError(
-            "`api_key_env` must be the name of an environment variable that holds the key, such as OPENAI_API_KEY; "
-            "the given value is not a name, and is not shown because it may be a key."
-        )
-    name = f"`{api_key_env}`" if api_key_env.isupper() else "that `api_key_env` names (not shown: it may be a key)"
     key = os.environ.get(api_key_env, "").strip()
-    if not key:
-        raise ValueError(f"The environment variable {name} is not set or empty; export it with the server's key.")
     if not re.fullmatch(r"[!-~]+", key):
-        raise ValueError(f"The environment variable {name} is not a key: it holds a space or a non-ASCII character.")
+        is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", api_key_env)
+        variable = f"`{api_key_env}`" if is_name else "whose name is `api_key_env` (not shown: it may be a key)"
+        raise ValueError(
+            f"The environment variable {variable} is not set to a key, which has no spaces and only ASCII "
+            "characters; export it with the server's key."
+        )
     return key
 
 
@@ -50,61 +50,27 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def checked_url(url: str) -> httpx2.URL:
-    """Check the address of a server."""
-    try:
-        parsed = httpx2.URL(url)
-    except (httpx2.InvalidURL, TypeError):  # their messages repeat a part of the address, which may be a password
-        raise ValueError("`url` must be an address such as http://localhost:8000/v1.") from None
-    if parsed.userinfo or parsed.query or parsed.fragment:
-        raise ValueError(
-            f"`url` for {parsed.host} must not have a user, a password, a query or a fragment, since addresses are "
-            "logged; pass the key with `api_key_env`."
-        )
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        shown = "another" if "@" in str(url) else repr(url)
-        raise ValueError(f"`url` must start with http:// or https:// and name a host, got {shown}.")
-    return parsed
-
-
-def excerpt(text: str) -> str:
-    """Return the beginning of a server's text as one printable line."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[:1000]).split())
-    return line if len(line) <= 160 else line[:160] + "..."
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    return httpx2.create_ssl_context()  # reads a hundred certificates: once, not for each batch
-
-
-class _UnusableAnswerError(ValueError):
-    """Raised for an answer that is not worth a retry."""
+_tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each batch
 
 
 class _BoundedClient(httpx2.AsyncClient):
-    """Reads whole answers within `seconds` and `MAX_RESPONSE_BYTES`, and counts the attempts of each task."""
-
-    def __init__(self, seconds: float, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.seconds = seconds
-        self.attempts: Counter[asyncio.Task | None] = Counter()
+    """Reads whole answers within the timeout and `MAX_RESPONSE_BYTES`."""
 
     async def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
-        """Send a request once."""
-        self.attempts[asyncio.current_task()] += 1
+        """Send a request once. An `OpenAIError` is not retried."""
         content = bytearray()
         try:
-            async with asyncio.timeout(self.seconds):  # the client's own timeouts restart with each byte
+            # the client's own timeouts restart with each byte
+            async with asyncio.timeout(request.extensions["timeout"]["read"]):
                 response = await super().send(request, **kwargs | {"stream": True})
                 try:
                     if response.headers.get("content-encoding", "identity").lower() != "identity":
                         # a few compressed bytes can grow to gigabytes
-                        raise _UnusableAnswerError("it answered with compressed content, which was not asked for")
+                        raise openai.OpenAIError("it answered with compressed content, which was not asked for")
                     async for chunk in response.aiter_raw():
                         content += chunk
                         if len(content) > MAX_RESPONSE_BYTES:
-                            raise _UnusableAnswerError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
+                            raise openai.OpenAIError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -119,115 +85,291 @@ class _BoundedClient(httpx2.AsyncClient):
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content), request=request)
 
 
-class HttpClient:
-    """Posts the JSON bodies of a batch to one address, `concurrency` at a time.
+@dataclass(eq=False)
+class HttpReward:
+    """Posts `batch_size` completions per request to one address, `concurrency` requests at a time.
 
     Each attempt ends within `timeout`. The `openai` client retries 408, 409, 429, 5xx, failed connections, timeouts
     and answers that are not JSON. After `max(8, concurrency)` such failures in a row, the rest of the batch fails at
     once: a dead server would take hours otherwise. Redirects are not followed: the key would go with them.
     """
 
-    def __init__(self, url: str, api_key_env: str | None, concurrency: int, timeout: float, max_retries: int):
-        for name, value, least in (("concurrency", concurrency, 1), ("max_retries", max_retries, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
-        if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-            raise ValueError(f"`timeout` must be a number of seconds above 0, got {timeout!r}.")
-        parsed = checked_url(url)
-        self.url = str(parsed)
-        self.host = parsed.netloc.decode("ascii")
-        self.loopback = is_loopback(parsed.host)
-        self.api_key_env = api_key_env  # the key itself is in no attribute
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.max_retries = max_retries
-        if api_key_env is not None:
-            read_key(api_key_env)
-            if parsed.scheme == "http" and not self.loopback:
+    url: str
+    _: KW_ONLY
+    name: str | None = None
+    api_key_env: str | None = None  # the key itself is in no attribute
+    batch_size: int = 32
+    concurrency: int = 4
+    timeout: float = 60.0
+    max_retries: int = 4
+    kind: ClassVar[str]
+
+    def __post_init__(self):
+        for name, least in (("batch_size", 1), ("concurrency", 1), ("max_retries", 0), ("timeout", 0.001)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)!r}.")
+        try:
+            url = httpx2.URL(self.url)
+        except httpx2.InvalidURL:
+            url = httpx2.URL("")  # the exception repeats a part of the address, which may be a password
+        secret = url.userinfo or url.query or url.fragment
+        if url.scheme not in ("http", "https") or not url.host or secret:
+            raise ValueError(
+                "`url` must be an address such as http://localhost:8000/v1, without a user, a password, a query or a "
+                "fragment, since addresses are logged; pass the key with `api_key_env`."
+            )
+        self.name = self.name or url.host
+        if self.api_key_env is not None:
+            read_key(self.api_key_env)
+            if url.scheme == "http" and not is_loopback(url.host):
                 warnings.warn(
-                    f"The key in `{api_key_env}` goes to {parsed.host} unencrypted over http://; use https://, or a "
+                    f"The key in `{self.api_key_env}` goes to {url.host} unencrypted over http://; use https://, or a "
                     "tunnel to that machine and a loopback address.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
-    def post_all(
-        self, bodies: Sequence[dict], read: Callable[[Any, dict], Any], fail: Callable[[str], RewardError]
-    ) -> list[Any]:
-        """Return `read(answer, body)` for each body, or `fail(cause)` if there is no answer or `read` refuses it."""
+    def score(self, batch: ScoringBatch) -> list[float | RewardError | None]:
+        """Score completions; a failed request fails its completions."""
+        parts = [slice(start, start + self.batch_size) for start in range(0, len(batch), self.batch_size)]
+        bodies = [self._body(batch, part) for part in parts]
         state = random.getstate()  # the jitter of back-off must not change the run's random numbers
         try:
-            return run_coroutine(self._post_all(bodies, read, fail))
+            scores = run_coroutine(self._post_all(bodies, [len(batch.prompts[part]) for part in parts]))
         finally:
             random.setstate(state)
+        return list(chain(*scores))
 
-    async def _post_all(self, bodies: Sequence[dict], read: Callable, fail: Callable[[str], RewardError]) -> list[Any]:
-        try:
-            authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
-        except ValueError as error:
-            raise fail(f"cannot be asked: {str(error).rstrip('.')}") from None
+    def _body(self, batch: ScoringBatch, rows: slice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _read(self, answer: Any) -> list[Any]:
+        raise NotImplementedError  # a ValueError is the cause of a failure
+
+    async def _post_all(self, bodies: list[dict[str, Any]], sizes: list[int]) -> list[list]:
         # explicit, so that credentials of OpenAI's in the environment are never sent
+        authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
         options: openai.RequestOptions = {"headers": {"Authorization": authorization}}
-        http = _BoundedClient(
-            self.timeout,
-            follow_redirects=False,
-            verify=_tls(),
-            limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
-            # requests to this machine never go through a proxy
-            mounts={f"all://{httpx2.URL(self.url).host}": None} if self.loopback else None,
-        )
+        url = httpx2.URL(self.url)
         client = openai.AsyncOpenAI(
             api_key="in the header",
             base_url=self.url,
             timeout=httpx2.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout)),
             max_retries=self.max_retries,
             default_headers={"Accept-Encoding": "identity"},
-            http_client=http,
+            http_client=_BoundedClient(
+                follow_redirects=False,
+                verify=_tls(),
+                limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+                # requests to this machine never go through a proxy
+                mounts={f"all://{url.host}": None} if is_loopback(url.host) else None,
+            ),
         )
         slots = asyncio.Semaphore(self.concurrency)
         outage: list[str] = []  # causes of the last failures in a row
 
-        async def post(body: dict) -> Any:
+        async def post(body: dict[str, Any], size: int) -> list:
             async with slots:  # held during retries: a server in trouble gets no further requests meanwhile
-                if len(outage) >= max(8, self.concurrency):
-                    return fail(f"was not asked any more, since every request before failed: {outage[-1]}")
                 try:
+                    if len(outage) >= max(8, self.concurrency):
+                        raise ValueError(f"not asked any more, since all requests before failed: {outage[-1]}")
                     response = await client.post(self.url, cast_to=httpx2.Response, body=body, options=options)
                     outage.clear()
-                    return read(response.json(), body)
-                except (openai.APIError, TypeError, ValueError) as error:
-                    cause = self._without_key(self._cause(error))
+                    scores = self._read(response.json())
+                    if len(scores) != size:
+                        raise ValueError(f"it returned {len(scores)} scores for {size} completions")
+                    return scores
+                except (openai.OpenAIError, TypeError, ValueError) as error:
+                    cause = self._cause(error)
                     if isinstance(error, _OUTAGE):
                         outage.append(cause)
-                    attempts = http.attempts[asyncio.current_task()] or 1
-                    return fail(f"failed after {attempts} attempt{'s' * (attempts > 1)}: {cause}")
+                    server = url.netloc.decode("ascii")
+                    return [RewardError(f"The {self.kind} `{self.name}` at {server} failed: {cause}.")] * size
 
         async with client:
-            return await asyncio.gather(*(post(body) for body in bodies))
+            return await asyncio.gather(*map(post, bodies, sizes))
 
     def _cause(self, error: Exception) -> str:
+        cause = error.__cause__
         if isinstance(error, openai.APIStatusError):
             response = error.response
             status = f"it answered {response.status_code} {response.reason_phrase}".strip()
-            if response.is_redirect:
-                # only scheme, host and path: the rest may hold secrets
+            if response.is_redirect:  # only scheme, host and path: the rest may hold secrets
                 target = re.sub(r"(?<=//)[^/]*@|[?#].*", "", response.headers.get("location", "nowhere"))
-                return (
-                    f"{status}, a redirect to {excerpt(self._without_key(target))}. Redirects are not followed; use "
-                    "that address as `url` if it is the right one"
-                )
-            return f"{status}: {excerpt(self._without_key(response.text))}".rstrip(": ")
-        if isinstance(error, openai.APITimeoutError):
-            if isinstance(error.__cause__, httpx2.ConnectTimeout):
-                return "no connection in time; check that the server runs"
+                status += f", a redirect to {self._excerpt(target)}; use that as `url` if it is the right address"
+            return f"{status}: {self._excerpt(response.text)}".rstrip(": ")
+        if isinstance(cause, httpx2.DecodingError):
+            return self._excerpt(cause)
+        if isinstance(error, openai.APITimeoutError) and not isinstance(cause, httpx2.ConnectTimeout):
             return f"no complete answer within timeout={self.timeout:g} s; raise `timeout`, or lower `concurrency`"
         if isinstance(error, openai.APIConnectionError):
-            text = excerpt(self._without_key(str(error.__cause__)))
-            if isinstance(error.__cause__, httpx2.DecodingError):
-                return text
-            return f"the connection failed ({type(error.__cause__).__name__}: {text}); check that the server runs"
-        return str(error)
+            failure = f"{type(cause).__name__}: {self._excerpt(cause)}"
+            return f"the connection failed ({failure}); check that the server runs"
+        return self._excerpt(error, 500)
 
-    def _without_key(self, text: str) -> str:
-        """Remove the key: servers repeat a wrong one in their messages."""
+    def _excerpt(self, text: Any, longest: int = 160) -> str:
+        """Return the beginning of a server's text in one printable line, without the key, which servers repeat."""
         key = os.environ.get(self.api_key_env or "", "").strip()
-        return text.replace(key, "***") if key else text
+        text = str(text).replace(key, "***") if key else str(text)
+        line = "".join(character if character.isprintable() else " " for character in text[:1000])
+        return shortened(" ".join(line.split()), longest)
+
+
+@dataclass(eq=False)
+class Judge(HttpReward):
+    r"""Language model that reads a rubric, a prompt and a completion, and answers with a number.
+
+    Works with every server that has OpenAI's `/chat/completions`: vLLM, SGLang, llama.cpp, TGI, hosted ones. The
+    score is the last match of `pattern` in the answer. An answer that is truncated, has no match, or has a number
+    outside `score_range` is a failure of that completion.
+
+    Args:
+        url (`str`): Base address of the API, e.g. `http://localhost:8000/v1`.
+        model (`str`): Model name on the server.
+        prompt_template (`str`):
+            Rubric with `{completion}`, usually `{prompt}`, and optionally dataset columns in braces. Other braces
+            are kept, and inserted text is never interpreted. Ask for a last line like `Score: <1 to 10>`.
+        name (`str`, *optional*): Name in metrics and errors. Defaults to the last part of `model`.
+        api_key_env (`str`, *optional*): Environment variable that holds the key, sent as a bearer token.
+        pattern (`str`, *optional*):
+            Regular expression of the number, which is its first group or the whole match, e.g.
+            `r"Score:\s*(-?[\d.]+)"`. Matches any number by default; the 8 in `8/10`.
+        score_range (`tuple[float, float]`, *optional*): Least and greatest accepted score.
+        concurrency (`int`, *optional*, defaults to `32`): Simultaneous requests per process of the run.
+        timeout (`float`, *optional*, defaults to `60.0`): Seconds per attempt.
+        max_retries (`int`, *optional*, defaults to `4`): Attempts after the first.
+        temperature (`float`, *optional*, defaults to `0.0`): Temperature of the judge. `None` leaves it to the server.
+        max_tokens (`int`, *optional*, defaults to `1024`): Longest answer. `None` leaves it to the server.
+        extra_body (`dict`, *optional*):
+            Further fields of the request, e.g. `max_completion_tokens`. Do not pass secrets.
+        system_prompt (`str`, *optional*): System message before the rubric.
+
+    Raises:
+        `ValueError`: If an argument is invalid, or the variable of the key is not set.
+    """
+
+    model: str
+    prompt_template: str
+    _: KW_ONLY
+    pattern: str = NUMBER
+    score_range: tuple[float, float] | None = None
+    concurrency: int = 32
+    temperature: float | None = 0.0
+    max_tokens: int | None = 1024
+    extra_body: dict[str, Any] | None = None
+    system_prompt: str | None = None
+    batch_size: int = field(default=1, init=False)
+    kind: ClassVar[str] = "judge"
+
+    def __post_init__(self):
+        if "{completion}" not in self.prompt_template:
+            raise ValueError("`prompt_template` must contain `{completion}`, which the judge scores; add it.")
+        fixed = {"model", "messages", "stream", "n"} & set(self.extra_body or {})
+        if fixed:
+            raise ValueError(f"`extra_body` must not set {', '.join(sorted(fixed))}: the judge sets it.")
+        if self.score_range is not None and not self.score_range[0] < self.score_range[1]:
+            raise ValueError(f"`score_range` must be (least, greatest), got {self.score_range!r}.")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"`pattern` must be a regular expression, got {self.pattern!r}: {error}.") from None
+        self.url = self.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.name = self.name or self.model.rstrip("/").split("/")[-1]
+        super().__post_init__()
+
+    def _body(self, batch: ScoringBatch, rows: slice) -> dict[str, Any]:
+        row = rows.start
+        values = {column: str(entries[row]) for column, entries in batch.columns.items()}
+        values |= {"prompt": readable(batch.prompts[row]), "completion": readable(batch.completions[row], False)}
+        messages = [{"role": "user", "content": fill(self.prompt_template, values)}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        return {"model": self.model, **limits, **(self.extra_body or {}), "messages": messages}
+
+    def _read(self, answer: Any) -> list[float]:
+        try:
+            choice = answer["choices"][0]
+            text = readable_content(choice["message"]["content"])
+        except (LookupError, TypeError, AttributeError):
+            raise ValueError(f"it answered {self._excerpt(answer)}, which is not a chat completion") from None
+        shown, reason = self._excerpt(text), choice.get("finish_reason")
+        if reason in ("length", "content_filter"):  # the last number of half an answer may be anything
+            remedy = "; raise `max_tokens`, or ask for a shorter answer" if reason == "length" else ""
+            raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {shown}')
+        matches = list(re.finditer(self.pattern, text))
+        if not matches:
+            raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {shown!r}")
+        score = float(matches[-1][1 if matches[-1].re.groups else 0])
+        if self.score_range is not None and not self.score_range[0] <= score <= self.score_range[1]:
+            raise ValueError(f"its answer's score {score:g} is outside `score_range` {self.score_range}")
+        return [score]
+
+
+@dataclass(eq=False)
+class RemoteReward(HttpReward):
+    """Server that takes `{"prompts": [...], "completions": [...]}` and answers `{"scores": [...]}`.
+
+    A score is a number, or null if the reward does not apply. Prompts and completions are sent as in the dataset:
+    text or chat messages. `trl-ppo serve-reward MODEL` starts such a server.
+
+    Args:
+        url (`str`): Address to post to. An address without a path gets `/score`.
+        name (`str`, *optional*): Name in metrics and errors. Defaults to the host.
+        api_key_env (`str`, *optional*): Environment variable that holds the key of the server, sent as a bearer token.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Completions per request. All of them fail if the request fails.
+        concurrency (`int`, *optional*, defaults to `4`): Simultaneous requests per process of the run.
+        timeout (`float`, *optional*, defaults to `60.0`): Seconds per attempt.
+        max_retries (`int`, *optional*, defaults to `4`): Attempts after the first.
+
+    Raises:
+        `ValueError`: If an argument is invalid, or the variable of the key is not set.
+    """
+
+    kind: ClassVar[str] = "remote reward"
+
+    def __post_init__(self):
+        self.url = re.sub(r"^(https?://[^/?#]+)/?$", r"\1/score", self.url)
+        super().__post_init__()
+
+    def _body(self, batch: ScoringBatch, rows: slice) -> dict[str, Any]:
+        return {"prompts": batch.prompts[rows], "completions": batch.completions[rows]}
+
+    def _read(self, answer: Any) -> list[Any]:
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list):
+            raise ValueError(f'it answered {self._excerpt(answer)}, not {{"scores": [...]}}')
+        return scores
+
+
+def fill(template: str, values: dict[str, str]) -> str:
+    """Replace `{name}` by values in one pass, so that inserted text is not interpreted."""
+    unknown = set(re.findall(r"\{([A-Za-z_]\w+)\}", template)) - set(values)
+    if unknown:
+        warnings.warn(
+            f"`prompt_template` has {', '.join(f'{{{name}}}' for name in sorted(unknown))}, which is not prompt, "
+            f"completion or a column of the dataset ({', '.join(sorted(values))}); it is sent unchanged.",
+            stacklevel=4,
+        )
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def readable(text: Any, with_roles: bool = True) -> str:
+    """Return a prompt or a completion as plain text."""
+    if isinstance(text, str):
+        return text
+    turns = []
+    for message in text:
+        said = readable_content(message.get("content"))
+        if message.get("tool_calls"):
+            said = f"{said}\n{json.dumps(message['tool_calls'], ensure_ascii=False, default=str)}".strip()
+        turns.append(f"{str(message['role']).capitalize()}: {said}" if with_roles else said)
+    return "\n\n".join(turns)
+
+
+def readable_content(content: Any) -> str:
+    """Return the text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content or [])

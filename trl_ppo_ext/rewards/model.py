@@ -1,4 +1,7 @@
-"""Rewards that are frozen sequence classifiers, in 4-bit by default."""
+"""Rewards that are frozen sequence classifiers: models, in 4-bit by default, or adapters on the policy's base."""
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from peft import PeftModel
@@ -14,7 +17,9 @@ from transformers import (
 )
 from trl import apply_chat_template, is_conversational
 
-from .base import RewardError, ScoringBatch
+from ..modeling import ActorCritic
+from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
+from .scoring import RewardError, ScoringBatch
 
 
 def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -33,18 +38,24 @@ def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | N
 
 def checked_label(name: str, num_labels: int, label: int | None) -> int:
     """Return the index of the classifier's output that is the reward."""
-    if label is None and num_labels > 1:
+    if (label is None and num_labels > 1) or not 0 <= (label or 0) < num_labels:
         raise RewardError(
-            f"The reward model `{name}` has {num_labels} labels, but a reward is one number. Pick one with "
-            f"`reward_label` (0 to {num_labels - 1}), use a model with one label, or pass a function that turns its "
+            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` "
+            f"from 0 to {num_labels - 1}, got {label}, use a model with one label, or pass a function that turns its "
             "labels into a score."
         )
-    if not 0 <= (label or 0) < num_labels:
-        raise RewardError(
-            f"`reward_label` must be from 0 to {num_labels - 1} for the reward model `{name}`, got {label}; it has "
-            f"{num_labels} labels."
-        )
     return label or 0
+
+
+def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
+    """Replace "auto" by what a run on this machine would choose."""
+    gpu = torch.cuda.is_available()
+    if device.startswith("cuda") and not gpu:
+        raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
+    device = device if device != "auto" else "cuda" if gpu else "cpu"
+    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported()
+    auto = torch.bfloat16 if has_bf16 else torch.float32
+    return device, auto if dtype == "auto" else getattr(torch, dtype)
 
 
 def load_classifier(
@@ -181,3 +192,76 @@ class ClassifierReward(SequenceScorer):
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
         trunk = getattr(model, model.base_model_prefix)
         return head(last_states(trunk, input_ids, mask))[:, self.label]
+
+
+@dataclass(frozen=True)
+class RewardAdapter:
+    """LoRA adapter on the policy's base that was trained as a sequence classifier, for `reward_funcs`.
+
+    The adapter and its score head are loaded next to the policy's adapter.
+
+    Args:
+        path (`str`):
+            Directory or Hub id of the adapter.
+        name (`str`, *optional*):
+            Name in metrics. Defaults to the last part of `path`.
+        check_base (`bool`, *optional*, defaults to `True`):
+            Whether the adapter must name the policy's base model as its own. Set it to `False` if the same weights
+            have two names; shapes and tokenizers are compared in any case.
+    """
+
+    path: str
+    name: str | None = None
+    check_base: bool = True
+
+
+class AdapterReward(SequenceScorer):
+    """Scores with a reward adapter on the policy's base."""
+
+    def __init__(
+        self,
+        adapter: RewardAdapter,
+        actor_critic: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        label: int | None = None,
+    ):
+        path = adapter.path
+        super().__init__(adapter.name or path.rstrip("/").split("/")[-1], tokenizer, batch_size)
+        try:
+            files = read_adapter(path)
+            if adapter.check_base:
+                remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
+                check_same_base(path, files.config, actor_critic.config._name_or_path, remedy)
+        except AdapterFileError as error:
+            raise RewardError(str(error)) from error
+
+        if find_file(path, "tokenizer_config.json") is not None:
+            theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # only its vocabulary is compared
+            if theirs.get_vocab() != tokenizer.get_vocab():
+                raise RewardError(
+                    f"The reward adapter `{path}` was trained with another tokenizer ({len(theirs)} tokens) than the "
+                    f"policy's ({len(tokenizer)} tokens); on a shared base both must be the same. Merge the adapter "
+                    "into its base and pass that model."
+                )
+        if "weight" not in files.head:
+            raise RewardError(
+                f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)}); train it with "
+                '`task_type="SEQ_CLS"`, which saves the head with the adapter.'
+            )
+        self.label = checked_label(self.name, len(files.head["weight"]), label)
+        self.actor_critic = actor_critic
+        try:
+            self.adapter_name = actor_critic.add_frozen_adapter(self.name, files.config, files.weights)
+        except ValueError as error:
+            raise RewardError(f"The reward adapter `{path}` does not fit the policy's base: {error}") from None
+        self.head = {key: x.float().to(actor_critic.device) for key, x in files.head.items()}
+
+    @torch.no_grad()
+    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        device = self.actor_critic.device
+        read = partial(last_states, input_ids=input_ids.to(device), mask=mask.to(device))
+        states = self.actor_critic.read_trunk(read, self.adapter_name)
+        head = {key: x.to(states.device) for key, x in self.head.items()}  # the model may have moved since
+        with torch.autocast(states.device.type, enabled=False):
+            return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]

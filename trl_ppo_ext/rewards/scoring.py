@@ -3,13 +3,131 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .base import Reward, RewardError, Scores, ScoringBatch, read_scores, run_coroutine
+from ..redaction import shortened
+
+T = TypeVar("T")
+
+
+class RewardError(ValueError):
+    """Raised when a reward fails or returns a score that cannot be trained on. The message names the reward."""
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Input of a reward, with one list entry per completion."""
+
+    prompts: list  # prompts as in the dataset: text or chat messages
+    completions: list  # text, or a list with one assistant message if prompts are messages
+    completion_ids: list[list[int]]  # token ids of the completions
+    columns: dict[str, list] = field(default_factory=dict)  # other columns of the dataset
+    prompt_ids: list[list[int]] = field(default_factory=list)  # token ids of the prompts
+    trainer_state: Any = None  # for schedules in a reward
+    log_extra: Callable[[str, list], None] = lambda *_: None
+    log_metric: Callable[[str, float], None] = lambda *_: None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class Reward(Protocol):
+    """Named scorer of a batch.
+
+    `score` returns one entry per completion: a number; `None` if the reward does not apply; a list with one number
+    per token; a list of `(position, reward)` pairs; or a [`RewardError`] if this completion failed.
+    """
+
+    name: str
+
+    def score(self, batch: ScoringBatch) -> Any:
+        """Score completions."""
+
+
+class Scores(NamedTuple):
+    """Checked scores of one reward."""
+
+    tokens: Tensor  # [batch, response] a plain number is at the last token; NaN if the reward does not apply or failed
+    failures: dict[int, RewardError]  # errors by completion
+
+    @property
+    def totals(self) -> Tensor:
+        """`[batch]`, the score of each completion."""
+        return self.tokens.sum(1)
+
+
+def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
+    """Check the scores that a reward returned, or its exception, and place them at their tokens."""
+    expected = len(lengths)
+    entries = scores.tolist() if hasattr(scores, "tolist") else scores
+    # all completions fail if entries cannot be assigned to them
+    if isinstance(scores, RewardError):
+        entries = [scores] * expected
+    elif isinstance(scores, Exception):
+        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {scores}")
+        failure.__cause__ = scores
+        entries = [failure] * expected
+    elif not isinstance(entries, list | tuple) or len(entries) != expected:
+        returned = f"{len(entries)} scores" if isinstance(entries, list | tuple) else f"a {type(scores).__name__}"
+        cause = f"The reward `{name}` returned {returned} for {expected} completions; "
+        entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
+
+    tokens = torch.full((expected, max(lengths)), torch.nan)
+    failures = {}
+    for index, (entry, length) in enumerate(zip(entries, lengths)):
+        if isinstance(entry, RewardError):
+            failures[index] = entry
+        elif entry is not None:
+            try:
+                tokens[index] = _at_tokens(entry, length, max(lengths))
+            except ValueError as error:
+                cause, remedy = error.args
+                failures[index] = RewardError(f"The reward `{name}` returned {cause} for completion {index}{remedy}")
+    return Scores(tokens, failures)
+
+
+def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
+    """Place the score of one completion at its tokens; an error has a cause and a remedy."""
+    pairs: Iterable[Any] = [(length - 1, entry)]
+    if isinstance(entry, list | tuple) and all(isinstance(pair, list | tuple) for pair in entry):
+        pairs = entry
+        if not all(len(pair) == 2 and isinstance(pair[0], int) and 0 <= pair[0] < length for pair in entry):
+            raise ValueError(
+                f"the pairs {shortened(list(entry))}",
+                f"; they must be (position, reward) with positions from 0 to {length - 1}, the last token.",
+            )
+    elif isinstance(entry, list | tuple):
+        pairs = enumerate(entry)
+        if len(entry) != length:
+            remedy = f", which has {length} tokens; return one per token, or (position, reward) pairs."
+            raise ValueError(f"{len(entry)} token rewards", remedy)
+    tokens = torch.zeros(width)
+    for position, value in pairs:
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not abs(number) <= torch.finfo(torch.float32).max:
+            remedy = "; a score must be a finite number, or None if the reward does not apply."
+            raise ValueError(shortened(repr(value), 80), remedy)
+        tokens[position] += number
+    return tokens
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:  # a notebook already runs a loop, so this one gets a thread
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 class Scored(NamedTuple):
@@ -42,10 +160,6 @@ def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
     if pending:
         for index, result in zip(pending, run_coroutine(together())):
             results[index] = result
-    for index, (reward, result) in enumerate(zip(rewards, results)):
-        if isinstance(result, Exception) and not isinstance(result, RewardError):
-            results[index] = RewardError(f"The reward `{reward.name}` failed with {type(result).__name__}: {result}")
-            results[index].__cause__ = result
     lengths = [len(ids) for ids in batch.completion_ids]
     return [read_scores(reward.name, result, lengths) for reward, result in zip(rewards, results)]
 
@@ -80,14 +194,13 @@ def score_all(
             ) from first
 
     # 2. Their completions are skipped, or get a number.
-    if on_error in ("raise", "skip"):
-        usable = ~failed.any(1)
-    else:
-        usable = torch.ones_like(failed[:, 0])
+    usable = ~failed.any(1)
+    if on_error not in ("raise", "skip"):
+        usable = torch.ones_like(usable)
         for scores in all_scores:
             for index in scores.failures:
-                scores.totals[index] = float(on_error)
-                scores.tokens[index, len(batch.completion_ids[index]) - 1] = float(on_error)
+                length = len(batch.completion_ids[index])
+                scores.tokens[index] = _at_tokens(float(on_error), length, scores.tokens.shape[1])
 
     # 3. The others need at least one score.
     totals = torch.stack([scores.totals for scores in all_scores], 1).to(device)
@@ -97,7 +210,7 @@ def score_all(
             f"No reward applies to {len(unscored)} of {len(totals)} completions: every reward returned None, first "
             f"for completion {int(unscored[0])}. Add a reward that returns a number for every completion."
         )
-    weighted = [s.tokens * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
+    weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
     tokens = torch.stack(weighted).sum(0).to(device)
     return Scored(totals, tokens * usable[:, None], usable, failed)
 

@@ -14,15 +14,14 @@ from rich.console import Console
 from runs_of_tiny import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, agreement, redaction
+from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, agreement, redaction
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
 from trl_ppo_ext.data.prompts import PromptError, encode
 from trl_ppo_ext.ppo.rollouts import Samples
 from trl_ppo_ext.redaction import without_secrets
-from trl_ppo_ext.rewards import Judge, RemoteReward, RewardError, Scored, ScoringBatch, score_all
-from trl_ppo_ext.rewards.function import FunctionReward
+from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, score_all
 from trl_ppo_ext.tracking.completions import LONGEST, print_completions, printable
 
 SECRET = "hf_aVerySecretToken1234"
