@@ -35,8 +35,7 @@ from transformers import (
 from trl_ppo_ext.arguments import as_list
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
-from trl_ppo_ext.commands.arguments import parse
-from trl_ppo_ext.commands.launch import build_trainer
+from trl_ppo_ext.commands.launch import build_trainer, parse
 from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"

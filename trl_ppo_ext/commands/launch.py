@@ -1,30 +1,193 @@
-"""Build a [`PPOTrainer`] from parsed arguments."""
+"""From a command line and a YAML file, read by TRL's parser, to a [`PPOTrainer`]."""
 
+import argparse
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
+import trl
+import trl.rewards
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import IterableDataset
 from transformers import AutoConfig
-from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
-from trl import rewards as trl_rewards
+from transformers.hf_argparser import HfArg
+from yaml import YAMLError
 
 from ..arguments import as_list
-from ..config import PPOConfig
+from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import hub_kwargs
-from ..redaction import sentence
+from ..redaction import is_secret, sentence, shortened
 from ..rewards import RewardAdapter, RewardFunc, check_reward_columns
 from ..trainer import PPOTrainer
-from .arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments
-from .arguments import parse as parse
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+REMOVED_FIELDS = {  # of TRL's PPOConfig until 1.12
+    "total_episodes": "Set `num_train_epochs`, or `max_steps` to episodes / completions per rollout × "
+    "`num_ppo_epochs` × `num_mini_batches`",
+    "response_length": "Its name is `max_completion_length` now",
+    "stop_token": "Leave it out: EOS always ends a completion",
+    "stop_token_id": "Leave it out: it is `eos_token_id` of the model's generation config",
+    "sft_model_path": "Set `model_name_or_path`",
+    "reward_model_path": "Set `reward_funcs`",
+    "local_rollout_forward_batch_size": "Set `per_device_generation_batch_size` and `per_device_reward_batch_size`",
+    "num_sample_generations": "Set `log_completions` and `num_completions_to_print`",
+    "batch_size": "Set `generation_batch_size`, the completions of a rollout over all processes",
+    **dict.fromkeys(
+        "num_total_batches local_batch_size micro_batch_size mini_batch_size local_mini_batch_size world_size "
+        "model_adapter_name ref_adapter_name dataset_num_proc ds3_gather_for_generation".split(),
+        "Leave it out; docs/from_trl_ppo.md has the reason",
+    ),
+}
+
+
+# ---- arguments ----
+
+
+def _check(options: Any, *lists: str) -> None:
+    """Wrap single values from a YAML file in lists, and check the types of all values."""
+    for name in lists:
+        if isinstance(getattr(options, name), str):
+            setattr(options, name, [getattr(options, name)])
+    check_types(options)
+
+
+@dataclass
+class PPOScriptArguments(trl.ScriptArguments):
+    """TRL's [`~trl.ScriptArguments`], with the rewards of a run."""
+
+    _argument_group_name = "dataset and rewards"
+
+    map_function: str | None = HfArg(
+        default=None,
+        help="Dotted path of a function from a row to its new columns, for datasets without a column 'prompt'; "
+        "importable from the config file's folder, the working directory or sys.path.",
+    )
+    eval_rows: int | None = HfArg(default=None, help="Evaluated rows, spread over the test split. Default: all.")
+    reward_funcs: list[str] | None = HfArg(
+        default=None,
+        help="Rewards, each one of: id or path of a sequence classifier; adapter:PATH of a reward adapter; dotted "
+        "path of a function, such as my_rewards.brevity; accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward or get_soft_overlong_punishment of trl.rewards.",
+    )
+    monitor_funcs: list[str] | None = HfArg(default=None, help="Rewards that are logged, but not optimized.")
+    ptx_dataset_name: str | None = HfArg(default=None, help="Dataset with supervised data in its split 'train'.")
+
+    def __post_init__(self):
+        _check(self, "reward_funcs", "monitor_funcs")
+        if self.eval_rows is not None and self.eval_rows < 1:
+            raise ValueError(f"`eval_rows` must be at least 1, got {self.eval_rows}; omit it for all rows.")
+
+
+@dataclass
+class PPOModelConfig(trl.ModelConfig):
+    """TRL's [`~trl.ModelConfig`] with the defaults and limits of [`PPOTrainer`]."""
+
+    _argument_group_name = "model"
+
+    dtype: str | None = HfArg(
+        default=None,
+        help="Dtype of the base model. Defaults to that of the run, see bf16 and fp16.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
+    lora_dropout: float = HfArg(default=0.0, help="Must be 0: log-probs must be repeatable.")
+    lora_target_modules: list[str] | None = HfArg(default_factory=lambda: ["all-linear"], help="LoRA target modules.")
+
+    def __post_init__(self):
+        _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+        super().__post_init__()
+        if self.lora_dropout:
+            raise ValueError(
+                f"`lora_dropout={self.lora_dropout}` is not supported: old and new log-probs must come from the same "
+                "forward. Leave it out."
+            )
+        if self.lora_task_type != "CAUSAL_LM":
+            raise ValueError(f"`lora_task_type` must be 'CAUSAL_LM' for a policy, got {self.lora_task_type!r}.")
+        only_4bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": None, "use_bnb_nested_quant": False}
+        for name, default in only_4bit.items():
+            if getattr(self, name) != default and not self.load_in_4bit:
+                raise ValueError(f"`{name}` only applies to 4 bits; set `load_in_4bit` too, or omit it.")
+
+
+@dataclass
+class MixtureConfig(trl.DatasetMixtureConfig):
+    """TRL's [`~trl.DatasetMixtureConfig`], with its types checked."""
+
+    _argument_group_name = "dataset mixture (in a config file)"
+
+    def __post_init__(self):
+        entries = self.datasets if isinstance(self.datasets, list) else [None]
+        if not all(isinstance(entry, dict) or is_dataclass(entry) for entry in entries):
+            raise ValueError("`datasets` must be a list of mappings, each with a `path`; see TRL's dataset mixtures.")
+        check_types(self, skip=("datasets",))
+        super().__post_init__()
+
+
+def parse(
+    command: str,
+    argv: Sequence[str],
+    description: str,
+    config_class: type[PPOConfig] = PPOConfig,
+    script_class: type[PPOScriptArguments] = PPOScriptArguments,
+) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig, MixtureConfig]:
+    """Read arguments from the command line, and from the YAML file named by `--config`."""
+    types = (script_class, config_class, PPOModelConfig, MixtureConfig)
+    parser = trl.TrlParser(
+        types,
+        prog=f"trl-ppo {command}",
+        usage=f"trl-ppo {command} [--config FILE.yaml] [--ARGUMENT VALUE ...]",
+        description=f"{description} Arguments come from the YAML file named by --config and from the command line, "
+        "which wins.",
+        allow_abbrev=False,  # a misspelt name must not pass as the beginning of another
+        exit_on_error=False,
+    )
+    argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
+    if "--config" in argv:
+        file = "".join(argv[argv.index("--config") + 1 :][:1])
+        if not os.path.exists(file) or os.path.isdir(file):
+            raise ValueError(
+                f"`--config` must be a YAML file, got {file!r}; give its path. The working directory is {os.getcwd()}."
+            )
+        sys.path.append(os.path.dirname(os.path.abspath(file)))  # of the functions beside it
+    try:
+        *parsed, in_file, in_line = parser.parse_args_and_config(
+            argv, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).split("/")[0].lstrip("-")
+        problem = shortened(error.message).replace("invalid float value:", "must be a number, got")
+        raise ValueError(f"`{name}` {problem.replace('invalid int value:', 'must be an integer, got')}") from None
+    except (YAMLError, TypeError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"The arguments cannot be read: {error}") from error
+    known = [entry.name for type_ in types for entry in fields(type_)]
+    for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
+        if strings:
+            _refuse_unknown(strings, place, known)
+    return tuple(parsed)
+
+
+def _refuse_unknown(strings: list[str], place: str, known: list[str]) -> NoReturn:
+    """Raise for the first of the remaining strings, and suggest a field."""
+    name, _, value = strings[0].lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    following = "".join(strings[1:2])
+    if not value and strings[0].startswith("-") and not following.startswith("-"):
+        value = following
+    matches = get_close_matches(name, known, n=1)
+    secret = any(map(is_secret, (name, *matches)))
+    setting = f", set to {shortened(value, 80)!r}" if value and not secret else ""
+    remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
+    if name in REMOVED_FIELDS:
+        remedy = f"TRL's old PPOConfig had it. {REMOVED_FIELDS[name]}."
+    raise ValueError(f"Unknown argument `{name}` {place}{setting}; {remedy}")
+
+
+# ---- rewards and datasets ----
 
 
 def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
@@ -32,153 +195,133 @@ def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
     if name in TRL_REWARDS:
-        return getattr(trl_rewards, name)
+        return getattr(trl.rewards, name)
     if name == "get_soft_overlong_punishment":  # with the settings of TRL's own GRPO script
-        return trl_rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+        return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
-    if os.path.isdir(name) or not is_dotted:
-        return name
-    return _import(name, argument, "name a function, or an object with `name` and `score`")
+    return _import(name, argument) if is_dotted and not os.path.isdir(name) else name
 
 
-def _import(name: str, argument: str, remedy: str) -> Any:
+def _import(name: str, argument: str) -> Any:
     """Import a function by its dotted path."""
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        raise ValueError(
-            f"`{argument}={name!r}` must be a dotted path; name a module and a function in it, such as "
-            "my_rows.to_prompt."
-        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # console scripts do not search it
+    module_name, _, attribute = name.rpartition(".")
     try:
-        module = import_module(module_name)
+        module = import_module(module_name or name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if not f"{module_name or name}.".startswith(f"{error.name}."):
             raise  # the module exists, and fails to import another one
         raise ValueError(
-            f"`{argument}`: {name!r} is a dotted path, but no module {error.name!r} is beside the config file, in the "
-            "working directory or on sys.path; start in its folder, or set PYTHONPATH."
+            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is beside the config "
+            "file, in the working directory or on sys.path; name a module and a function in it, or set PYTHONPATH."
         ) from None
     value = getattr(module, attribute, None)
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
-        file = getattr(module, "__file__", module_name)
-        raise ValueError(f"`{argument}`: {name!r} is {kind} in {file}; {remedy}.")
+        remedy = "name a function, or for rewards an object with `name` and `score`"
+        raise ValueError(f"`{argument}`: {name!r} is {kind} in {module.__file__}; {remedy}.")
     return value
 
 
-def load_datasets(script_args: PPOScriptArguments, mixture: MixtureConfig | None = None) -> dict[str, Any]:
-    """Load the splits of a run, mapped by `map_function`, and `eval_rows` of the test split."""
-    splits = dict(_load_named(script_args, mixture or MixtureConfig()))
-    train, test = script_args.dataset_train_split, script_args.dataset_test_split
-    rows = script_args.eval_rows
+def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = None) -> dict[str, Any]:
+    """Load the splits of `datasets` or of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
+    mixture, name = mixture or MixtureConfig(), script.dataset_name
+    if mixture.datasets:
+        for option in ("dataset_name", "dataset_config", "dataset_streaming"):
+            if getattr(script, option):
+                raise ValueError(f"Both `datasets` and `{option}` are set; leave one of them out.")
+        splits = dict(trl.get_dataset(mixture))
+    elif mixture.streaming or mixture.test_split_size is not None:
+        raise ValueError(
+            "`streaming` and `test_split_size` only apply to `datasets`, which is not set; with `dataset_name` use "
+            "`dataset_streaming` and `dataset_test_split`."
+        )
+    elif name is None:
+        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
+    else:
+        splits = dict(load_splits(name, script.dataset_config, script.dataset_streaming))
+    train, test, rows = script.dataset_train_split, script.dataset_test_split, script.eval_rows
     if rows is not None and test in splits and test != train:
-        dataset = splits[test]
-        is_map_style = isinstance(dataset, Dataset)
-        splits[test] = dataset.select(spread_indices(len(dataset), rows)) if is_map_style else dataset.take(rows)
-    if script_args.map_function is not None:
-        function = _import(script_args.map_function, "map_function", "name a function from a row to its new columns")
+        splits[test] = spread_rows(splits[test], rows)
+    if script.map_function is not None:
+        function = _import(script.map_function, "map_function")
         # the main process fills the cache that the others read
         with PartialState().main_process_first():
             splits |= {split: splits[split].map(function) for split in {train, test} & splits.keys()}
     return splits
 
 
-def _load_named(script_args: PPOScriptArguments, mixture: MixtureConfig) -> Mapping[str, Any]:
-    """Load the splits of `datasets` or of `dataset_name`, whichever is set."""
-    if mixture.datasets:
-        for name in ("dataset_name", "dataset_config", "dataset_streaming"):
-            if getattr(script_args, name):
-                raise ValueError(f"Both `datasets` and `{name}` are set; leave one of them out.")
-        return get_dataset(mixture)
-    if mixture.streaming or mixture.test_split_size is not None:
-        raise ValueError(
-            "`streaming` and `test_split_size` only apply to `datasets`, which is not set; with `dataset_name` use "
-            "`dataset_streaming` and `dataset_test_split`."
-        )
-    if script_args.dataset_name is None:
-        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
-    return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+def spread_rows(dataset: Any, count: int) -> Any:
+    """Select rows at equal distances, of a stream the first ones."""
+    is_stream = isinstance(dataset, IterableDataset)
+    return dataset.take(count) if is_stream else dataset.select(spread_indices(len(dataset), count))
 
 
-def _model_init_kwargs(args: PPOConfig, model_args: PPOModelConfig) -> dict[str, Any] | None:
+# ---- a trainer ----
+
+
+def _model_init_kwargs(kwargs: Mapping[str, Any], model: PPOModelConfig) -> dict[str, Any] | None:
     """Merge `model_init_kwargs` with the model arguments."""
-    kwargs = dict(cast(dict, args.model_init_kwargs or {}))  # parsed by now, if it came as a string
-    revision = None if model_args.model_revision == "main" else model_args.model_revision
-    settings = {"revision": revision, "dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    merged = dict(kwargs)
+    revision = None if model.model_revision == "main" else model.model_revision
+    settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
     for name, value in settings.items():
-        if value is not None and kwargs.setdefault(name, value) != value:
+        if value is not None and merged.setdefault(name, value) != value:
             raise ValueError(
-                f"`model_init_kwargs` sets {name}={kwargs[name]!r}, and the model arguments set {value!r}; leave one "
+                f"`model_init_kwargs` sets {name}={merged[name]!r}, and the model arguments set {value!r}; leave one "
                 "of the two out."
             )
-    return kwargs or None
+    return merged or None
 
 
-def _check_model(name: str | None, args: PPOConfig) -> None:
-    """Check that the model has a config, before datasets and rewards are loaded."""
+def trainer_arguments(
+    script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, splits: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
+    name, train, config = model.model_name_or_path, script.dataset_train_split, cast(trl.ModelConfig, model)
     if name is None:
         raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
-    if os.path.isfile(os.path.join(name, "adapter_config.json")):
-        return  # the trainer's error about adapters says more
+    if script.ignore_bias_buffers:
+        raise ValueError("`ignore_bias_buffers` only helps models without adapters; leave it out.")
+    args.model_init_kwargs = _model_init_kwargs(cast(dict, args.model_init_kwargs or {}), model)
     try:
-        AutoConfig.from_pretrained(name, **hub_kwargs(args))
+        if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
+            AutoConfig.from_pretrained(name, **hub_kwargs(args))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} Give the id of a causal language "
             "model on the Hub, or the directory of a saved one."
         ) from error
-
-
-def trainer_arguments(
-    script_args: PPOScriptArguments,
-    args: PPOConfig,
-    model_args: PPOModelConfig,
-    splits: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
-    args.model_init_kwargs = _model_init_kwargs(args, model_args)
-    _check_model(model_args.model_name_or_path, args)
-    if script_args.ignore_bias_buffers:
-        raise ValueError("`ignore_bias_buffers` only helps models without adapters; leave it out.")
-    # the compute dtype of a quantized base is the run's, unless a dtype is named
-    dtype = None if model_args.dtype == "auto" else model_args.dtype
-    model_config = cast(ModelConfig, model_args)
     kwargs: dict[str, Any] = {
-        "model": model_args.model_name_or_path,
+        "model": name,
         "args": args,
-        "reward_funcs": [find_reward(name) for name in as_list(script_args.reward_funcs)],
-        "monitor_funcs": [find_reward(name, "monitor_funcs") for name in as_list(script_args.monitor_funcs)],
-        "peft_config": get_peft_config(replace(model_config, use_peft=True)),
-        "quantization_config": get_quantization_config(replace(model_config, dtype=dtype)),
-        "train_dataset": get_split(splits, script_args.dataset_train_split, "dataset_train_split"),
+        "reward_funcs": [find_reward(reward) for reward in as_list(script.reward_funcs)],
+        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in as_list(script.monitor_funcs)],
+        "peft_config": trl.get_peft_config(replace(config, use_peft=True)),
+        # the compute dtype of a quantized base is the run's, unless a dtype is named
+        "quantization_config": trl.get_quantization_config(
+            replace(config, dtype=None if model.dtype == "auto" else model.dtype)
+        ),
+        "train_dataset": get_split(splits, train, "dataset_train_split"),
     }
-    columns = getattr(kwargs["train_dataset"], "column_names", None)  # unknown for some streams
-    if columns and "prompt" not in columns:
-        name = f"dataset_name={script_args.dataset_name!r}" if script_args.dataset_name else "datasets"
+    columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
+    if "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has no column 'prompt' in the split {script_args.dataset_train_split!r}; it has "
-            f"{sorted(columns)}. Set `map_function` to a function that returns one, such as my_rows.to_prompt."
+            f"`{'dataset_name' if script.dataset_name else 'datasets'}` needs a column 'prompt' in the split "
+            f"{train!r}, got {sorted(columns)}. Set `map_function` to a function that returns one, e.g. "
+            "my_rows.to_prompt."
         )
     if args.eval_strategy != "no":
-        kwargs["eval_dataset"] = get_split(splits, script_args.dataset_test_split, "dataset_test_split")
-    for name in ("train_dataset", "eval_dataset"):
-        columns = getattr(kwargs.get(name), "column_names", None)
-        if columns:
-            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, f"`{name}`")
-    if script_args.ptx_dataset_name is not None:
-        supervised = load_splits(script_args.ptx_dataset_name, argument="ptx_dataset_name")
+        kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
+        if columns := kwargs["eval_dataset"].column_names:
+            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, "`eval_dataset`")
+    if script.ptx_dataset_name is not None:
+        supervised = load_splits(script.ptx_dataset_name, argument="ptx_dataset_name")
         kwargs["ptx_dataset"] = get_split(supervised, "train", "ptx_dataset_name")
     return kwargs
 
 
-def build_trainer(
-    script_args: PPOScriptArguments,
-    args: PPOConfig,
-    model_args: PPOModelConfig,
-    splits: Mapping[str, Any],
-    **overrides: Any,
-) -> PPOTrainer:
-    """Build the trainer described by the arguments."""
-    return PPOTrainer(**trainer_arguments(script_args, args, model_args, splits) | overrides)
+def build_trainer(*settings: Any, **overrides: Any) -> PPOTrainer:
+    """Build the trainer described by the arguments of [`trainer_arguments`]."""
+    return PPOTrainer(**trainer_arguments(*settings) | overrides)

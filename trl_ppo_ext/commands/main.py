@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# subcommand: (module with `add_arguments(parser)` and `main(args)`, line of help)
+# subcommand: (module with `add_arguments(parser)` and `main(options)`, line of help)
 COMMANDS = {
     "check-reward": ("commands.check_reward", "compare a reward model in full precision and quantized"),
-    "compare": ("tracking.report.compare", "plot the curves of several runs in one HTML file"),
+    "compare": ("commands.report", "plot the curves of several runs in one HTML file"),
     "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
     "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
     "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in LAUNCHERS:
             import_module(f"trl_ppo_ext.{COMMANDS[command][0]}").main(argv[1:])
         else:
-            args = parser(command).parse_args(argv)
-            args.run(args)
+            options = parser(command).parse_args(argv)
+            options.run(options)
     except (ValueError, OSError) as error:  # wrong arguments, a missing model, a port in use
         print(f"trl-ppo {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

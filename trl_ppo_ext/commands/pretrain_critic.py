@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +11,10 @@ import torch
 from datasets import IterableDataset
 from huggingface_hub import ModelCardData
 from torch import Tensor
+from transformers.hf_argparser import HfArg
 
 from ..checkpoints.files import save_critic
 from ..config import PPOConfig
-from ..data.loading import spread_indices
 from ..data.prompts import RolloutSampler
 from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
@@ -22,8 +22,7 @@ from ..ppo.batch_plan import BatchPlan
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, RolloutCollector
 from ..trainer import PPOTrainer
-from .arguments import parse
-from .launch import build_trainer, load_datasets
+from .launch import build_trainer, load_datasets, parse, spread_rows
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
 CARD = """---
@@ -32,24 +31,20 @@ CARD = """---
 
 # A pretrained critic for PPO
 
-Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps on
-its rollouts, with γ = {gamma:g} and λ = {lam:g} for the targets. On held-out rollouts it explains
-{explained_variance_after:.3f} of the variance of the returns, {explained_variance_before:.3f} before training.
+Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps with
+γ = {gamma:g} and λ = {lam:g}. On held-out rollouts it explains {explained_variance_after:.3f} of the variance of the
+returns, {explained_variance_before:.3f} before training.
 
-It is not a model of its own. A PPO run on the same base, with the same initial adapter, starts from it with
-`PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
+A PPO run on the same base starts from it with `PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
 """
 
 
 def check_can_pretrain(critic: str, push_to_hub: bool) -> None:
-    """Refuse configs without a critic, and those that would push something else."""
+    """Raise for configs without a critic, and for those that would push something else."""
     if critic == "none":
         raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'head' or 'adapter'.")
     if push_to_hub:
-        raise ValueError(
-            "`push_to_hub=True` would push the run's checkpoints, not the critic; leave it False and upload the "
-            "folder with `hf upload NAME FOLDER`."
-        )
+        raise ValueError("`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`.")
 
 
 @dataclass
@@ -61,9 +56,7 @@ class PretrainCriticConfig(PPOConfig):
 
     _argument_group_name = "training (fields of PPOConfig; those about the policy's update have no effect)"
 
-    lam_critic: float | None = field(
-        default=1.0, metadata={"help": "Lambda of the critic's targets; 1 is Monte Carlo."}
-    )
+    lam_critic: float | None = HfArg(default=1.0, help="Lambda of the critic's targets; 1 is Monte Carlo.")
 
     def __post_init__(self):
         check_can_pretrain(self.critic, self.push_to_hub)
@@ -90,20 +83,21 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
     Source: https://huggingface.co/papers/2503.01491
     """
-    check_can_pretrain(trainer.args.critic, trainer.args.push_to_hub)
+    args, actor_critic = trainer.args, trainer.actor_critic
+    check_can_pretrain(args.critic, args.push_to_hub)
     if trainer.train_dataset is None:
         raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
-    for parameter in trainer.actor_critic.policy_parameters().values():
+    for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
     rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
     numbers["steps"] = trainer.state.global_step
-    weights = trainer.actor_critic.trained_weights()  # all processes gather sharded ones
-    if trainer.args.should_save:
-        _save(trainer, Path(output_dir or trainer.args.output_dir), numbers, weights)
+    weights = actor_critic.trained_weights()  # all processes gather sharded ones
+    if args.should_save:
+        _save(trainer, Path(output_dir or args.output_dir), numbers, weights)
     return numbers
 
 
@@ -112,34 +106,29 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     args, run, size = copy(trainer.args), trainer.collector, trainer.plan.completions_per_process
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
     # without monitored rewards, which nothing would log
-    models: Any = (run.actor_critic, run.generator, run.rewards, [], run.tokenizer)
-    collector = RolloutCollector(*models, args, run.accelerator, run.guard)
+    collector = RolloutCollector(
+        run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator, run.guard
+    )
     collector.load_state_dict(run.state_dict())
-    rounds = -(-completions // trainer.plan.completions)
-    rows = _held_out_rows(trainer, rounds * trainer.plan.completions)
-    device, first = args.device, args.process_index * rounds * size
+    rounds, process, device = -(-completions // trainer.plan.completions), args.process_index, args.device
+    rows = _held_out_rows(trainer, rounds * trainer.plan.completions)[process * rounds * size :]
     trainer.actor_critic.eval()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(2**32 + args.seed + args.process_index)  # the run's own noise begins at its seed
-        starts = range(first, first + rounds * size, size)
+        torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
+        starts = range(0, rounds * size, size)
         return [collector.collect(rows[start : start + size], Metrics(), trainer.state)[0] for start in starts]
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
-    """Rows of the evaluation sets, spread evenly, or else those that training reaches last; a stream's first."""
-    args, sets = trainer.args, trainer.eval_dataset
-    if sets is None:
-        train = sets = trainer.train_dataset
-        if not isinstance(train, IterableDataset):
-            seed = args.seed if args.data_seed is None else args.data_seed
-            order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, seed).order(epoch=0)
-            sets = train.select(order[::-1][:count])
-    sets = list(sets.values()) if isinstance(sets, dict) else [sets]
-    rows: list[dict[str, Any]] = []
-    for dataset in sets:
-        share = -(-count // len(sets))
-        is_stream = isinstance(dataset, IterableDataset)
-        rows += dataset.take(share) if is_stream else dataset.select(spread_indices(len(dataset), share))
+    """Rows of the evaluation sets, or else those that training reaches last."""
+    sets, train, seed = trainer.eval_dataset, trainer.train_dataset, trainer.args.data_seed
+    if sets is None and not isinstance(train, IterableDataset):
+        seed = trainer.args.seed if seed is None else seed
+        order = RolloutSampler(len(train), BatchPlan(1), trainer.args.shuffle_dataset, seed).order(epoch=0)
+        train = train.select(order[::-1][:count])
+    sets = train if sets is None else sets
+    sets = [*sets.values()] if isinstance(sets, dict) else [sets]
+    rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]
     return [rows[index % len(rows)] for index in range(count)]
 
 
@@ -157,37 +146,32 @@ def _save(trainer: PPOTrainer, directory: Path, numbers: dict[str, float], weigh
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
     directory.mkdir(parents=True, exist_ok=True)
     save_critic(trainer.actor_critic, str(directory), weights)
-    about: dict[str, Any] = {
-        "kind": args.critic,
-        "base_model": public_name(base),
-        "rewards": [reward.name for reward in trainer.collector.rewards],
-        "gamma": args.gamma,
-        "lam": args.lam if args.lam_critic is None else args.lam_critic,
-        **numbers,
-    }
+    lam, names = args.lam_critic, [reward.name for reward in trainer.collector.rewards]
+    about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
+    about |= {"gamma": args.gamma, "lam": args.lam if lam is None else lam, **numbers}
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     metadata = ModelCardData(
         base_model=base if base and not Path(base).exists() else None,  # the Hub has no local paths
         tags=["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"],
     )
-    rewards = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in about["rewards"])
-    about |= {"rewards": rewards, "base": about["base_model"] or "a base without a name"}
-    (directory / "README.md").write_text(CARD.format(metadata=metadata.to_yaml(), **about))
+    about["rewards"] = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in names)
+    card = CARD.format(metadata=metadata.to_yaml(), base=about["base_model"] or "a base without a name", **about)
+    (directory / "README.md").write_text(card)
 
 
 def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
-    script_args, args, model_args, mixture = parse(
+    script, args, model, mixture = parse(
         "pretrain-critic",
         argv,
         "Train a critic on rollouts of a frozen policy, and save it in output_dir for PPOConfig(critic_init=...).",
         PretrainCriticConfig,
     )
-    splits = load_datasets(script_args, mixture)
-    script_args.ptx_dataset_name = None  # the policy is frozen
-    held_out = splits.get(script_args.dataset_test_split)  # measured on, even when `eval_strategy` is "no"
+    splits = load_datasets(script, mixture)
+    script.ptx_dataset_name = None  # the policy is frozen
+    held_out = splits.get(script.dataset_test_split)  # measured on, even when `eval_strategy` is "no"
     overrides = {} if held_out is None else {"eval_dataset": held_out}
-    trainer = build_trainer(script_args, args, model_args, splits, **overrides)
+    trainer = build_trainer(script, args, model, splits, **overrides)
     numbers = pretrain_critic(trainer)
     trainer.accelerator.print(
         f"Explained variance before: {numbers['explained_variance_before']:.3f}\n"

@@ -1,4 +1,4 @@
-"""`trl-ppo report`: the report of one run, or of several runs over each other, as one HTML file."""
+"""`trl-ppo report` and `compare`: one run, or several runs over each other, as one HTML file."""
 
 import argparse
 import os
@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: argparse.Namespace) -> None:
     """Write the report."""
-    default = os.path.join(args.run_dirs[0], REPORT) if len(args.run_dirs) == 1 else COMPARISON
-    path = write_report(args.run_dirs, getattr(args, "output", default))
+    directories = options.run_dirs
+    default = os.path.join(directories[0], REPORT) if len(directories) == 1 else COMPARISON
+    path = write_report(directories, getattr(options, "output", default))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -1,14 +1,15 @@
 """`trl-ppo train`: a PPO run from a YAML file and a command line, or with `--dry_run` a preview of it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
 from ..arguments import check_trainer_arguments, load_tokenizer
 from ..checkpoints.files import CheckpointError
@@ -19,10 +20,16 @@ from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.critic_init import read_critic
 from ..ppo.batch_plan import BatchPlan
 from ..redaction import sentence, shortened
-from ..trainer import PPOTrainer
-from .arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments, parse
 from .estimate import print_estimate
-from .launch import build_trainer, load_datasets, trainer_arguments
+from .launch import (
+    MixtureConfig,
+    PPOModelConfig,
+    PPOScriptArguments,
+    build_trainer,
+    load_datasets,
+    parse,
+    trainer_arguments,
+)
 
 ROWS = 10  # read by a dry run
 LONGEST = 4000  # characters of the prompt that it prints
@@ -32,13 +39,7 @@ LONGEST = 4000  # characters of the prompt that it prints
 class TrainScriptArguments(PPOScriptArguments):
     """[`PPOScriptArguments`] of `trl-ppo train`."""
 
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Check configs, tokenizer and ten rows, print the batch plan, the memory estimate and one prompt, "
-            "and stop."
-        },
-    )
+    dry_run: bool = HfArg(default=False, help="Check configs and ten rows, print the plan and one prompt, and stop.")
 
 
 @dataclass(repr=False)
@@ -47,9 +48,8 @@ class TrainConfig(PPOConfig):
 
     _argument_group_name = "training (fields of PPOConfig)"
 
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "A checkpoint to resume from, or true for the newest complete one in output_dir."},
+    resume_from_checkpoint: str | None = HfArg(
+        default=None, help="A checkpoint to resume from, or true for the newest complete one in output_dir."
     )
 
     def __post_init__(self):
@@ -58,38 +58,30 @@ class TrainConfig(PPOConfig):
         super().__post_init__()
 
 
-class RunError(RuntimeError):
-    """Raised when training has begun and fails; shown with its traceback, unlike wrong arguments."""
-
-
 def main(argv: Sequence[str]) -> None:
-    """Train, save and push, or preview the run."""
-    script_args, args, model_args, mixture = parse(
+    """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
+    script, args, model, mixture = parse(
         "train", argv, "Train a policy with PPO, and save it in output_dir.", TrainConfig, TrainScriptArguments
     )
-    if cast(TrainScriptArguments, script_args).dry_run:
-        dry_run(script_args, args, model_args, mixture)
+    if cast(TrainScriptArguments, script).dry_run:
+        dry_run(script, args, model, mixture)
         return
-    trainer = build_trainer(script_args, args, model_args, load_datasets(script_args, mixture))
-    train(trainer, _datasets_on_the_hub(script_args, mixture))
-
-
-def train(trainer: PPOTrainer, datasets: list[str] | None = None) -> None:
-    """Train from the beginning or from a checkpoint, then save and, with `push_to_hub`, push."""
-    metadata: dict[str, Any] = {"datasets": datasets} if datasets else {}
-    checkpoint: Any = trainer.args.resume_from_checkpoint
-    checkpoint = {"true": True, "false": None, "none": None}.get(str(checkpoint).lower(), checkpoint)
+    trainer = build_trainer(script, args, model, load_datasets(script, mixture))
+    checkpoint = trainer.args.resume_from_checkpoint
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train({"true": True, "false": None, "none": None}.get(str(checkpoint).lower(), checkpoint))
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
-        raise RunError(
+        raise RuntimeError(  # shown with its traceback, unlike wrong arguments
             f"The run failed after {trainer.state.global_step} optimizer steps: {type(error).__name__}: "
             f"{sentence(error)} Once that is fixed, resume from the last checkpoint, if there is one, with "
             "--resume_from_checkpoint true."
         ) from error
     if trainer.args.push_to_hub:
+        names = [script.dataset_name, *(entry.path for entry in mixture.datasets)]
+        ids = [name for name in dict.fromkeys(names) if name and name.count("/") < 2 and not os.path.exists(name)]
+        metadata: dict[str, Any] = {"datasets": ids} if ids else {}
         try:
             trainer.push_to_hub(**metadata)
         except PushError as error:  # nothing of the run is lost, and the error has a remedy
@@ -101,111 +93,59 @@ def train(trainer: PPOTrainer, datasets: list[str] | None = None) -> None:
     trainer.end()
 
 
-def _datasets_on_the_hub(script_args: PPOScriptArguments, mixture: MixtureConfig) -> list[str]:
-    names = [script_args.dataset_name, *(entry.path for entry in mixture.datasets)]
-    return [name for name in dict.fromkeys(names) if name and name.count("/") <= 1 and not os.path.exists(name)]
+def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, mixture: MixtureConfig) -> None:
+    """Check everything that needs no weights, and print the plan of the run."""
+    # 1. Read a few rows; no more is fetched from the Hub.
+    streamed, dataset = copy(script), script.dataset_name
+    streamed.dataset_streaming |= dataset is not None and not os.path.exists(dataset)
+    splits = load_datasets(streamed, mixture)
+    for split in splits.keys() & {script.dataset_train_split, script.dataset_test_split}:
+        splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
 
-
-def dry_run(
-    script_args: PPOScriptArguments, args: PPOConfig, model_args: PPOModelConfig, mixture: MixtureConfig
-) -> None:
-    """Check everything that needs no weights, and print a preview of the run."""
-    # 1. the checks of the trainer, on a few rows
-    kwargs = trainer_arguments(script_args, args, model_args, _first_rows(script_args, mixture))
-    model = str(model_args.model_name_or_path)
-    check_trainer_arguments(
-        model,
-        kwargs["reward_funcs"],
-        kwargs["monitor_funcs"],
-        args,
-        kwargs["train_dataset"],
-        [],
-        None,
-        kwargs["quantization_config"],
-        kwargs["peft_config"],
-    )
-    # 2. the critic that it starts from
+    # 2. Run the trainer's checks, up to the weights.
+    kwargs = trainer_arguments(script, args, model, splits)
+    ptx = kwargs.pop("ptx_dataset", None) is not None
+    evaluation, name, start = kwargs.pop("eval_dataset", None), kwargs["model"], args.critic_init
+    check_trainer_arguments(**kwargs, reward_processing_classes=[], optimizer=None)
     try:
-        if args.critic_init is not None:
-            read_critic(args.critic_init, args.critic, model, args.reward_label)
+        if start is not None:
+            read_critic(start, args.critic, name, args.reward_label)
     except (ValueError, OSError) as error:
-        if "critic_init" in str(error):
-            raise
-        raise ValueError(f"`critic_init={args.critic_init!r}` cannot be used: {error}") from error
-    # 3. the tokenizer, and the length of prompts
-    tokenizer, context = load_tokenizer(model, model, None, args)
-    template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by now, if it came as a string
-    for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
-        dataset = kwargs[name]
-        kwargs[name] = tokenize_prompts(dataset, tokenizer, name, args.max_completion_length, context, template_kwargs)
+        raise ValueError(f"`critic_init={start!r}` cannot be used: {error}") from error
+    tokenizer, context = load_tokenizer(name, name, None, args)
+    length, template_kwargs = args.max_completion_length, cast(dict, args.chat_template_kwargs)
+    for rows, argument in ((evaluation, "eval_dataset"), (kwargs.pop("train_dataset"), "train_dataset")):
+        if rows is not None:
+            prompts = tokenize_prompts(rows, tokenizer, argument, length, context, template_kwargs)[PROMPT_IDS]
     if args.process_index:  # the first process prints for all
         return
-    prompts = kwargs["train_dataset"][PROMPT_IDS]
-    lengths = [len(ids) for ids in prompts]
-    # 4. sizes, memory, and one prompt
-    _print_plan(args, kwargs, lengths, context)
-    longest = max(PROMPT_LENGTH, *lengths)
-    if context is not None:  # longer prompts would be refused
-        longest = min(longest, context - args.max_completion_length)
-    _print_memory(args, kwargs, longest)
-    print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0]), LONGEST)}")
 
-
-def _first_rows(script_args: PPOScriptArguments, mixture: MixtureConfig) -> Mapping[str, Any]:
-    """First rows of the splits that a run uses; no more is fetched from the Hub."""
-    script_args, name = copy(script_args), script_args.dataset_name
-    if name is not None and not os.path.exists(name):
-        script_args.dataset_streaming = True
-    splits = load_datasets(script_args, mixture)
-    for split in splits.keys() & {script_args.dataset_train_split, script_args.dataset_test_split}:
-        splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
-    return splits
-
-
-def _print_plan(args: PPOConfig, kwargs: dict[str, Any], lengths: list[int], context: int | None) -> None:
-    """Print models, prompts, and the sizes of a rollout and of the run."""
-
-    def names(rewards: list[Any]) -> str:
-        named = [getattr(x, "name", None) or getattr(x, "__name__", None) or str(x) for x in rewards]
-        return ", ".join(named)
-
+    # 3. Print sizes, memory, and one prompt.
+    lengths, device, max_steps = [len(ids) for ids in prompts], args.device, args.max_steps
     plan = BatchPlan.from_config(args, args.world_size)
-    quantized = ", quantized" if kwargs["quantization_config"] is not None else ""
-    monitored = f"; monitored: {names(kwargs['monitor_funcs'])}" if kwargs["monitor_funcs"] else ""
-    processes = f"{plan.num_processes} process{'es' * (plan.num_processes > 1)} on {args.device.type}"
-    run = f"{args.num_train_epochs:g} passes over the dataset (num_train_epochs); max_steps would end it sooner"
-    if args.max_steps > 0:
-        rollouts = -(-args.max_steps // plan.optimizer_steps)
-        run = f"{args.max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
+    rollouts = -(-max_steps // plan.optimizer_steps)
+    duration = f"{max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
+    if max_steps < 0:
+        duration = f"{args.num_train_epochs:g} passes over the dataset; max_steps would end it sooner"
     print(
-        f"model:   {kwargs['model']}{quantized}; critic: {args.critic}\n"
-        f"rewards: {names(kwargs['reward_funcs'])}{monitored}\n"
-        f"prompts: {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)} rows, and up to "
-        f"{args.max_completion_length} per completion, in a context of {context or 'unknown length'}\n"
+        f"model:   {name}; {'quantized' if kwargs['quantization_config'] else 'not quantized'}\n"
+        f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
+        f"prompts: {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)} rows, and up to {length} per "
+        f"completion, in a context of {context or 'unknown length'}\n"
         f"rollout: {plan.completions} completions of {plan.prompts} prompts ({plan.num_generations} each) = "
         f"{plan.micro_batch_size} per micro-batch × {plan.gradient_accumulation_steps} micro-batches × "
-        f"{plan.num_mini_batches} minibatches × {processes}\n"
+        f"{plan.num_mini_batches} minibatches × {plan.num_processes} processes on {device.type}\n"
         f"updates: {plan.optimizer_steps} optimizer steps per rollout = {plan.num_ppo_epochs} epochs × "
         f"{plan.num_mini_batches} minibatches of {plan.completions // plan.num_mini_batches} completions\n"
-        f"run:     {run}"
+        f"run:     {duration}"
     )
-
-
-def _print_memory(args: PPOConfig, kwargs: dict[str, Any], prompt_length: int) -> None:
-    on_gpu = args.device.type == "cuda"
+    longest, on_gpu = max(PROMPT_LENGTH, *lengths), device.type == "cuda"
+    if context is not None:  # longer prompts would be an error
+        longest = min(longest, context - length)
     try:
-        estimate = estimate_memory(
-            kwargs["model"],
-            args,
-            **{key: kwargs[key] for key in ("reward_funcs", "monitor_funcs", "quantization_config", "peft_config")},
-            ptx="ptx_dataset" in kwargs,
-            prompt_length=prompt_length,
-            device="cuda" if on_gpu else "cpu",
-        )
+        estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=longest, device="cuda" if on_gpu else "cpu")
+        print(f"memory:  with prompts of {longest} tokens, on each process")
+        print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)
     except ValueError as error:
         print(f"memory:  not estimated: {error}")
-        return
-    print(f"memory:  with prompts of {prompt_length} tokens, on each process")
-    print_estimate(estimate, torch.cuda.get_device_properties(args.device).total_memory / GIB if on_gpu else None)
-    if not on_gpu:
-        print("For a GPU: trl-ppo estimate, with these arguments and --gpu or --memory.")
+    print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0]), LONGEST)}")

@@ -18,8 +18,14 @@ from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter
 from trl_ppo_ext.commands import launch
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import pretrain_critic as module
-from trl_ppo_ext.commands.arguments import MixtureConfig, PPOModelConfig, PPOScriptArguments
-from trl_ppo_ext.commands.launch import build_trainer, find_reward, load_datasets
+from trl_ppo_ext.commands.launch import (
+    MixtureConfig,
+    PPOModelConfig,
+    PPOScriptArguments,
+    build_trainer,
+    find_reward,
+    load_datasets,
+)
 from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
 from trl_ppo_ext.modeling.loading import default_peft_config
 
@@ -235,7 +241,9 @@ def test_unknown_key_of_the_config_file_is_refused_by_name(there, capsys):
     assert "Unknown argument `lam_crtic` in the config file, set to '1.0'; did you mean `lam_critic`?" in error
 
 
-@pytest.mark.parametrize("text, says", [("a: [", "must be YAML"), ("- a", "must contain a YAML mapping")])
+@pytest.mark.parametrize(
+    "text, says", [("a: [", "cannot be read: while parsing"), ("- a", "must contain a YAML mapping")]
+)
 def test_invalid_config_file_is_refused(there, capsys, text, says):
     (there / "broken.yaml").write_text(text)
     assert cli.main(["pretrain-critic", "--config", "broken.yaml"]) == 2
@@ -244,7 +252,7 @@ def test_invalid_config_file_is_refused(there, capsys, text, says):
 
 def test_config_option_needs_a_file(capsys):
     assert cli.main(["pretrain-critic", "--config"]) == 2
-    assert "--config needs the path of a YAML file" in capsys.readouterr().err
+    assert "`--config` must be a YAML file, got ''; give its path." in capsys.readouterr().err
 
 
 # ---- what is measured ----
