@@ -27,7 +27,7 @@ from transformers.training_args import OptimizerNames
 
 from .arguments import as_list
 from .config import PPOConfig
-from .generation.growing_cache import BLOCK
+from .generation.transformers import BLOCK
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
 from .ppo.batch_plan import BatchPlan

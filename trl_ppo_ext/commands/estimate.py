@@ -77,27 +77,27 @@ class EstimateConfig(PPOConfig):
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the estimate; exit with status 1 if the run does not fit."""
     description = "Estimate the memory of a run, and settings that make it fit. Status 1 if it does not fit."
-    script_args, config, model_args, _ = parse("estimate", list(argv or []), description, EstimateConfig)
-    args, model_args = cast(EstimateConfig, config), cast(ModelConfig, model_args)
-    if model_args.model_name_or_path is None:
+    script, config, model_options, _ = parse("estimate", list(argv or []), description, EstimateConfig)
+    args, model_options = cast(EstimateConfig, config), cast(ModelConfig, model_options)
+    if model_options.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is missing; set it to a model id or path.")
-    init_kwargs = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    init_kwargs = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
     init_kwargs = {name: value for name, value in init_kwargs.items() if value is not None}
     args.model_init_kwargs = cast(dict, args.model_init_kwargs or {}) | init_kwargs
     estimate = estimate_memory(
-        model_args.model_name_or_path,
+        model_options.model_name_or_path,
         args,
-        reward_funcs=[find_reward(name) for name in as_list(script_args.reward_funcs)],
-        monitor_funcs=[find_reward(name) for name in as_list(script_args.monitor_funcs)],
-        quantization_config=get_quantization_config(replace(model_args, dtype=None)),
-        peft_config=get_peft_config(replace(model_args, use_peft=True)),
-        ptx=script_args.ptx_dataset_name is not None,
-        prompt_length=args.prompt_length,
-        device=args.target,
+        reward_funcs=[find_reward(name) for name in as_list(script.reward_funcs)],
+        monitor_funcs=[find_reward(name) for name in as_list(script.monitor_funcs)],
+        quantization_config=get_quantization_config(replace(model_options, dtype=None)),
+        peft_config=get_peft_config(replace(model_options, use_peft=True)),
+        ptx=script.ptx_dataset_name is not None,
+        prompt_length=config.prompt_length,
+        device=config.target,
     )
-    numbers = print_estimate(estimate, args.memory)
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(numbers, indent=2) + "\n")
+    numbers = print_estimate(estimate, config.memory)
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(numbers, indent=2) + "\n")
     if numbers.get("fits") is False:
         raise SystemExit(1)
 

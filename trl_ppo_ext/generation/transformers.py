@@ -1,18 +1,24 @@
 """Sampling with `generate` of transformers."""
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from peft import PeftModel
+from peft.tuners import lora
+from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 
 from ..distributed import is_sharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
-from .growing_cache import can_grow, growing_cache
-from .quick_lora import quick_adapters
+
+BLOCK = 256  # tokens by which a layer of the cache grows
 
 
 class Generator(Protocol):
@@ -133,3 +139,115 @@ class TransformersGenerator:
         # the bar appears only where sampling takes more than a few seconds
         with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
             return [completion for part in parts for completion in self._generate_batch(part, bar)]
+
+
+# ---- a cache that grows by blocks ----
+
+
+class GrowingLayer(DynamicLayer):
+    """Layer of [`~transformers.DynamicCache`] that allocates memory for many tokens at a time.
+
+    The original copies all keys and values for every token: up to half of the sampling time on a CPU, and the memory
+    of a second layer everywhere.
+    """
+
+    def __init__(self, longest: int):
+        super().__init__()
+        self.keys: Tensor
+        self.values: Tensor
+        self.longest = longest
+        self.rooms: dict[str, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, held: Tensor, new: Tensor) -> Tensor:
+        start = held.shape[-2] if held.ndim == new.ndim else 0  # an empty tensor has one dimension
+        end, room = start + new.shape[-2], self.rooms.get(name)
+        # rows that were selected or reordered are in other memory
+        if room is None or end > room.shape[-2] or (start and held.data_ptr() != room.data_ptr()):
+            tokens = max(end, min(-(-end // BLOCK) * BLOCK, self.longest))
+            room = self.rooms[name] = new.new_empty(*new.shape[:-2], tokens, new.shape[-1])
+            if start:
+                room[..., :start, :] = held
+        room[..., start:end, :] = new
+        return room[..., :end, :]
+
+
+def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
+    """Check if the cache of `generate` would hold a key and a value per token, and nothing else."""
+    base = actor_critic.policy.get_base_model()
+    # a cache that the user configured is created by `generate`
+    if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
+        return False
+    # remote code may use a cache differently
+    if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:
+        return False
+    # sliding windows, linear attention and the like keep another state
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+
+
+def growing_cache(actor_critic: ActorCritic, longest: int) -> DynamicCache:
+    """Empty cache for up to `longest` tokens."""
+    cache = DynamicCache(config=actor_critic.policy.get_base_model().config)
+    cache.layers = [GrowingLayer(longest) for _ in cache.layers]
+    return cache
+
+
+# ---- adapters without PEFT's overhead ----
+
+_PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8bitLt") if hasattr(lora, name))
+
+
+def _is_plain(layer: Any) -> bool:
+    """Check if a layer is its base plus one low-rank product, and nothing else."""
+    if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
+        return False
+    if "forward" in vars(layer):  # replaced already, e.g. by a hook that moves weights
+        return False
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) != 1 or names[0] in layer.lora_variant:
+        return False
+    dropout, product = layer.lora_dropout[names[0]], (layer.lora_A[names[0]], layer.lora_B[names[0]])
+    if layer.training and not isinstance(dropout, nn.Identity):
+        return False
+    return all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product)
+
+
+def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    name = next(name for name in layer.active_adapters if name in layer.lora_A)
+    base, scaling = layer.base_layer, layer.scaling[name]
+    dtype = autocast_dtype or layer.lora_A[name].weight.dtype
+    down, up = (x[name].weight.to(dtype).T for x in (layer.lora_A, layer.lora_B))
+
+    def forward(x: Tensor) -> Tensor:
+        out = base(x)
+        inner = torch.mm(x.reshape(-1, x.shape[-1]).to(dtype), down)
+        flat = out.reshape(-1, out.shape[-1])
+        return torch.addmm(flat.to(dtype), inner, up, alpha=scaling).to(out.dtype).reshape(out.shape)
+
+    return forward
+
+
+@contextmanager
+def quick_adapters(policy: PeftModel) -> Iterator[None]:
+    """Run plain LoRA layers as two products in autocast's dtype within a context, with weights cast once.
+
+    A sampled token takes hundreds of small layers, whose calls cost more than their products. The results equal PEFT's
+    up to rounding; log-probs for training are never computed here.
+    """
+    kind = next(policy.parameters()).device.type
+    autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    layers: list[Any] = [module for module in policy.modules() if _is_plain(module)]
+    try:
+        for layer in layers:
+            layer.forward = _quick_forward(layer, autocast_dtype)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)

@@ -14,8 +14,44 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Sequences
-from .adapters import AdapterSwitch, adapter_parameters, add_adapter, load_adapter_weights
+from .adapters import adapter_parameters, add_adapter, load_adapter_weights
 from .logprobs import TokenScores, token_logprobs
+
+
+class _OutsideAutocast:
+    """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
+
+    def __bool__(self) -> bool:
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu"} | (set() if accelerator is None else {accelerator.type})
+        return not any(map(torch.is_autocast_enabled, kinds))
+
+
+class AdapterSwitch:
+    """Flags on the layers that have adapters, found once.
+
+    PEFT's `set_adapter` and `disable_adapter` walk the whole model and flip `requires_grad`; this sets the two flags
+    that a layer's forward reads.
+    """
+
+    def __init__(self, policy: PeftModel):
+        self.layers: list[tuple[nn.Module, frozenset[str] | None]] = []
+        for module in policy.modules():
+            if isinstance(module, AuxiliaryTrainingWrapper):  # it looks its active adapter up, so it must have it
+                self.layers.append((module, frozenset(module._adapters)))
+            elif isinstance(module, BaseTunerLayer):
+                self.layers.append((module, None))
+                # PEFT would cast inputs to float32 under autocast, which takes as long as the adapter itself
+                module.cast_input_dtype_enabled = _OutsideAutocast()
+
+    def __call__(self, name: str | None) -> None:
+        """Activate an adapter on every layer; `None` disables all."""
+        active = [name]
+        for layer, adapters in self.layers:
+            # `nn.Module.__setattr__` looks for parameters first, which takes 20 times as long
+            object.__setattr__(layer, "_disable_adapters", name is None)
+            if name is not None:
+                object.__setattr__(layer, "_active_adapter", active if adapters is None or name in adapters else [])
 
 
 class ActorCritic(nn.Module):

@@ -1,39 +1,12 @@
-"""Adapters on one base: adding and copying them, and the flags by which layers choose among them."""
+"""Adapters on one base: adding, copying, reading and writing them."""
 
 from collections.abc import Mapping
 from copy import copy
 
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..distributed import set_weights, unsharded_shape
-
-
-class AdapterSwitch:
-    """Flags on the layers that have adapters, found once.
-
-    PEFT's `set_adapter` and `disable_adapter` walk the whole model and flip `requires_grad`; this sets the two flags
-    that a layer's forward reads.
-    """
-
-    def __init__(self, policy: PeftModel):
-        self.layers: list[tuple[nn.Module, frozenset[str] | None]] = []
-        for module in policy.modules():
-            if isinstance(module, AuxiliaryTrainingWrapper):  # it looks its active adapter up, so it must have it
-                self.layers.append((module, frozenset(module._adapters)))
-            elif isinstance(module, BaseTunerLayer):
-                self.layers.append((module, None))
-
-    def __call__(self, name: str | None) -> None:
-        """Activate an adapter on every layer; `None` disables all."""
-        active = [name]
-        for layer, adapters in self.layers:
-            # `nn.Module.__setattr__` looks for parameters first, which takes 20 times as long
-            object.__setattr__(layer, "_disable_adapters", name is None)
-            if name is not None:
-                object.__setattr__(layer, "_active_adapter", active if adapters is None or name in adapters else [])
 
 
 def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
@@ -130,22 +129,6 @@ def _keep_gradients_on_cpu(model: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
 
 
-class _OutsideAutocast:
-    """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
-
-    def __bool__(self) -> bool:
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu"} | (set() if accelerator is None else {accelerator.type})
-        return not any(map(torch.is_autocast_enabled, kinds))
-
-
-def _leave_casts_to_autocast(model: nn.Module) -> None:
-    """Stop PEFT from casting inputs to float32 under autocast, which takes as long as the adapter itself."""
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = _OutsideAutocast()
-
-
 def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -214,7 +197,6 @@ def load_actor_critic(
         if name is not None:
             _trained_in_float32(adapter_parameters(policy, name).values())
     _keep_gradients_on_cpu(policy)
-    _leave_casts_to_autocast(policy)
     _disable_dropout(policy)
     actor_critic = ActorCritic(policy, reference, args.critic != "none", critic, args.critic_backprop)
     if start is not None and actor_critic.value_head is not None:

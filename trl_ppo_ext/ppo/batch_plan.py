@@ -1,10 +1,10 @@
 """Every batch size of a run, derived once from the config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchPlan:
     """Sizes of a rollout and its parts: minibatches (one optimizer step each) of micro-batches (one forward each)."""
 
@@ -15,7 +15,20 @@ class BatchPlan:
     num_generations: int = 1  # completions per prompt
     num_processes: int = 1  # world size
 
+    mini_batch_size: int = field(init=False)  # completions per optimizer step, per process
+    completions_per_process: int = field(init=False)  # completions per rollout, per process
+    completions: int = field(init=False)  # completions per rollout, over all processes
+    prompts: int = field(init=False)  # prompts per rollout, over all processes
+    optimizer_steps: int = field(init=False)  # optimizer steps per rollout
+    micro_steps: int = field(init=False)  # forward and backward passes per rollout, per process
+
     def __post_init__(self):
+        self.mini_batch_size = self.micro_batch_size * self.gradient_accumulation_steps
+        self.completions_per_process = self.mini_batch_size * self.num_mini_batches
+        self.completions = self.completions_per_process * self.num_processes
+        self.prompts = self.completions // self.num_generations
+        self.optimizer_steps = self.num_ppo_epochs * self.num_mini_batches
+        self.micro_steps = self.optimizer_steps * self.gradient_accumulation_steps
         if self.completions % self.num_generations:
             valid = [n for n in range(1, 4 * self.num_generations + 1) if self.completions % n == 0]
             raise ValueError(
@@ -36,36 +49,6 @@ class BatchPlan:
             config.num_generations,
             num_processes,
         )
-
-    @property
-    def mini_batch_size(self) -> int:
-        """Completions per optimizer step, per process."""
-        return self.micro_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def completions_per_process(self) -> int:
-        """Completions per rollout, per process."""
-        return self.mini_batch_size * self.num_mini_batches
-
-    @property
-    def completions(self) -> int:
-        """Completions per rollout, over all processes."""
-        return self.completions_per_process * self.num_processes
-
-    @property
-    def prompts(self) -> int:
-        """Prompts per rollout, over all processes."""
-        return self.completions // self.num_generations
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.num_ppo_epochs * self.num_mini_batches
-
-    @property
-    def micro_steps(self) -> int:
-        """Forward and backward passes per rollout, per process."""
-        return self.optimizer_steps * self.gradient_accumulation_steps
 
 
 def accumulation_for(completions: int, num_mini_batches: int, micro_batch_size: int, num_processes: int) -> int:

@@ -373,19 +373,19 @@ class RolloutCollector:
         only the last tokens see it.
         """
         args = self.args
+        shifted = args.normalize_rewards or args.reward_baseline is not None
+        sees_all = args.lam == 1 and args.lam_length_alpha is None
+        if args.critic == "none" or args.critic_init is not None or shifted or sees_all:
+            return
         moments = RunningMoments()
         moments.update(scored.totals, scored.usable, self.all_sum)
         mean, deviation = moments.mean, math.sqrt(moments.squares / max(moments.count - 1, 1))
-        shifted = args.normalize_rewards or args.reward_baseline is not None
-        sees_all = args.lam == 1 and args.lam_length_alpha is None
-        trained = any(x.requires_grad for x in self.actor_critic.policy_parameters().values())
-        if args.critic == "none" or args.critic_init is not None or shifted or sees_all or not trained:
-            return
         # equal scores may differ by rounding
         if moments.count < 8 or not 1e-6 * abs(mean) < deviation < abs(mean) / 3:
             return
         ending, lengths = ("worse", "grow") if mean < 0 else ("better", "shrink")
-        if self.accelerator.is_main_process:
+        trained = any(x.requires_grad for x in self.actor_critic.policy_parameters().values())
+        if trained and self.accelerator.is_main_process:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
                 "their mean, only a completion's last tokens see it, and ending looks %s than continuing: completions "

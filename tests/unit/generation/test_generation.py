@@ -13,9 +13,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator, growing_cache
+from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator
+from trl_ppo_ext.generation import transformers as growing_cache
 from trl_ppo_ext.generation.continuous import distinct, reads_paged_cache
-from trl_ppo_ext.generation.quick_lora import quick_adapters
+from trl_ppo_ext.generation.transformers import quick_adapters
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
