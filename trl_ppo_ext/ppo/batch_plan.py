@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchPlan:
     """Sizes of a rollout and its parts: minibatches (one optimizer step each) of micro-batches (one forward each)."""
 
@@ -23,12 +23,19 @@ class BatchPlan:
     micro_steps: int = field(init=False)  # forward and backward passes per rollout, per process
 
     def __post_init__(self):
-        self.mini_batch_size = self.micro_batch_size * self.gradient_accumulation_steps
-        self.completions_per_process = self.mini_batch_size * self.num_mini_batches
-        self.completions = self.completions_per_process * self.num_processes
-        self.prompts = self.completions // self.num_generations
-        self.optimizer_steps = self.num_ppo_epochs * self.num_mini_batches
-        self.micro_steps = self.optimizer_steps * self.gradient_accumulation_steps
+        mini_batch_size = self.micro_batch_size * self.gradient_accumulation_steps
+        completions = mini_batch_size * self.num_mini_batches * self.num_processes
+        optimizer_steps = self.num_ppo_epochs * self.num_mini_batches
+        sizes = {
+            "mini_batch_size": mini_batch_size,
+            "completions_per_process": mini_batch_size * self.num_mini_batches,
+            "completions": completions,
+            "prompts": completions // self.num_generations,
+            "optimizer_steps": optimizer_steps,
+            "micro_steps": optimizer_steps * self.gradient_accumulation_steps,
+        }
+        for name, size in sizes.items():
+            object.__setattr__(self, name, size)  # the plan itself is frozen
         if self.completions % self.num_generations:
             valid = [n for n in range(1, 4 * self.num_generations + 1) if self.completions % n == 0]
             raise ValueError(

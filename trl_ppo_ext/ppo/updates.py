@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def ppo_loss(
     sequence_ratio: bool = False,
     vf_coef: float = 0.0,
     cliprange_value: float | None = None,
-    kl_estimator: ppo_math.KLEstimator | Literal["exact"] | None = None,
+    kl_estimator: ppo_math.KLEstimator | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss of a micro-batch: policy, values, KL (with `kl_estimator`) and entropy (if it was computed).
 
