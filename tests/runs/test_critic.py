@@ -255,7 +255,7 @@ def test_adapter_that_trains_biases_of_the_base_raises(tmp_path):
     lora = LoraConfig(bias="lora_only", **LORA)
     for model, peft_config in ((qwen2(), lora), (get_peft_model(qwen2(), lora), None)):
         with pytest.raises(ValueError, match="`bias` of the adapter must be 'none', got 'lora_only': biases of the base are shared"):
-            load_actor_critic(model, config(tmp_path), peft_config=peft_config)
+            trainer(tmp_path, model, peft_config=peft_config)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
