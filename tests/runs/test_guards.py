@@ -194,7 +194,7 @@ def test_rollout_without_finite_completions_ends_the_run_with_a_report(tmp_path)
     poison_embedding(built)
     before = weights(built)
     with pytest.raises(
-        NonFiniteError, match=r"the log-prob of 8 of 8, the reference .* the value of 8 of 8"
+        NonFiniteError, match=r"the log-prob of 8 of 8, .*the value of 8 of 8, the reference log-prob of 8 of 8"
     ) as error:
         built.train()
     assert all_equal(weights(built), before)
