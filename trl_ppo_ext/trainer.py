@@ -586,9 +586,7 @@ class PPOTrainer(Trainer):
         # sharded weights and optimizer states are gathered by all ranks together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
-        optimizer_state = None
-        if self.is_fsdp_enabled:
-            optimizer_state = distributed.unsharded_optimizer_state(self.optimizer)
+        optimizer_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
 
         def write(directory: str) -> None:
             if args.should_save:
@@ -603,14 +601,7 @@ class PPOTrainer(Trainer):
             self._save_scaler(directory)
             self._save_rng_state(directory)
             if args.should_save:
-                callbacks = [*self.callback_handler.callbacks, self.control]
-                for callback in (x for x in callbacks if isinstance(x, ExportableState)):
-                    saved, name = callback.state(), type(callback).__name__
-                    if isinstance(state.stateful_callbacks[name], list):
-                        state.stateful_callbacks[name].append(saved)
-                    else:
-                        state.stateful_callbacks[name] = saved
-                state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+                self._save_trainer_state(directory)
             save_file(self._run_state(), os.path.join(directory, resume.run_state_file(args.process_index)))
 
         resume.write_checkpoint(
@@ -621,6 +612,16 @@ class PPOTrainer(Trainer):
             rotate(final, args.save_total_limit, state.best_model_checkpoint, self._validity)
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
+
+    def _save_trainer_state(self, directory: str) -> None:
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        for callback in (x for x in callbacks if isinstance(x, ExportableState)):
+            saved, name = callback.state(), type(callback).__name__
+            if isinstance(self.state.stateful_callbacks[name], list):
+                self.state.stateful_callbacks[name].append(saved)
+            else:
+                self.state.stateful_callbacks[name] = saved
+        self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(

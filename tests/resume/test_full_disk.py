@@ -15,9 +15,7 @@ from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
-REMEDY = (
-    r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
-)
+REMEDY = r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
 
 
 @pytest.fixture

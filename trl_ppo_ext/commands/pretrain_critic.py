@@ -111,9 +111,10 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     """Collect rollouts that are not trained on, without changing the run's statistics and noise."""
     args, run, size = copy(trainer.args), trainer.collector, trainer.plan.completions_per_process
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
-    # without monitored rewards, which nothing would log
-    models: Any = (run.actor_critic, run.generator, run.rewards, [], run.tokenizer)
-    collector = RolloutCollector(*models, args, run.accelerator, run.guard)
+    monitors: list = []  # nothing would log them
+    collector = RolloutCollector(
+        run.actor_critic, run.generator, run.rewards, monitors, run.tokenizer, args, run.accelerator, run.guard
+    )
     collector.load_state_dict(run.state_dict())
     rounds = -(-completions // trainer.plan.completions)
     rows = _held_out_rows(trainer, rounds * trainer.plan.completions)
