@@ -96,9 +96,9 @@ def sampled(built):
     rollouts, collect = [], built.collector.collect
 
     def recording(*args):
-        collected = collect(*args)
-        rollouts.append(collected.samples.batch)
-        return collected
+        rollout, samples = collect(*args)
+        rollouts.append(samples.batch)
+        return rollout, samples
 
     built.collector.collect = recording
     return rollouts
