@@ -271,9 +271,9 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
                 tracker.add(tensor)
         for reward in trainer.collector.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
-        generator, experience = trainer.collector.generator, trainer.collector
+        collector, generator = trainer.collector, trainer.collector.generator
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        experience.score_tokens = in_phase(tracker, "forward", experience.score_tokens)
+        collector.score_tokens = in_phase(tracker, "forward", collector.score_tokens)
         trainer.train()
     return {
         "phases": {phase: tracker.peaks.get(phase, 0) / MIB for phase in ("load", *PHASES)},

@@ -203,15 +203,15 @@ def watch(trainer: Any, tracker: Any) -> None:
     """Tell the tracker when a phase begins and ends."""
     from estimate import in_phase
 
-    experience, generator = trainer.collector, trainer.collector.generator
-    models = [trainer.model, *(getattr(x, "model", None) for x in experience.rewards)]
+    collector, generator = trainer.collector, trainer.collector.generator
+    models = [trainer.model, *(getattr(x, "model", None) for x in collector.rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
         for tensor in [*model.parameters(), *model.buffers()]:  # those from a file were made by no operation
             tracker.add(tensor)
-    for reward in experience.rewards:
+    for reward in collector.rewards:
         reward.score = in_phase(tracker, "score", reward.score)
     generator.generate = in_phase(tracker, "generate", generator.generate)
-    experience.score_tokens = in_phase(tracker, "forward", experience.score_tokens)
+    collector.score_tokens = in_phase(tracker, "forward", collector.score_tokens)
 
 
 class Teller(Clock):

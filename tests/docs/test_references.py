@@ -10,7 +10,7 @@ import pytest
 from pages import PAGES, ROOT, name, rows, spans
 
 import trl_ppo_ext
-from trl_ppo_ext import PPOConfig
+from trl_ppo_ext import PPOConfig, ppo_math
 from trl_ppo_ext.commands import main as cli
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
@@ -60,7 +60,7 @@ def test_fields_of_the_config_are_in_its_docstring():
 def test_functions_with_a_paper_are_explained():
     """On the page that explains the algorithm, beside a link to the paper."""
     text = TEXTS[ROOT / "docs" / "how_it_works.md"]
-    for member, function in inspect.getmembers(trl_ppo_ext.ppo_math, inspect.isfunction):
+    for member, function in inspect.getmembers(ppo_math, inspect.isfunction):
         papers = re.findall(r"huggingface\.co/papers/[\d.]+\d", inspect.getdoc(function) or "")
         assert not papers or f"trl_ppo_ext.ppo_math.{member}" in text
         assert not [paper for paper in papers if paper not in text], member

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, cut short or in the way: told by name, passed over, never taken for whole."""
+"""Damaged or unfinished checkpoints are named, skipped, and never used."""
 
 import json
 import os
@@ -73,14 +73,14 @@ def copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / "run")
 
 
-def test_these_are_all_files_of_a_checkpoint(run):
+def test_checkpoint_has_exactly_these_files(run):
     assert files_of(run / "checkpoint-2") == FILES
     assert set(json.loads((run / "checkpoint-2" / MANIFEST).read_text())) == set(FILES) - {MANIFEST}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(copy, file, damage, caplog):
+def test_damaged_file_is_named_and_the_older_checkpoint_used(copy, file, damage, caplog):
     assert latest_valid_checkpoint(copy).name == "checkpoint-2" and not caplog.records
     damage(copy / "checkpoint-2" / file)
     with pytest.raises(CheckpointError, match=file):
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(copy, fil
         latest_valid_checkpoint(copy)
 
 
-def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
+def test_unreadable_file_counts_as_damage(copy, monkeypatch):
     def failing_disk(path):
         raise OSError(5, "Input/output error")
 
@@ -101,12 +101,12 @@ def test_a_file_that_the_disk_does_not_give_is_damage(copy, monkeypatch):
         verify(copy / "checkpoint-2")
 
 
-def test_a_manifest_that_lists_nothing_is_damage(copy):
+def test_empty_manifest_counts_as_damage(copy):
     (copy / "checkpoint-2" / MANIFEST).write_text("{}")
     assert latest_valid_checkpoint(copy).name == "checkpoint-1"
 
 
-def test_a_run_falls_back_and_goes_on_and_a_damaged_checkpoint_that_is_named_is_refused(run, copy):
+def test_run_falls_back_unless_a_damaged_checkpoint_is_named(run, copy):
     expected = weights_of(run / "checkpoint-2")
     truncated(copy / "checkpoint-2" / "optimizer.pt")
     built = trainer(copy, max_steps=2, **SAVING)
@@ -126,7 +126,7 @@ def weights_of(directory):
     return {name: (directory / name).read_bytes() for name in FILES if "adapter_model" in name or "value_head" in name}
 
 
-def test_what_was_being_written_is_never_taken_for_a_checkpoint(copy):
+def test_unfinished_checkpoint_is_never_used(copy):
     (copy / STAGING).mkdir()
     os.rename(copy / "checkpoint-2", copy / STAGING / "checkpoint-2")
     assert latest_valid_checkpoint(copy).name == "checkpoint-1"
@@ -135,7 +135,7 @@ def test_what_was_being_written_is_never_taken_for_a_checkpoint(copy):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_kill_between_two_renames_is_healed(copy, named):
+def test_kill_between_two_renames_is_repaired(copy, named):
     (copy / REPLACED).mkdir()
     os.rename(copy / "checkpoint-2", copy / REPLACED / "checkpoint-2")
     built = trainer(copy, max_steps=2, **SAVING)
@@ -144,7 +144,7 @@ def test_a_kill_between_two_renames_is_healed(copy, named):
     verify(copy / "checkpoint-2")
 
 
-def test_what_a_kill_left_aside_survives_that_another_checkpoint_is_written(copy):
+def test_checkpoint_left_aside_survives_the_next_save(copy):
     (copy / REPLACED).mkdir()
     os.rename(copy / "checkpoint-2", copy / REPLACED / "checkpoint-2")
     trainer(copy, max_steps=1, **SAVING).train()
@@ -153,7 +153,7 @@ def test_what_a_kill_left_aside_survives_that_another_checkpoint_is_written(copy
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_a_limit_deletes_damaged_checkpoints_before_whole_ones(copy, limit):
+def test_limit_deletes_damaged_checkpoints_first(copy, limit):
     """Whatever their numbers are: `checkpoint-9` looks like the newest."""
     shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-9")
     one_bit_flipped(copy / "checkpoint-9" / "optimizer.pt")
@@ -166,7 +166,7 @@ def test_a_limit_deletes_damaged_checkpoints_before_whole_ones(copy, limit):
 
 
 @pytest.mark.parametrize("given, named", [("run", "{}/run"), ("{}/run", "run"), ("run/../run", "run")])
-def test_the_best_is_kept_however_its_path_is_spelt(copy, monkeypatch, given, named):
+def test_limit_keeps_the_best_however_its_path_is_spelled(copy, monkeypatch, given, named):
     monkeypatch.chdir(copy.parent)
     output_dir, of_the_best = (Path(path.format(copy.parent)) for path in (given, named))
     rotate(output_dir / "checkpoint-2", 1, str(of_the_best / "checkpoint-1"), {})
@@ -176,7 +176,7 @@ def test_the_best_is_kept_however_its_path_is_spelt(copy, monkeypatch, given, na
 @pytest.mark.parametrize(
     "limit, kept", [(None, "54321"), (0, "54321"), (1, "41"), (2, "41"), (3, "541"), (9, "54321")]
 )
-def test_a_limit_keeps_the_latest_and_the_best(copy, limit, kept):
+def test_limit_keeps_the_latest_and_the_best(copy, limit, kept):
     for number in (3, 4, 5):
         shutil.copytree(copy / "checkpoint-1", copy / f"checkpoint-{number}")
     for number in (1, 2, 3, 4, 5):  # the run went back to 3, and has written 4 anew
@@ -185,7 +185,7 @@ def test_a_limit_keeps_the_latest_and_the_best(copy, limit, kept):
     assert [path.name[-1] for path in checkpoints(copy)] == list(kept)
 
 
-def test_a_run_with_a_limit_never_deletes_its_last_whole_checkpoint(copy):
+def test_limit_never_deletes_the_last_valid_checkpoint(copy):
     one_bit_flipped(copy / "checkpoint-2" / "optimizer.pt")
     os.rename(copy / "checkpoint-2", copy / "checkpoint-7")
     built = trainer(copy, max_steps=3, save_total_limit=1, **SAVING | {"resume_with_changed_settings": True})
@@ -208,7 +208,7 @@ class Damages(TrainerCallback):
         self.ends += 1
 
 
-def test_a_run_whose_best_checkpoint_is_damaged_ends_with_its_last_weights(tmp_path, caplog):
+def test_run_with_a_damaged_best_checkpoint_keeps_its_last_weights(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
     damages = Damages()
@@ -221,7 +221,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_with_its_last_weights(tmp_p
     assert torch.equal(last["weight"], built.actor_critic.value_head.weight)
 
 
-def test_what_a_process_had_under_way_is_told_to_the_others_when_it_cannot_be_read(copy, monkeypatch):
+def test_unreadable_run_state_is_reported_to_all_ranks(copy, monkeypatch):
     """It is whole, as its manifest says."""
     told = []
     monkeypatch.setattr(distributed, "gather_object", lambda given: told.extend(given) or given)

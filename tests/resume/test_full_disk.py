@@ -1,4 +1,4 @@
-"""A disk that is full or cannot be written to ends a run with a remedy, and costs nothing that was saved."""
+"""A full or read-only disk ends a run with a remedy; earlier checkpoints stay intact."""
 
 import errno
 import shutil
@@ -57,7 +57,7 @@ def check_it_goes_on(disk, expected):
     assert all(torch.equal(x, expected[name]) for name, x in weights(built).items())
 
 
-def test_a_full_disk(small_disk, begun, expected):
+def test_full_disk_raises_and_keeps_earlier_checkpoints(small_disk, begun, expected):
     """At whatever file it is full: torch, safetensors and Python each have an error of their own for it."""
     shutil.copytree(begun, small_disk / "run")
     size = sum(path.stat().st_size for path in (begun / "checkpoint-2").rglob("*"))
@@ -74,7 +74,7 @@ def test_a_full_disk(small_disk, begun, expected):
     check_it_goes_on(small_disk, expected)
 
 
-def test_a_disk_that_can_only_be_read(small_disk, begun):
+def test_read_only_disk_raises_with_a_remedy(small_disk, begun):
     shutil.copytree(begun, small_disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(CheckpointError, match=REMEDY.replace("written .*", "written .*Read-only.*")):
@@ -93,7 +93,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("module, writer", WRITERS, ids=lambda part: getattr(part, "__name__", part))
-def test_no_room_without_a_disk_of_its_own(tmp_path, begun, monkeypatch, module, writer):
+def test_failing_writer_raises_with_a_remedy(tmp_path, begun, monkeypatch, module, writer):
     """The same where nothing can be mounted."""
     shutil.copytree(begun, tmp_path / "run")
     built = run(tmp_path)
@@ -109,7 +109,7 @@ def test_no_room_without_a_disk_of_its_own(tmp_path, begun, monkeypatch, module,
     verify(tmp_path / "run" / "checkpoint-2")
 
 
-def test_an_error_that_is_none_of_writing_is_not_called_one(tmp_path, monkeypatch):
+def test_other_errors_are_raised_unchanged(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

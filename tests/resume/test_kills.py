@@ -164,7 +164,7 @@ def test_every_setting_that_changed_is_named(tmp_path):
         (1, 3, "under DeepSpeed's ZeRO-1, and this run has 1 process under DeepSpeed's ZeRO-3 "),
     ],
 )
-def test_another_stage_of_zero_is_refused_whatever_else_may_change(tmp_path, was, now, said, allowed):
+def test_another_zero_stage_raises_even_if_settings_may_change(tmp_path, was, now, said, allowed):
     """The Trainer would not find the optimizer, and begin it anew in silence."""
 
     def under(stage):
@@ -178,7 +178,7 @@ def test_another_stage_of_zero_is_refused_whatever_else_may_change(tmp_path, was
         check_settings("here", saved, under(now))
 
 
-def test_a_run_under_fsdp_is_not_resumed_without_it(tmp_path, monkeypatch):
+def test_run_under_fsdp_does_not_resume_without_it(tmp_path, monkeypatch):
     args = config(tmp_path)
     saved = run_settings(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -192,6 +192,6 @@ def test_a_run_under_fsdp_is_not_resumed_without_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["save_only_model", "ignore_data_skip"])
-def test_settings_under_which_a_run_would_not_go_on_as_it_was_are_refused(tmp_path, name):
+def test_settings_that_break_exact_resume_raise(tmp_path, name):
     with pytest.raises(ValueError, match=f"`{name}=True` is not supported"):
         config(tmp_path, **{name: True})

@@ -26,7 +26,7 @@ LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
         ("process", signal.SIGKILL, ["exitcode  : -9"]),
     ],
 )
-def test_a_signal_under_a_launcher(tmp_path, whom, number, said):
+def test_signal_under_a_launcher_ends_all_ranks(tmp_path, whom, number, said):
     settings = {"max_steps": 400, "save_total_limit": 2}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [*LAUNCHER, str(HERE / "launched_run.py"), str(tmp_path / "run"), json.dumps(settings)]

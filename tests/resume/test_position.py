@@ -31,17 +31,17 @@ def check_position(tmp_path, dataset):
 
 # in rollouts of 8: three epochs of 12 or 13 prompts, six of 5
 @pytest.mark.parametrize("rows", [12, 5])
-def test_a_dataset_goes_on_where_it_was_in_any_epoch(tmp_path, rows):
+def test_dataset_continues_in_any_epoch(tmp_path, rows):
     check_position(tmp_path, prompts(rows))
 
 
 @pytest.mark.parametrize("rows", [13, 5])
-def test_a_stream_goes_on_where_it_was_in_any_epoch(tmp_path, rows):
+def test_stream_continues_in_any_epoch(tmp_path, rows):
     stream = prompts(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
     check_position(tmp_path, stream)
 
 
-def test_a_stream_goes_on_for_longer_where_it_was(tmp_path):
+def test_stream_continues_in_a_longer_run(tmp_path):
     """Its position does not depend on how long the run was meant to be."""
     stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
     whole, expected = drawing(tmp_path / "whole", stream, save_strategy="no", lr_scheduler_type="constant")
@@ -53,7 +53,7 @@ def test_a_stream_goes_on_for_longer_where_it_was(tmp_path):
     assert drawn | after == expected and min(after) == 12
 
 
-def test_a_run_that_ended_takes_no_step_more(tmp_path):
+def test_finished_run_takes_no_further_step(tmp_path):
     first, _ = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
     first.train()
     again, drawn = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
@@ -61,7 +61,7 @@ def test_a_run_that_ended_takes_no_step_more(tmp_path):
     assert again.state.global_step == 5 and not drawn
 
 
-def test_a_run_that_could_not_be_resumed_begins_where_any_other_does(tmp_path, monkeypatch):
+def test_run_after_a_failed_resume_starts_at_the_beginning(tmp_path, monkeypatch):
     """Nothing of the checkpoint is left, such as its epoch in a stream: it was in the second."""
     stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
     first, expected = drawing(tmp_path, stream, max_steps=10)

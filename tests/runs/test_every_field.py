@@ -96,9 +96,9 @@ def sampled(built):
     rollouts, collect = [], built.collector.collect
 
     def recording(*args):
-        collected = collect(*args)
-        rollouts.append(collected.samples.batch)
-        return collected
+        rollout, samples = collect(*args)
+        rollouts.append(samples.batch)
+        return rollout, samples
 
     built.collector.collect = recording
     return rollouts
@@ -388,7 +388,7 @@ CASES = {
         (0, 2), "weights reward", settings={"reward_quantization": "none"}, given=three_labels_by_name
     ),
     "reward_on_error": Case(
-        ("raise", "skip", "3.0"), "outcome weights", given=failing, exact=lambda a, b: "must be finite" in a.outcome
+        ("raise", "skip", "3.0"), "outcome weights", given=failing, exact=lambda a, b: "must be a finite number" in a.outcome
     ),
     "max_reward_failures": Case(
         (1.0, 0.0),

@@ -1,6 +1,7 @@
 """Invariants of advantages, coefficients and batches on the cases that hypothesis generates."""
 
 import math
+from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 
@@ -10,21 +11,34 @@ from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import GARBAGE, batches, close, property_test, seeds
+from tiny import config
 from torch.utils.data import BatchSampler
 
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.data.prompts import RolloutSampler
-from trl_ppo_ext.ppo.math import critic_advantages, group_advantages, token_rewards
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, accumulation_for
-from trl_ppo_ext.ppo.math import AdaptiveEntropy, AdaptiveKL
-from trl_ppo_ext.ppo.math import dr_grpo_advantages, grpo_advantages, rloo_advantages
-from trl_ppo_ext.ppo.rollouts import Rollout
-from trl_ppo_ext.ppo.updates import schedule
+from trl_ppo_ext.ppo.math import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    dr_grpo_advantages,
+    grpo_advantages,
+    rloo_advantages,
+    token_rewards,
+)
+from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.rollouts import Rollout, RolloutCollector
+from trl_ppo_ext.ppo.updates import Updates, schedule
 from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
 
 ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None, "num_generations": 2}
+ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
+
+
+def collecting(**settings):
+    """As much of a collector as advantages need."""
+    return SimpleNamespace(args=SimpleNamespace(**ARGS | settings), accelerator=ONE_RANK)
 
 
 @property_test
@@ -58,9 +72,7 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     mask = torch.rand(rows, width, generator=generator) < 0.5
     rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
     for alpha in (None, 0.05):
-        advantages, returns = critic_advantages(
-            rewards, values, mask, SimpleNamespace(**ARGS | {"lam_length_alpha": alpha})
-        )
+        advantages, returns = RolloutCollector._gae(collecting(lam_length_alpha=alpha), rewards, values, mask)
         white = ppo_math.whiten(advantages, mask)
         assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
         assert (white[~mask] == 0).all()
@@ -68,11 +80,11 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     counted = torch.rand(rows, generator=generator) < 0.5
     scores = torch.full((rows,), score)
     for estimator in ("grpo", "dr_grpo", "rloo"):
-        args = SimpleNamespace(**ARGS, advantage_estimator=estimator)
-        assert (group_advantages(scores, counted, args) == 0).all()
-    reinforce = SimpleNamespace(**ARGS, advantage_estimator="reinforce")
+        grouped = RolloutCollector._group_advantages(collecting(advantage_estimator=estimator), scores, counted)
+        assert (grouped == 0).all()
     failed = scores.masked_fill(~counted, math.nan)
-    assert torch.equal(group_advantages(failed, counted, reinforce), scores * counted)
+    reinforced = RolloutCollector._group_advantages(collecting(advantage_estimator="reinforce"), failed, counted)
+    assert torch.equal(reinforced, scores * counted)
 
 
 @pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
@@ -161,36 +173,62 @@ def rollout_of(size, seed):
     return Rollout(sequences, sequences.completion_mask, numbers, numbers, numbers)
 
 
+@cache
+def settings():
+    return config("unused")
+
+
+def updates_of(plan):
+    return Updates(settings(), plan, Metrics(), lambda x: x)
+
+
 @property_test
 @given(plans(), seeds, st.data())
 def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     torch.manual_seed(seed)
-    size = plan.completions_per_process
-    rollout, rows = rollout_of(size, seed), schedule(torch.ones(size), plan)
-    whole = list(micro_batches(rollout, rows))
+    size, updates = plan.completions_per_process, updates_of(plan)
+    updates.start(rollout_of(size, seed), 0)
+    start = data.draw(st.integers(1, plan.optimizer_steps))
+    saved = updates.state_dict(start)
+    whole = list(updates.micro_batches)
     assert len(whole) == plan.micro_steps
     seen = [batch.rollout.sequences.completion_ids[:, 0].sub(1).tolist() for batch in whole]
     per_epoch = len(whole) // plan.num_ppo_epochs
     for epoch in range(plan.num_ppo_epochs):
         of_epoch = [*chain(*seen[epoch * per_epoch : (epoch + 1) * per_epoch])]
-        assert sorted(of_epoch) == list(range(size)) and (epoch or of_epoch == list(range(size)))
+        assert sorted(of_epoch) == list(range(size))
     assert [batch.step for batch in whole] == [
         step for step in range(plan.optimizer_steps) for _ in range(plan.gradient_accumulation_steps)
     ]
-    start = data.draw(st.integers(0, len(whole)))
-    rest = list(micro_batches(rollout_from_tensors(rollout_tensors(rollout), "cpu"), rows, start))
-    assert len(rest) == len(whole) - start
-    for one, other in zip(whole[start:], rest):
-        assert one.step == other.step
-        for name, tensor in rollout_tensors(one.rollout).items():
-            assert torch.equal(tensor, rollout_tensors(other.rollout)[name]), name
+    if start == plan.optimizer_steps:  # between two rollouts
+        assert not saved
+        return
+    resumed = updates_of(plan)
+    resumed.load_state_dict(saved, start)
+    rest = list(resumed.micro_batches)
+    done = start * plan.gradient_accumulation_steps
+    assert len(rest) == len(whole) - done
+    for one, other in zip(whole[done:], rest):
+        assert one.step == other.step and torch.equal(one.denominator, other.denominator)
+        for name, tensor in one.rollout.state_dict().items():
+            assert torch.equal(tensor, other.rollout.state_dict()[name]), name
+
+
+@property_test
+@given(plans(), seeds)
+def test_first_epoch_of_equal_lengths_keeps_the_order_of_rows(plan, seed):
+    torch.manual_seed(seed)
+    size = plan.completions_per_process
+    rows = schedule(torch.ones(size), plan).reshape(plan.num_ppo_epochs, size)
+    assert rows[0].tolist() == list(range(size))
 
 
 @property_test
 @given(plans(), seeds)
 def test_micro_batch_has_only_the_padding_it_needs(plan, seed):
-    rollout = rollout_of(plan.completions_per_process, seed)
-    for batch in micro_batches(rollout, schedule(rollout.sequences.lengths, plan)):
+    updates = updates_of(plan)
+    updates.start(rollout_of(plan.completions_per_process, seed), 0)
+    for batch in updates.micro_batches:
         part = batch.rollout
         mask = part.sequences.completion_mask
         assert len(part) == plan.micro_batch_size
@@ -204,8 +242,9 @@ def test_micro_batch_has_only_the_padding_it_needs(plan, seed):
 @given(plans(), st.integers(1, 25), st.booleans(), st.integers(0, 1000), st.integers(0, 3), st.data())
 def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epoch, data):
     """Cut into batches and shares as Accelerate does it, also when a run resumes."""
-    sampler = RolloutSampler(rows, plan.prompts, plan.num_generations, plan.micro_steps, shuffle, seed)
-    sampler.set_epoch(epoch)
+    rollouts = -(-rows // plan.prompts)
+    steps = epoch * rollouts * plan.optimizer_steps
+    sampler = RolloutSampler(rows, plan, shuffle, seed, lambda: (steps, steps + 1))
     drawn = list(sampler)
     assert drawn == list(sampler) and len(drawn) == len(sampler)
     assert set(drawn) == set(range(rows))  # no prompt is dropped
