@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.utils import clear_device_cache
+from accelerate.utils.memory import clear_device_cache
 from jinja2.exceptions import TemplateError
 from pandas import Series
 from rich.console import Console
