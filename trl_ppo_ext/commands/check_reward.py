@@ -4,25 +4,28 @@ Scores the same preference pairs with both, using the scorer of a run.
 """
 
 import argparse
-import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate.utils.memory import clear_device_cache
+from jinja2.exceptions import TemplateError
 from pandas import Series
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from trl import apply_chat_template, is_conversational
 
 from ..data.loading import get_split, load_splits, spread_indices
-from ..data.preference_pairs import Pairs, encode_pairs
+from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
+from ..rewards.model import choose_device
+from .serve_reward import add_model_arguments
 
 MAX_PAIRS = 500
 TIMED_BATCHES = 16
@@ -34,35 +37,25 @@ LOST = 0.05  # accuracy, at most
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `trl-ppo check-reward`."""
+    add_model_arguments(parser, ("nf4", "fp4", "int8"))
     add = parser.add_argument
-    add("model", metavar="MODEL", help="id or path of a sequence classifier")
     add("dataset", metavar="DATASET", help="id of a preference dataset, or a .json, .jsonl or .parquet file")
     add("--split", help="split of the dataset; the first of test, validation and train")
     add("--max-pairs", type=int, default=MAX_PAIRS, help="pairs to score at most, spread evenly over the dataset")
-    add("--quantization", choices=("nf4", "fp4", "int8"), default="nf4", help="quantization to check")
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    hint = (
-        "full precision, and compute dtype of the quantized model; auto is bfloat16 on a GPU that has it, or float32"
-    )
-    add("--dtype", choices=dtypes, default="auto", help=hint)
-    add("--batch-size", type=int, default=16, help="completions per forward")
-    add("--device", default="auto", help="such as cuda:0 or cpu; auto is a GPU if there is one")
     add("--reward-label", type=int, help="index of the label that is the reward, if there are several")
-    add("--trust-remote-code", action="store_true", help="allow the model to run code of its own")
     add("--json", metavar="FILE", help="write the numbers to this file too")
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: argparse.Namespace) -> None:
     """Check a reward model, print the table and the verdict, and write the numbers to `--json`."""
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():  # before the scoring
-        raise ValueError(f"--json {args.json} is in a folder that does not exist; create it, or give another one.")
+    if options.json is not None and not Path(options.json).absolute().parent.is_dir():  # before the scoring
+        raise ValueError(f"--json {options.json} is in a folder that does not exist; create it, or give another one.")
     # warns for each layer of each forward that 8-bit layers take float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    settings = {name: value for name, value in vars(args).items() if name not in ("command", "run", "json")}
-    report = check_reward(**settings)
+    report = check_reward(**{name: x for name, x in vars(options).items() if name not in ("command", "run", "json")})
     print_report(report)
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def check_reward(
@@ -82,14 +75,8 @@ def check_reward(
     for name, value in (("max_pairs", max_pairs), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    # 1. device and dtype, as a run on this machine would choose them
-    gpu = torch.cuda.is_available()
-    if device.startswith("cuda") and not gpu:
-        raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
-    device = device if device != "auto" else "cuda" if gpu else "cpu"
-    fallback = torch.bfloat16 if device != "cpu" and gpu and torch.cuda.is_bf16_supported() else torch.float32
-    precision = fallback if dtype == "auto" else getattr(torch, dtype)
-    # 2. pairs that fit in the model's context: beyond it, some models crash, and the others were never trained
+    device, precision = choose_device(device, dtype)
+    # 1. Encode pairs that fit in the model's context: beyond it, some models crash, and others were never trained.
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -98,25 +85,27 @@ def check_reward(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     context = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
-    pairs = encode_pairs(_load_rows(dataset, split, max_pairs), tokenizer, context)
-    # 3. scores of the two, one model in memory at a time
-    load = partial(
-        load_classifier, model, precision, device=device, trust_remote_code=trust_remote_code, label=reward_label
-    )
-    full, full_measures = _measure(load, "none", tokenizer, pairs, batch_size, reward_label)
-    quantized, quantized_measures = _measure(load, quantization, tokenizer, pairs, batch_size, reward_label)
+    rows = _load_rows(dataset, split, max_pairs)
+    sequences, lengths = encode_pairs(rows, tokenizer, context)
     report = {
         "model": model,
         "dataset": dataset if isinstance(dataset, str) else None,
         "device": device,
         "dtype": str(precision).removeprefix("torch."),
         "quantization": quantization,
-        "pairs": len(pairs.sequences) // 2,
-        "pairs_too_long": pairs.too_long,
-        "full": full_measures,
-        "quantized": quantized_measures,
-        **compare(full, quantized),
+        "pairs": len(sequences) // 2,
+        "pairs_too_long": len(rows) - len(sequences) // 2,
     }
+    # 2. Score them with both, one model in memory at a time.
+    scores = {}
+    for load, kind in (("full", "none"), ("quantized", quantization)):
+        clear_device_cache(garbage_collection=True)
+        classifier = load_classifier(model, precision, kind, device, trust_remote_code, reward_label)
+        reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
+        scores[load], report[load] = _measure(reward, sequences, lengths)
+        del classifier, reward
+    # 3. Compare.
+    report |= compare(scores["full"], scores["quantized"])
     return report | {"verdict": verdict(quantization, report)}
 
 
@@ -131,34 +120,73 @@ def _load_rows(dataset: str | Sequence[dict[str, Any]], split: str | None, max_p
     return [rows[index] for index in spread_indices(len(rows), max_pairs)]
 
 
-def _measure(
-    load: Callable[..., PreTrainedModel],
-    quantization: str,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Pairs,
-    batch_size: int,
-    label: int | None,
-) -> tuple[np.ndarray, dict[str, float | None]]:
-    """Load the classifier, score and time it."""
-    gc.collect()  # the model before
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    model = load(quantize=quantization)
-    reward = ClassifierReward(model, tokenizer, batch_size, label)
+def encode_pairs(
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int
+) -> tuple[list[Any], list[int]]:
+    """Return the chosen answers with their prompts, then the rejected ones, and the tokens of the answers."""
+    is_text = not isinstance(rows[0].get("chosen"), list)
+    pairs = []
+    for index, row in enumerate(rows):
+        chosen, rejected, prompt = (row.get(name) for name in ("chosen", "rejected", "prompt"))
+        for entry in (chosen, rejected, prompt or chosen):
+            if not (isinstance(entry, str) if is_text else entry and is_conversational({"messages": entry})):
+                raise ValueError(
+                    f"Pair {index} has {shortened(row)}; 'chosen', 'rejected' and, if there is one, 'prompt' must all "
+                    "be text, or all be lists of messages with a role, in every row. Rename columns, and drop the "
+                    "prompt if the others are whole conversations."
+                )
+        try:
+            pairs.append(_encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer))
+        except TemplateError as error:
+            raise ValueError(f"The chat template does not take pair {index}: {error}; drop or reshape it.") from error
+    pairs = [pair for pair in pairs if max(pair["tokens"]) <= context]
+    if not pairs:
+        raise ValueError(
+            f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
+        )
+    sequences, lengths = ([pair[key][side] for side in (0, 1) for pair in pairs] for key in ("texts", "lengths"))
+    return sequences, lengths
 
-    def score(sequences: list) -> np.ndarray:
+
+def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+    """Join two answers with their prompt, and count the tokens of both and of the answers."""
+    end = tokenizer.eos_token or ""
+
+    def token_ids(sequence: Any) -> list[int]:  # as the scorer and TRL's `RewardTrainer` do
+        if isinstance(sequence, str):
+            return tokenizer(sequence + end)["input_ids"]
+        text = apply_chat_template({"messages": sequence}, tokenizer)["text"]
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    texts = [prompt + chosen, prompt + rejected]
+    if isinstance(prompt, str):
+        texts = [text.removesuffix(end) for text in texts]  # the scorer adds it, as RewardTrainer does
+    ids = [token_ids(text) for text in texts]
+    # without a prompt, answers begin where the two begin to differ
+    openings = [token_ids(prompt)] * 2 if prompt else ids[::-1]
+    shared = [len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*both)))) for both in zip(ids, openings)]
+    tokens = [len(own) for own in ids]
+    return {"texts": texts, "tokens": tokens, "lengths": [all_ - same for all_, same in zip(tokens, shared)]}
+
+
+def _measure(
+    reward: ClassifierReward, sequences: list[Any], lengths: list[int]
+) -> tuple[np.ndarray, dict[str, float | None]]:
+    """Score and time a classifier."""
+
+    def score(sequences: list[Any]) -> np.ndarray:
         # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty completion
         empty: Any = "" if isinstance(sequences[0], str) else []
-        return np.array(reward.score(ScoringBatch(sequences, [empty] * len(sequences), [[]] * len(sequences))))
+        return np.array(reward.score(ScoringBatch(sequences, [empty] * len(sequences), [])))
 
-    scores = score(pairs.sequences)
+    scores = score(sequences)
     invalid = int((~np.isfinite(scores)).sum())
     if invalid:
         raise ValueError(
-            f"{invalid} of {len(scores)} scores of {model.config._name_or_path} are NaN or inf in {model.dtype} with "
-            f"quantization {quantization!r}; use another dtype, such as float32."
+            f"{invalid} of {len(scores)} scores of {reward.name} are NaN or inf in {reward.model.dtype}; use another "
+            "dtype, such as float32."
         )
-    timed = pairs.sequences[:: -(-len(scores) // (TIMED_BATCHES * batch_size))]
+    timed = sequences[:: -(-len(scores) // (TIMED_BATCHES * reward.batch_size))]
     score(timed)  # the first time, kernels are set up for each shape
     start = time.perf_counter()
     score(timed)
@@ -167,9 +195,9 @@ def _measure(
         "accuracy": accuracy(scores),
         "mean": float(scores.mean()),
         "standard_deviation": float(scores.std(ddof=1)),
-        "length_correlation": correlation(Series(scores), Series(pairs.lengths)),
+        "length_correlation": correlation(Series(scores), Series(lengths)),
         "completions_per_second": len(timed) / seconds,
-        "memory_mib": model.get_memory_footprint() / 2**20,
+        "memory_mib": reward.model.get_memory_footprint() / 2**20,
     }
 
 

@@ -85,7 +85,7 @@ class _BoundedClient(httpx2.AsyncClient):
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content), request=request)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HttpReward:
     """Posts `batch_size` completions per request to one address, `concurrency` requests at a time.
 
@@ -214,7 +214,7 @@ class HttpReward:
         return shortened(" ".join(line.split()), longest)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Judge(HttpReward):
     r"""Language model that reads a rubric, a prompt and a completion, and answers with a number.
 
@@ -306,7 +306,7 @@ class Judge(HttpReward):
         return [score]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RemoteReward(HttpReward):
     """Server that takes `{"prompts": [...], "completions": [...]}` and answers `{"scores": [...]}`.
 
