@@ -53,9 +53,8 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import RewardFunc, build_rewards
-from .tracking.completions import print_completions
+from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
-from .tracking.trackers import check_trackers, log_completions
 
 logger = logging.get_logger(__name__)
 
