@@ -623,7 +623,7 @@ class PPOTrainer(Trainer):
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(
-            self.args,
+            files.run_settings(self.args),
             self.actor_critic.config._name_or_path or None,
             self.hub_model_id or os.path.abspath(output_dir),
             [reward.name for reward in self.collector.rewards],

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 from test_run_log import run as tiny_run
+from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_ppo_ext.checkpoints.files import STATE
 from trl_ppo_ext.commands import report
