@@ -53,9 +53,8 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import RewardFunc, build_rewards
-from .tracking.completions import print_completions
+from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
-from .tracking.trackers import check_trackers, log_completions
 
 logger = logging.get_logger(__name__)
 
@@ -627,7 +626,7 @@ class PPOTrainer(Trainer):
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(
-            self.args,
+            files.run_settings(self.args),
             self.actor_critic.config._name_or_path or None,
             self.hub_model_id or os.path.abspath(output_dir),
             [reward.name for reward in self.collector.rewards],

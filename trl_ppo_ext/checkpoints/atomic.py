@@ -34,10 +34,8 @@ def _flush(path: Path) -> None:
 def seal(staged: Path) -> None:
     """Write the manifest of a directory, and flush its files and folders to the disk."""
     files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST)
-    manifest = {
-        str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)} for path in files
-    }
-    (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    entries = {str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)} for path in files}
+    (staged / MANIFEST).write_text(json.dumps(entries, indent=1))
     for path in (*staged.rglob("*"), staged):
         _flush(path)
 
@@ -65,24 +63,16 @@ def restore_replaced(output_dir: str | os.PathLike) -> None:
 
 def find_damage(directory: str | os.PathLike) -> str | None:
     """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
-    path, remedy = Path(directory), "Resume from another checkpoint."
+    path, name, remedy = Path(directory), "its content", "Resume from another checkpoint."
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        entries = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest.items()}
-        if not entries:
-            raise ValueError("it lists no file")
+        for name, entry in json.loads((path / MANIFEST).read_text()).items():
+            size = (path / name).stat().st_size
+            if size != entry["size"] or _digest(path / name) != entry["sha256"]:
+                return f"`{path}` is damaged: {name} ({size} bytes) differs from {MANIFEST}. {remedy}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return (
-            f"`{path}` is not a complete checkpoint of PPOTrainer: its {MANIFEST} cannot be read ({error}). {remedy}"
-        )
-    for name, (size, digest) in entries.items():
-        try:
-            actual = (path / name).stat().st_size
-            if actual != size or _digest(path / name) != digest:
-                return f"`{path}` is damaged: {name} ({actual} bytes) differs from {MANIFEST} ({size} bytes). {remedy}"
-        except OSError as error:  # missing, or on a failing disk
-            return f"`{path}` is damaged: {name} cannot be read ({error}). {remedy}"
-    return None
+        return f"`{path}` is damaged: {name} cannot be read or compared with {MANIFEST} ({error}). {remedy}"
+    # the loop replaces the name by that of a file
+    return f"`{path}` is damaged: {MANIFEST} lists no file. {remedy}" if name == "its content" else None
 
 
 def verify(directory: str | os.PathLike) -> None:
@@ -124,13 +114,11 @@ def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Pat
     candidates = checkpoints(latest.parent)
     if not limit or len(candidates) <= limit:
         return
-    kept = {latest} | {path for path in candidates if best is not None and path.resolve() == Path(best).resolve()}
-    for path in candidates:
-        if path not in validity:
-            validity[path] = find_damage(path) is None
-    others = [path for path in candidates if path not in kept]
+    validity |= {path: find_damage(path) is None for path in candidates if path not in validity}
+    kept = {latest.resolve(), Path(best or latest).resolve()}
+    others = [path for path in candidates if path.resolve() not in kept]
     # by time, not by step: a run that went back writes lower steps later; the sort keeps ties latest step first
     others.sort(key=lambda path: (validity[path], path.stat().st_mtime), reverse=True)
-    for path in others[max(limit - len(kept), 0) :]:
+    for path in others[max(limit - (len(candidates) - len(others)), 0) :]:
         shutil.rmtree(path, ignore_errors=True)
-        validity.pop(path)
+        del validity[path]

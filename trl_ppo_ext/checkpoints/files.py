@@ -41,17 +41,15 @@ def _write(tensors: dict[str, Tensor], path: str) -> None:
     save_file(contiguous, path, metadata={"format": "pt"})
 
 
-def _read(directory: str, file: str) -> dict[str, Tensor]:
+@contextmanager
+def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
+    """Weights in a file; an error within the context that they do not fit the model names the file."""
     path = os.path.join(directory, file)
     if not os.path.isfile(path):
         raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint written by PPOTrainer.")
-    return load_file(path)
-
-
-@contextmanager
-def _fitting(file: str) -> Iterator[None]:
+    weights = load_file(path)
     try:
-        yield
+        yield weights
     except ValueError as error:
         raise CheckpointError(
             f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
@@ -98,17 +96,10 @@ def save_actor_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[
     save_critic(actor_critic, output_dir, weights)
 
 
-def load_adapter(policy: PeftModel, name: str, directory: str) -> None:
-    """Load an adapter saved by [`save_adapter`]."""
-    weights = _read(directory, ADAPTER_WEIGHTS)
-    with _fitting(ADAPTER_WEIGHTS):
-        load_adapter_weights(policy, name, weights)
-
-
 def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
     """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
-    weights, names = _read(directory, ADAPTER_WEIGHTS), parameter_names(policy, name)
-    with _fitting(ADAPTER_WEIGHTS):
+    names = parameter_names(policy, name)
+    with _weights_of(directory, ADAPTER_WEIGHTS) as weights:
         check_fit(adapter_weights(policy, name, dict(policy.named_parameters())), weights)
     return {names[key]: x for key, x in weights.items()}
 
@@ -124,13 +115,15 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         )
     if actor_critic.value_head is not None:
         parameters: dict[str, Tensor] = dict(actor_critic.value_head.named_parameters())
-        head = _read(directory, VALUE_HEAD)
-        with _fitting(VALUE_HEAD):
-            check_fit(parameters, head)
-        set_weights(parameters, head)
-    load_adapter(actor_critic.policy, actor_critic.policy_adapter, directory)
+        with _weights_of(directory, VALUE_HEAD) as weights:
+            check_fit(parameters, weights)
+            set_weights(parameters, weights)
+    folders = {actor_critic.policy_adapter: directory}
     if actor_critic.critic_adapter is not None:
-        load_adapter(actor_critic.policy, actor_critic.critic_adapter, os.path.join(directory, CRITIC_FOLDER))
+        folders[actor_critic.critic_adapter] = os.path.join(directory, CRITIC_FOLDER)
+    for name, folder in folders.items():
+        with _weights_of(folder, ADAPTER_WEIGHTS) as weights:
+            load_adapter_weights(actor_critic.policy, name, weights)
 
 
 # ---- state and settings ----
@@ -170,11 +163,9 @@ def run_settings(args: Any) -> dict[str, Any]:
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     values, deepspeed = args.to_dict(), args.deepspeed_plugin
     settings = {name: values[name] for name in sorted(own | set(TRAINER_SETTINGS)) if name in values}
-    settings |= {
-        "num_processes": args.world_size,
-        "zero_stage": None if deepspeed is None else deepspeed.zero_stage,
-        "fsdp_version": 2 if uses_fsdp(args) else None,
-    }
+    settings["num_processes"] = args.world_size
+    settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage
+    settings["fsdp_version"] = 2 if uses_fsdp(args) else None
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -183,10 +174,8 @@ def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
     current = run_settings(args)
     was, now = _processes(current | saved), _processes(current)
     if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
-        raise CheckpointError(
-            f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version); "
-            f"resume with {was}."
-        )
+        message = f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version)"
+        raise CheckpointError(f"{message}; resume with {was}.")
     changed = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
     if changed and not args.resume_with_changed_settings:
         listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in changed)

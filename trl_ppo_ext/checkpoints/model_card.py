@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,6 @@ from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
 from ..modeling import ActorCritic
-from .files import run_settings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 ADAPTER = ("r", "lora_alpha", "target_modules")
@@ -24,42 +24,24 @@ METRICS = (
     "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
     "value/explained_variance"
 ).split()
-CRITICS = {
-    "head": "`value_head.safetensors`, on this adapter's hidden states",
-    "adapter": "`value_head.safetensors`, on the adapter in `critic/`",
-    "none": None,
-}
 BASE_COPY = "path/to/your/copy/of/the/base"
 PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
 
 
-# ---- names that come from elsewhere must not act as Markdown, HTML or code ----
-
-
-def _one_line(text: str) -> str:
+def _one_line(text: Any) -> str:
     """A name for a code span: it ends neither the span nor its table cell."""
     printable = "".join(c if c.isprintable() else " " for c in str(text))
     return " ".join(printable.replace("|", "\\|").replace("`", "'").split())
 
 
-def _text(text: str) -> str:
-    """A name for prose."""
+def _text(text: Any) -> str:
+    """A name for prose, in which it acts neither as Markdown nor as HTML."""
     return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
 
 
 def _code(text: str) -> str:
     """A name as a Python string."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _cell(value: Any) -> str:
-    """A setting for a table."""
-    if isinstance(value, set | list | tuple):
-        value = ", ".join(sorted(map(str, value)) if isinstance(value, set) else map(str, value))
-    return _text(str(value))
-
-
-# ---- base and data, as far as their names mean the same to everybody ----
 
 
 class Measured(NamedTuple):
@@ -95,28 +77,19 @@ def hub_datasets(dataset: Any) -> list[str]:
 
 def provenance(actor_critic: ActorCritic, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The base's architecture and the datasets of a run: `architecture` and `measured` of [`model_card`]."""
-    config = actor_critic.config
-    names = getattr(config, "architectures", None) or [type(actor_critic.policy.get_base_model()).__name__]
-    text = config.get_text_config()
+    text = actor_critic.config.get_text_config()
+    name = type(actor_critic.policy.get_base_model()).__name__
     sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     datasets = [("", "train", train_dataset)]
     datasets += [(f"eval_{key}_" if key else "eval_", key or "eval", dataset) for key, dataset in evaluated.items()]
-    measured: list[Measured] = []
-    for prefix, role, dataset in datasets:
-        if dataset is not None:
-            split = str(getattr(dataset, "split", None) or role)
-            if split in {entry.split for entry in measured}:  # the Hub's index merges results of one split
-                split = f"{split} ({role})"
-            measured.append(Measured(prefix, split, hub_datasets(dataset)))
-    return {"architecture": f"{names[0]}, {sizes}", "measured": measured}
-
-
-# ---- the card ----
+    # by their role, since the Hub's index merges results of one split
+    measured = [Measured(prefix, role, hub_datasets(x)) for prefix, role, x in datasets if x is not None]
+    return {"architecture": f"{name}, {sizes}", "measured": measured}
 
 
 def model_card(
-    args: Any,
+    settings: dict[str, Any],
     base_model: str | None,
     adapter: str,
     rewards: list[str],
@@ -124,8 +97,8 @@ def model_card(
     step: int,
     peft_config: PeftConfig,
     started_from_adapter: bool = False,
-    architecture: str | None = None,
-    measured: list[Measured] | None = None,
+    architecture: str = "",
+    measured: Sequence[Measured] = (Measured("", "train", []),),
     **metadata: Any,
 ) -> ModelCard:
     """Build the card of a trained adapter; it contains no path of this machine."""
@@ -136,15 +109,15 @@ def model_card(
     model_name = metadata.pop("model_name", shown.split("/")[-1])
 
     # 1. datasets, under any name that the Trainer and TRL use; without one, those that the datasets were loaded from
-    measured = [Measured("", "train", [])] if measured is None else measured
     fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
-    datasets = [name for field in fields for name in as_list(metadata.pop(field, None))]
-    datasets = datasets or [name for entry in measured for name in entry.ids]
-    datasets = [name for name in dict.fromkeys(datasets) if is_hub_id(name)]
+    named = [name for field in fields for name in as_list(metadata.pop(field, None))]
+    named = named or [name for entry in measured for name in entry.ids]
+    datasets = [name for name in dict.fromkeys(named) if is_hub_id(name)]
 
-    # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`
+    # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN
     logged = {name: value for entry in log_history for name, value in entry.items()}
     names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
+    metrics = [(entry, name) for entry in measured for name in names if entry.prefix + name in logged]
     results = [
         EvalResult(
             task_type="text-generation",
@@ -156,14 +129,14 @@ def model_card(
             metric_name=name,
             metric_value=float(logged[prefix + name]),
         )
-        for prefix, split, ids in measured
-        for name in names
-        if math.isfinite(logged.get(prefix + name, math.nan))  # the index has no place for NaN
+        for (prefix, split, ids), name in metrics
+        if math.isfinite(logged[prefix + name])
     ]
-    in_table = [entry.prefix + name for entry in measured for name in names]
 
     # 3. the card
-    settings = run_settings(args) | {name: getattr(peft_config, name, None) for name in ADAPTER}
+    table = settings | {name: getattr(peft_config, name, None) for name in ADAPTER}
+    targets = table["target_modules"]
+    table["target_modules"] = sorted(targets) if isinstance(targets, set) else targets  # a set has no order
     card_data = ModelCardData(
         base_model=base_model if on_hub else None,
         datasets=datasets or None,
@@ -182,16 +155,15 @@ def model_card(
         base_name=_text(base_model or ""),
         base_link=quote(base_model or ""),
         on_hub=on_hub,
-        architecture=_text(architecture or ""),
+        architecture=_text(architecture),
         adapter=_code(shown),
         adapter_on_hub=adapter_on_hub,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
-        critic=CRITICS[args.critic],
-        critic_folder="critic" if args.critic == "adapter" else None,
-        settings={name: _cell(value) for name, value in settings.items() if value is not None},
-        metrics={_one_line(name): f"{logged[name]:.4g}" for name in in_table if name in logged},
+        critic=settings["critic"],
+        settings={name: _text(value) for name, value in table.items() if value is not None},
+        metrics={_one_line(x.prefix + name): f"{logged[x.prefix + name]:.4g}" for x, name in metrics},
         step=step,
         versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
     )

@@ -3,8 +3,8 @@
 import argparse
 import os
 
+from ..tracking.reading import REPORT
 from ..tracking.report import write_report
-from ..tracking.report.reading import REPORT
 
 COMPARISON = "compare.html"
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..ppo.rollouts import Samples
 from ..redaction import without_secrets
 from .completions import as_text
-from .report.reading import RUN_LOG
+from .reading import RUN_LOG
 
 logger = logging.get_logger(__name__)
 

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, Measured, hub_datasets, is_hub_id, model_card
 
 IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
@@ -98,7 +99,7 @@ def test_card_metadata_hold_metrics_in_the_form_of_the_hub(base, tmp_path):
 
 def card(tmp_path, base_model="org/base", adapter="me/run", history=(), **metadata):
     lora = LoraConfig(r=4, target_modules="all-linear")
-    return model_card(config(tmp_path), base_model, adapter, ["r"], list(history), 3, lora, **metadata)
+    return model_card(run_settings(config(tmp_path)), base_model, adapter, ["r"], list(history), 3, lora, **metadata)
 
 
 def test_card_lists_nan_metrics_in_the_table_only(tmp_path):

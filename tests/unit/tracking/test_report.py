@@ -12,12 +12,14 @@ from html.parser import HTMLParser
 
 import pytest
 from test_run_log import run as tiny_run
+from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_ppo_ext.checkpoints.files import STATE
-from trl_ppo_ext.checkpoints.resume import TRAINER_STATE
 from trl_ppo_ext.commands import report
-from trl_ppo_ext.tracking.report import page, plots, reading, write_report
-from trl_ppo_ext.tracking.report.reading import RUN_LOG, Run, Sheet, read_run, read_runs
+from trl_ppo_ext.tracking import plots, reading
+from trl_ppo_ext.tracking import report as page
+from trl_ppo_ext.tracking.reading import RUN_LOG, Run, Sheet, read_run, read_runs
+from trl_ppo_ext.tracking.report import write_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"><!-- "
@@ -122,7 +124,7 @@ def state_of(directory, steps, **kwargs):
 
 
 def test_missing_log_falls_back_to_the_newest_checkpoint(tmp_path):
-    assert (reading.TRAINER_STATE, reading.PPO_STATE) == (TRAINER_STATE, STATE)
+    assert (reading.TRAINER_STATE, reading.PPO_STATE) == (TRAINER_STATE_NAME, STATE)
     state_of(tmp_path / "run" / "checkpoint-2", 2)
     state_of(tmp_path / "run" / "checkpoint-10", 10)
     for place in (tmp_path / "run", tmp_path / "run" / "checkpoint-10"):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from trl_ppo_ext.tracking.report.advice import advise, number, trend
-from trl_ppo_ext.tracking.report.reading import Curve, Run
+from trl_ppo_ext.tracking.advice import advise, number, trend
+from trl_ppo_ext.tracking.reading import Curve, Run
 
 # ---- curves ----
 

@@ -15,7 +15,7 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences
-from trl_ppo_ext.tracking.report.reading import RUN_LOG, read_run
+from trl_ppo_ext.tracking.reading import RUN_LOG, read_run
 from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog, environment
 
 

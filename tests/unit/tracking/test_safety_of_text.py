@@ -14,7 +14,8 @@ from rich.console import Console
 from runs_of_tiny import trainer
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, agreement, redaction
+from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
+from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
@@ -101,12 +102,12 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
 
 def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
     told = []
-    monkeypatch.setattr(agreement, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
+    monkeypatch.setattr(distributed, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
     with pytest.raises(OSError, match=r"^x+$"):
-        agreement.on_every_rank(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
+        distributed.on_every_rank(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
     assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
-    with pytest.raises(agreement.ElsewhereError, match="on process 1: OSError: no room"):
-        agreement.on_every_rank(lambda: 1, OSError)
+    with pytest.raises(distributed.ElsewhereError, match="on process 1: OSError: no room"):
+        distributed.on_every_rank(lambda: 1, OSError)
 
 
 class Broken:
@@ -182,7 +183,7 @@ def card(tmp_path, text, **settings):
     lora = LoraConfig(r=4, target_modules=text)
     history = [{f"rewards/{text}/mean": 1.0, "reward": 2.0}]
     metadata = {"tags": [text], "model_name": text, "license": text}
-    return str(model_card(args, text, text, [text], history, 3, lora, **metadata))
+    return str(model_card(run_settings(args), text, text, [text], history, 3, lora, **metadata))
 
 
 @pytest.mark.parametrize("text", HOSTILE)

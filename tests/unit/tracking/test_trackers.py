@@ -12,7 +12,7 @@ import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.tracking import trackers
+from trl_ppo_ext.tracking import completions
 
 SECRET = "hf_secretSecretSecret"
 
@@ -131,7 +131,7 @@ def test_trackio_gets_metrics_and_tables_on_this_machine(tmp_path):
 
 
 def test_no_tracker_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    monkeypatch.setattr(completions, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     run(tmp_path, "none").train()
 
 
@@ -148,9 +148,9 @@ def test_a_tracker_whose_run_has_not_begun_is_left_alone(monkeypatch):
     class Silent:
         run = None
 
-    monkeypatch.setattr(trackers, "import_module", lambda name: Silent)
-    monkeypatch.setattr(trackers, "completions_table", lambda *_: None)
-    trackers.log_completions(["wandb"], None, [], [], 1, "completions")
+    monkeypatch.setattr(completions, "import_module", lambda name: Silent)
+    monkeypatch.setattr(completions, "completions_table", lambda *_: None)
+    completions.log_completions(["wandb"], None, [], [], 1, "completions")
 
 
 def test_wandb_must_not_log_the_model(tmp_path, monkeypatch):
@@ -161,12 +161,12 @@ def test_wandb_must_not_log_the_model(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_LOG_MODEL", value)
         if refused:
             with pytest.raises(ValueError, match=f"WANDB_LOG_MODEL={value}.*push_to_hub"):
-                trackers.check_trackers(args)
+                completions.check_trackers(args)
         else:
-            trackers.check_trackers(args)
+            completions.check_trackers(args)
     args.report_to = []
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
-    trackers.check_trackers(args)
+    completions.check_trackers(args)
 
 
 def test_an_optimizer_made_before_is_refused_by_what_it_lacks(tmp_path):

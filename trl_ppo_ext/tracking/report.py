@@ -1,9 +1,11 @@
-"""The page of a report: one HTML file with plots, advice, completions and settings, without any network access."""
+"""The report of a run: one HTML file with plots, advice, completions and settings that needs no network."""
 
 import json
 import math
+import os
 import re
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
@@ -14,9 +16,11 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .advice import FEWEST, Advice, advise, number, trend
+from .advice import FEWEST, NO_TREND, advise, number, trend
 from .plots import COLORS, draw_all
-from .reading import Run, Sheet
+from .reading import REPORT, Run, Sheet, read_runs
+
+__all__ = ["REPORT", "write_report"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ADVISED, RESUMED = "#B00020", "#999999"  # colors of marked steps
@@ -34,30 +38,36 @@ SUMMARY = {
 }
 
 
+def write_report(directories: Sequence[str | os.PathLike], output: str | os.PathLike) -> Path:
+    """Write the report of one run, or of several runs over each other."""
+    path = Path(output)
+    page = render(read_runs(directories))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rename a finished file, so that a browser that reloads the report never sees half of it.
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    return partial.replace(path)
+
+
 def _with_code(text: str) -> Markup:
     """Escaped text with its backticks turned into code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _marks(runs: list[Run], advice: list[list[Advice]]) -> dict[str, dict[int, str]]:
-    """Steps to mark in the plots of a single run, by metric; `""` stands for all metrics."""
-    if len(runs) > 1:  # a mark could not show which run it belongs to
-        return {}
-    marks: dict[str, dict[int, str]] = {"": dict.fromkeys(runs[0].resumed_at, RESUMED)}
-    for item in advice[0]:
-        if item.step is not None:
-            for name in item.metrics:
-                marks.setdefault(name, {})[item.step] = ADVISED
-    return marks
+def _scores(scores: Any) -> list[tuple[str, str]]:
+    """Names and numbers as text; every type in a log can be wrong."""
+    items = scores.items() if isinstance(scores, dict) else ()
+    valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
+    return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
 
 
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
     """Start and end of a metric."""
-    curve = run.curves.get(name)
-    if curve is None or not len(curve.finite().values):
+    values = run.curves[name].finite().values if name in run.curves else ()
+    if not len(values):
         return None
-    goes, values = trend(curve), curve.finite().values
-    start, end = (goes.start, goes.end) if goes is not None else (values[0], values[-1])
+    goes = trend(run.curves[name])
+    start, end = (values[0], values[-1]) if goes is NO_TREND else (goes.start, goes.end)
     return number(start), number(end)
 
 
@@ -75,30 +85,11 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 def _table(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Settings by row, runs by column."""
     columns = [_flat(of_run) for of_run in settings]
-    rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
-        cells = [column.get(name, "–") for column in columns]
-        rows.append({"name": name, "cells": cells, "differs": len(set(cells)) > 1 and name not in NAMES_ONLY})
-    return rows
-
-
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A logged completion as text; every type in a log can be wrong."""
-
-    def numbers(scores: Any) -> list[tuple[str, str]]:
-        items = scores.items() if isinstance(scores, dict) else ()
-        valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
-        return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
-
-    rewards, monitors = numbers(row.get("rewards")), numbers(row.get("monitors"))
-    ((_, score),) = numbers({"score": row.get("score")})
-    scores = [("score", score), *(rewards if len(rewards) > 1 else ())]
-    scores += [(f"monitored {name}", value) for name, value in monitors]
-    scores += numbers({"KL": row.get("kl"), "tokens": row.get("tokens")})
-    texts = [("prompt", row.get("prompt", "")), ("completion", row.get("completion", ""))]
-    extra = row.get("extra")
-    texts += [("prompt", f"{name}: {extra[name]}") for name in extra] if isinstance(extra, dict) else []
-    return {"score": score, "scores": scores, "truncated": row.get("ended") is False, "texts": texts}
+    cells = {name: [column.get(name, "–") for column in columns] for names in columns for name in names}
+    return [
+        {"name": name, "cells": row, "differs": len(set(row)) > 1 and name not in NAMES_ONLY}
+        for name, row in cells.items()
+    ]
 
 
 def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
@@ -113,25 +104,6 @@ def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
     return [sheet._replace(rows=sheet.rows[: max(int(len(sheet.rows) * share), 1)]) for sheet in sheets]
 
 
-def _columns(runs: list[Run]) -> list[dict[str, Any]]:
-    """Columns of completions; open are the first, middle and last of one run, or the last of each of several."""
-    columns = []
-    for run in runs:
-        sheets = chosen_sheets(run, ROOM / len(runs))
-        trained = [sheet for sheet in sheets if sheet.mode != "eval"] or sheets
-        shown = [trained[place] for place in (0, (len(trained) - 1) // 2, -1)] if sheets else []
-        for sheet in sheets:
-            label = f"step {sheet.step}" + (", evaluation" if sheet.mode == "eval" else "")
-            columns.append(
-                {
-                    "label": label if len(runs) == 1 else f"{run.name}: {label}",
-                    "rows": [_row(row) for row in sheet.rows],
-                    "open": sheet in shown if len(runs) == 1 else sheet is sheets[-1],
-                }
-            )
-    return columns
-
-
 def render(runs: list[Run]) -> str:
     """Render the page of one run, or of several runs over each other."""
     environment = Environment(
@@ -142,20 +114,39 @@ def render(runs: list[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["with_code"] = _with_code
+    environment.filters["scores"] = _scores
     environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     # Keys stay in Bokeh's order: an object is defined before it is referred to.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
+
+    # 1. Advice, and the steps to mark in the plots of a single run; `""` stands for all metrics.
     advice = [advise(run) for run in runs]
-    plots, too_many = draw_all(runs, _marks(runs, advice))
+    marks: dict[str, dict[int, str]] = {}
+    if len(runs) == 1:  # among several, a mark could not show which run it belongs to
+        marks[""] = dict.fromkeys(runs[0].resumed_at, RESUMED)
+        for item in advice[0]:
+            for name in item.metrics if item.step is not None else ():
+                marks.setdefault(name, {})[item.step] = ADVISED
+    plots, too_many = draw_all(runs, marks)
+
+    # 2. Start and end of the main metrics.
     names = dict.fromkeys(name for run in runs for name in run.curves)
     monitors = {name: f"Monitored: {name[8:-5]}" for name in names if re.fullmatch(r"monitor/.+/mean", name)}
     summary = [(label, [_from_to(run, name) for run in runs]) for name, label in (SUMMARY | monitors).items()]
+
+    # 3. Completions. Open are the first, middle and last of one run, or the last of each of several.
+    columns = []
+    for run in runs:
+        sheets = chosen_sheets(run, ROOM / len(runs))
+        trained = [sheet for sheet in sheets if sheet.mode != "eval"] or sheets
+        shown = [trained[place] for place in (0, (len(trained) - 1) // 2, -1)] if sheets else []
+        columns += [(run, sheet, sheet in (shown if len(runs) == 1 else sheets[-1:])) for sheet in sheets]
+
+    # 4. The page.
+    bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
-        runs=[
-            {"run": run, "color": color, "advice": of_run} for run, color, of_run in zip(runs, cycle(COLORS), advice)
-        ],
+        runs=[{"run": run, "color": color, "advice": found} for run, color, found in zip(runs, cycle(COLORS), advice)],
         fewest=FEWEST,
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=plots,
@@ -165,7 +156,7 @@ def render(runs: list[Run]) -> str:
             "Trainer": _table([run.trainer_config for run in runs]),
             "Environment": _table([run.environment for run in runs]),
         },
-        columns=_columns(runs),
+        columns=columns,
         logged_columns=sum(len(run.sheets) for run in runs),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in [*bokeh, (TEMPLATES / "page.js").read_text(encoding="utf-8")]],

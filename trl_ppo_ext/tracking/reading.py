@@ -49,12 +49,9 @@ class Curve(NamedTuple):
         """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
         if len(self.values) <= most:
             return self
-        kept = set()
-        for part in np.array_split(np.arange(len(self.values)), most // 2):
-            missing = np.isnan(self.values[part])
-            kept.add(part[np.argmin(np.where(missing, np.inf, self.values[part]))])
-            kept.add(part[np.argmax(np.where(missing, -np.inf, self.values[part]))])
-        index = sorted(kept)
+        low, high = (np.where(np.isnan(self.values), fill, self.values) for fill in (np.inf, -np.inf))
+        parts = np.array_split(np.arange(len(self.values)), most // 2)
+        index = sorted({int(at) for part in parts for at in (part[low[part].argmin()], part[high[part].argmax()])})
         return Curve(self.steps[index], self.values[index])
 
     def at(self, step: int) -> float:
@@ -68,7 +65,7 @@ class Sheet(NamedTuple):
 
     step: int
     mode: str  # "train" or "eval"
-    rows: list[dict[str, Any]]  # prompt, completion and scores
+    rows: list[dict[str, Any]]  # prompt, completion and scores, of any type
 
 
 @dataclass
@@ -113,32 +110,24 @@ def _is_valid(entry: Any) -> bool:
     return False
 
 
+def _read_json(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
 def _read_log(run: Run) -> list[dict[str, Any]]:
     """Valid entries of the run log, which the run may still be writing."""
-    path, entries, skipped = os.path.join(run.directory, RUN_LOG), [], 0
-    if not os.path.isfile(path):
-        return []
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                skipped += line.endswith(b"\n")  # without it, the line is still being written
-                continue
-            if _is_valid(entry):
-                entries.append(entry)
-            else:
-                skipped += 1
+    path = Path(run.directory, RUN_LOG)
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    parsed = [(line, _read_json(line)) for line in lines]
+    skipped = [line for line, entry in parsed if not _is_valid(entry)]
+    if skipped and not skipped[-1].endswith(b"\n"):  # the last line is still being written
+        skipped.pop()
     if skipped:
-        run.notes.append(f"{skipped} line(s) of {RUN_LOG} could not be read and were skipped.")
-    return entries
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return _as_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+        run.notes.append(f"{len(skipped)} line(s) of {RUN_LOG} could not be read and were skipped.")
+    return [entry for _, entry in parsed if _is_valid(entry)]
 
 
 def _read_state(run: Run) -> list[dict[str, Any]]:
@@ -146,25 +135,17 @@ def _read_state(run: Run) -> list[dict[str, Any]]:
     directory = Path(run.directory)
     checkpoints = [path for path in directory.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
     checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]), reverse=True)
-    for path in (place / TRAINER_STATE for place in [directory, *checkpoints]):
-        state = _read_json(path)
+    for place in [directory, *checkpoints]:
+        files = [place / name for name in (TRAINER_STATE, PPO_STATE)]
+        state, own = (_as_dict(_read_json(file.read_bytes())) if file.is_file() else {} for file in files)
         if state:
-            settings = _read_json(path.with_name(PPO_STATE)).get("settings")
-            start = {"kind": "run", "step": 0, "config": settings, "max_steps": state.get("max_steps")}
-            history = [entry for entry in state.get("log_history") or [] if isinstance(entry, dict)]
-            logs = [{"kind": "metrics", "step": entry.get("step"), "metrics": entry} for entry in history]
-            return [start, *filter(_is_valid, logs)]
-        if path.is_file():
-            run.notes.append(f"{path} could not be read.")
+            entries = [{"kind": "run", "step": 0, "config": own.get("settings"), "max_steps": state.get("max_steps")}]
+            for entry in map(_as_dict, state.get("log_history") or []):
+                entries.append({"kind": "metrics", "step": entry.get("step"), "metrics": entry})
+            return list(filter(_is_valid, entries))
+        if files[0].is_file():
+            run.notes.append(f"{files[0]} could not be read.")
     return []
-
-
-def _begin(run: Run, entry: dict[str, Any]) -> None:
-    run.config = _as_dict(entry.get("config"))
-    run.trainer_config = _as_dict(entry.get("trainer_config"))
-    run.environment = _as_dict(entry.get("environment"))
-    planned, run.model = entry.get("max_steps"), entry.get("model")
-    run.max_steps = planned if isinstance(planned, int) and planned > 0 else None
 
 
 def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
@@ -179,7 +160,10 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
             points = {name: {at: x for at, x in values.items() if at <= kept} for name, values in points.items()}
             sheets = {key: sheet for key, sheet in sheets.items() if sheet.step <= kept}
             run.resumed_at = sorted({at for at in [*run.resumed_at, step] if 0 < at <= kept})
-            _begin(run, entry)
+            run.model, planned = entry.get("model"), entry.get("max_steps")
+            run.max_steps = planned if isinstance(planned, int) and planned > 0 else None
+            for part in ("config", "trainer_config", "environment"):
+                setattr(run, part, _as_dict(entry.get(part)))
         elif entry["kind"] == "metrics":
             for name, value in entry["metrics"].items():
                 if name not in ("step", "epoch") and type(value) in (int, float, type(None)):
@@ -190,12 +174,23 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
         if isinstance(entry.get("time"), int | float):
             run.written = entry["time"]
     run.sheets = [sheets[key] for key in sorted(sheets)]
-    for name in [name for name in points if points[name]]:
+    for name in filter(points.get, points):
         steps, values = zip(*sorted(points[name].items()))
-        curve = Curve(np.array(steps), np.where(np.isfinite(values), values, np.nan))
-        run.curves[name] = curve
-        if name.endswith("completions/repeated_ratio"):  # the share of distinct completions is easier to read
-            run.curves[name.replace("repeated_ratio", "distinct_ratio")] = curve._replace(values=1 - curve.values)
+        run.curves[name] = Curve(np.array(steps), np.where(np.isfinite(values), values, np.nan))
+    # The share of distinct completions is easier to read.
+    for name in [name for name in run.curves if name.endswith("completions/repeated_ratio")]:
+        curve = run.curves[name]
+        run.curves[name.replace("repeated", "distinct")] = curve._replace(values=1 - curve.values)
+
+
+def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
+    """Read runs from their output directories or from checkpoints, and give them distinct names."""
+    runs = [read_run(directory) for directory in directories]
+    names = Counter(run.name for run in runs)
+    for number, run in enumerate(runs, start=1):
+        if names[run.name] > 1:
+            run.name += f" ({number})"
+    return runs
 
 
 def read_run(directory: str | os.PathLike) -> Run:
@@ -218,13 +213,3 @@ def read_run(directory: str | os.PathLike) -> Run:
     if not run.curves:
         run.notes.append("Nothing is logged yet; `logging_steps` sets how often the run logs.")
     return run
-
-
-def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
-    """Read several runs and give them distinct names."""
-    runs = [read_run(directory) for directory in directories]
-    names = Counter(run.name for run in runs)
-    for number, run in enumerate(runs, start=1):
-        if names[run.name] > 1:
-            run.name += f" ({number})"
-    return runs

@@ -34,9 +34,8 @@ SECTIONS = {
     "Distance from the reference": (
         Panel("KL per completion", ("kl_per_completion",), "In nats. Starts at 0 and should grow slowly."),
         Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
-        Panel("KL coefficient", ("kl_coef",), "The price of a nat. `kl_target` adapts it."),
+        Panel("Coefficients", ("kl_coef", "entropy_coef"), "`kl_target` and `entropy_target` adapt them."),
         Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
-        Panel("Entropy coefficient", ("entropy_coef",), "`entropy_target` adapts it."),
         Panel("Reward against KL", ("reward", "kl_per_completion"), "If flat, more KL buys no reward.", "against"),
     ),
     "Is the reward hacked?": (
@@ -69,7 +68,6 @@ SECTIONS = {
     "Speed": (
         Panel("Time by phase", ("time/*",), "Seconds per rollout on each process."),
         Panel("Tokens per second", ("tokens_per_second",), "Completion tokens of all processes."),
-        Panel("Model FLOP utilization", ("mfu",), "Share of the GPUs' peak arithmetic."),
     ),
 }
 # logged by the Trainer, or drawn in another form
@@ -78,21 +76,13 @@ NOT_DRAWN = re.compile(
     r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen|.*completions/repeated_ratio"
 )
 # skipped if they are 0 throughout
-QUIET_AT_0 = (
-    "entropy_coef",
-    "stopped_early",
-    "rewards/*/failed",
-    "nonfinite_completions",
-    "empty_steps",
-    "skipped_steps",
-)
+QUIET_AT_0 = "entropy_coef stopped_early rewards/*/failed nonfinite_completions empty_steps skipped_steps".split()
 MOST_OTHERS = 24  # plots of metrics without a panel
 MOST_LINES = 16  # per plot
 FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
 # the palette of Okabe and Ito, which color-blind readers can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
 DASHES = ("solid", "dashed", "dotted", "dotdash")
-NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 class Line(NamedTuple):
@@ -114,9 +104,9 @@ class Plot(NamedTuple):
     item: dict[str, Any]  # Bokeh's JSON
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """True for a metric of training or of an evaluation that a pattern matches."""
-    return any(fnmatchcase(name, prefix + pattern) for prefix in ("", "eval_", "eval_*_"))
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """True for a metric of training or of an evaluation that one of the patterns matches."""
+    return any(fnmatchcase(name, prefix + pattern) for pattern in patterns for prefix in ("", "eval_", "eval_*_"))
 
 
 def _trained(name: str, names: Iterable[str]) -> str:
@@ -125,58 +115,50 @@ def _trained(name: str, names: Iterable[str]) -> str:
     return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
 
 
-def _columns(curve: Curve) -> dict[str, np.ndarray]:
-    """A thinned curve in 32 bits, with its moving average if it is long."""
-    thin = curve.thinned()
-    columns = {"step": thin.steps.astype(np.int32), "y": thin.values.astype(np.float32)}
-    if len(curve.values) > FEW_POINTS:
-        columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)].astype(np.float32)
-    return columns
-
-
-def _scaled(curve: Curve) -> dict[str, np.ndarray]:
-    """The smoothed curve, from its minimum at 0 to its maximum at 1."""
-    values = curve.smooth().values
-    low, high = np.nanmin(values), np.nanmax(values)
-    return _columns(Curve(curve.steps, (values - low) / (high - low) if high > low else np.full_like(values, 0.5)))
-
-
-def _against(curve: Curve, over: Curve) -> dict[str, np.ndarray]:
-    """One smoothed curve over another, at up to 80 steps."""
-    steps, first, second = np.intersect1d(curve.steps, over.steps, return_indices=True)
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int))
-    y, x = Curve(steps, curve.values[first]).smooth(), Curve(steps, over.values[second]).smooth()
-    columns = {"y": y.values[kept].astype(np.float32), "x": x.values[kept].astype(np.float32)}
-    return {"step": steps[kept].astype(np.int32)} | columns
+def _columns(run: Run, name: str, panel: Panel) -> dict[str, np.ndarray] | None:
+    """The data of a line, if there are any: thinned, with a moving average, or smoothed over another metric."""
+    curve = run.curves.get(name)
+    if curve is None or not len(curve.finite().values):
+        return None
+    if panel.kind == "against":
+        if panel.metrics[1] not in run.curves:
+            return None
+        curve, over = curve.finite(), run.curves[panel.metrics[1]].finite()
+        steps, first, second = np.intersect1d(curve.steps, over.steps, return_indices=True)
+        kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int))
+        x, y = (Curve(steps, values).smooth().values for values in (over.values[second], curve.values[first]))
+        columns = {"step": steps[kept], "y": y[kept], "x": x[kept]}
+    else:
+        if panel.kind == "scaled":
+            values = curve.smooth().values
+            low, high = np.nanmin(values), np.nanmax(values)
+            curve = Curve(curve.steps, (values - low) / (high - low) if high > low else np.full_like(values, 0.5))
+        thin = curve.thinned()
+        columns = {"step": thin.steps, "y": thin.values}
+        if len(curve.values) > FEW_POINTS:
+            columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)]
+    return {key: values.astype(np.int32 if key == "step" else np.float32) for key, values in columns.items()}
 
 
 def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
     """Curves of a panel. One run: a color per metric. Several runs: a color per run, a dash per metric."""
     patterns = panel.metrics[:1] if panel.kind == "against" else panel.metrics
-    selected = list(dict.fromkeys(name for pattern in patterns for name in names if _matches(name, pattern)))
+    selected = list(dict.fromkeys(name for pattern in patterns for name in names if _matches(name, [pattern])))
     if panel.kind != "steps":
         selected = [name for name in selected if not name.startswith("eval_")]
     metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
     lines = []
     for run, run_color in zip(runs, cycle(COLORS)):
-        for name in selected:
-            curve = run.curves.get(name)
-            if curve is None or not len(curve.finite().values):
+        for index, name in enumerate(selected):
+            columns = _columns(run, name, panel)
+            if columns is None or not len(columns["step"]):
                 continue
             if len(runs) == 1:
                 color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
-                label, dash = name, "dashed" if name.startswith("eval_") else "solid"
+                lines.append(Line(name, color, "dashed" if name.startswith("eval_") else "solid", columns))
             else:
                 label = run.name if len(selected) == 1 else f"{run.name}: {name}"
-                color, dash = run_color, DASHES[selected.index(name) % len(DASHES)]
-            if panel.kind == "steps":
-                columns = _columns(curve)
-            elif panel.kind == "scaled":
-                columns = _scaled(curve)
-            else:
-                columns = _against(curve.finite(), run.curves.get(panel.metrics[1], NO_CURVE).finite())
-            if len(columns["step"]):
-                lines.append(Line(label, color, dash, columns))
+                lines.append(Line(label, run_color, DASHES[index % len(DASHES)], columns))
     return lines
 
 
@@ -185,21 +167,14 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     lines = _lines(panel, runs, names)
     if not lines or (panel.kind == "scaled" and len(lines) <= len(runs)):  # one curve has nothing to be compared with
         return None
-    x, label = ("x", panel.metrics[1]) if panel.kind == "against" else ("step", "optimizer step")
+    against = panel.kind == "against"
+    x, label = ("x", panel.metrics[1]) if against else ("step", "optimizer step")
     drawn = lines[:MOST_LINES]
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
-    plot = figure(
-        height=240,
-        sizing_mode="stretch_width",
-        tools="box_zoom,pan,reset,save",
-        active_drag=None,
-        active_scroll=None,
-        toolbar_location="above",
-        x_axis_label=label,
-        output_backend="canvas",
-    )
-    plot.toolbar.autohide, plot.toolbar.logo = True, None
+    tools = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
+    plot = figure(height=240, sizing_mode="stretch_width", x_axis_label=label, output_backend="canvas", **tools)
+    plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo = "above", True, None
     plot.min_border_right = 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
@@ -212,48 +187,42 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     for line in drawn:
         source = ColumnDataSource(line.columns)
         style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
-        tooltips = [("step", "@step"), (line.label, "@y{%.4g}")]
+        tooltips = [("step", "@step"), *([(label, "@x{%.4g}")] if against else []), (line.label, "@y{%.4g}")]
         if "smooth" in line.columns:
             plot.line(x, "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
-            touched = plot.line(x, "smooth", line_width=2, **style)
             tooltips.append(("smoothed", "@smooth{%.4g}"))
         else:
-            touched = plot.line(x, "y", line_width=2, **style)
             plot.scatter(x, "y", size=5, color=line.color, source=source)
-        if panel.kind == "against":
-            tooltips.insert(1, (label, "@x{%.4g}"))
+        touched = plot.line(x, "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
+        if against:
             plot.scatter(line.columns["x"][-1:], line.columns["y"][-1:], size=11, color=line.color, marker="star")
         formatters: dict[str, Any] = dict.fromkeys(("@x", "@y", "@smooth"), "printf")
-        mode: Any = "mouse" if panel.kind == "against" else "vline"
-        hover = HoverTool(tooltips=tooltips, formatters=formatters, renderers=[touched], mode=mode, visible=False)
-        plot.add_tools(hover)
+        mode: Any = "mouse" if against else "vline"
+        plot.add_tools(
+            HoverTool(tooltips=tooltips, formatters=formatters, renderers=[touched], mode=mode, visible=False)
+        )
 
     # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
-    if panel.kind != "against":
-        shown = [name for name in names if any(_matches(name, pattern) for pattern in panel.metrics)]
-        for step, color in {
-            step: color for name in ["", *shown] for step, color in marks.get(name, {}).items()
-        }.items():
+    if not against:
+        marked = ["", *(name for name in names if _matches(name, panel.metrics))]
+        for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
             plot.vspan(x=[step], line_color=color, line_dash="dotted")
     return Plot(panel.title, panel.hint, drawn, len(lines) - len(drawn), dict(json_item(plot)))
 
 
 def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> tuple[dict[str, list[Plot]], list[str]]:
     """Plots by section, and the metrics that are too many to draw; `marks` has colors of steps by metric."""
-    names = list(dict.fromkeys(name for run in runs for name in run.curves))
-    counts = [name for name in names if any(_matches(name, pattern) for pattern in QUIET_AT_0)]
-    for name in counts:
-        if not any(np.nansum(run.curves[name].values) for run in runs if name in run.curves):
-            names.remove(name)
+    curves = [(name, curve) for run in runs for name, curve in run.curves.items()]
+    nonzero = {name for name, curve in curves if not _matches(name, QUIET_AT_0) or np.nansum(curve.values)}
+    names = [name for name in dict.fromkeys(name for name, _ in curves) if name in nonzero]
 
     # Metrics that no panel draws, such as those of reward functions, get a plot each.
     patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
-    others = [name for name in names if not NOT_DRAWN.fullmatch(name) and not any(_matches(name, x) for x in patterns)]
+    others = [name for name in names if not NOT_DRAWN.fullmatch(name) and not _matches(name, patterns)]
     others = list(dict.fromkeys(_trained(name, others) for name in others))
-    other_panels = tuple(Panel(name, (glob.escape(name),)) for name in others[:MOST_OTHERS])
-
+    sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others[:MOST_OTHERS])}
     plots = {
         section: [plot for panel in panels if (plot := _draw(panel, runs, names, marks)) is not None]
-        for section, panels in [*SECTIONS.items(), ("Other metrics", other_panels)]
+        for section, panels in sections.items()
     }
     return {section: drawn for section, drawn in plots.items() if drawn}, others[MOST_OTHERS:]

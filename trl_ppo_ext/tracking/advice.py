@@ -1,0 +1,294 @@
+"""Advice: what a curve shows, from which step on, and what to change."""
+
+import math
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import numpy as np
+
+from .reading import Curve, Run
+
+FEWEST = 10  # points below which a curve has no trend
+FEWEST_FLAT = 20  # points below which a flat curve means nothing
+
+
+def number(value: float) -> str:
+    """Format a number with three digits, and thousands in full."""
+    text = f"{value:.3g}"
+    rounded = float(text)
+    return f"{rounded:,.0f}" if 1e3 <= abs(rounded) < 1e9 else text
+
+
+class Trend(NamedTuple):
+    """Start and end of a curve, and how much of the difference can be noise."""
+
+    curve: Curve  # finite values only
+    start: float  # mean of the first fifth
+    end: float  # mean of the last fifth
+    noise: float  # standard deviation about the trend
+    error: float  # standard error of `end - start` for independent points
+    scale: float  # largest absolute value of the smoothed curve
+
+    @property
+    def rises(self) -> bool:
+        """True if the end is above the start by more than noise, and by enough to matter."""
+        return self.end - self.start > max(4 * self.error, 0.02 * self.scale)
+
+    @property
+    def falls(self) -> bool:
+        """True if the end is below the start by more than noise, and by enough to matter."""
+        return self.start - self.end > max(4 * self.error, 0.02 * self.scale)
+
+    def first_above(self, level: float, sign: int = 1) -> int | None:
+        """First step at which the smoothed curve is above a level, or below it with `sign=-1`."""
+        return next(iter(self.curve.steps[sign * self.curve.smooth().values > sign * level].tolist()), None)
+
+    def first_below(self, level: float) -> int | None:
+        """First step at which the smoothed curve is below a level."""
+        return self.first_above(level, -1)
+
+    def turning_point(self) -> int | None:
+        """Step of the maximum, if the curve then falls by more than noise."""
+        smooth = self.curve.smooth().values
+        if not len(smooth):
+            return None
+        top = int(np.argmax(smooth))
+        least = max(5 * self.noise / math.sqrt(self.curve.window), 0.25 * np.ptp(smooth), 0.02 * self.scale)
+        return int(self.curve.steps[top]) if smooth[top] - self.end > least else None
+
+
+# every comparison with NaN is false, so that a missing curve triggers no rule
+NO_TREND = Trend(Curve(np.empty(0, int), np.empty(0)), *[math.nan] * 5)
+
+
+def trend(curve: Curve | None) -> Trend:
+    """Start, end and noise of a curve; `NO_TREND` if it has too few points."""
+    if curve is None or len(curve.finite().values) < FEWEST:
+        return NO_TREND
+    curve = curve.finite()
+    fifth = max(len(curve.values) // 5, 2)
+    # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps.
+    differences = np.diff(curve.values)
+    noise = float(1.4826 / math.sqrt(2) * np.median(np.abs(differences - np.median(differences))))
+    start, end = float(curve.values[:fifth].mean()), float(curve.values[-fifth:].mean())
+    scale = float(np.abs(curve.smooth().values).max())
+    return Trend(curve, start, end, noise, noise * math.sqrt(2 / fifth), scale)
+
+
+class Advice(NamedTuple):
+    """A problem that curves show, and its remedy."""
+
+    title: str
+    seen: str  # the symptom in numbers
+    remedy: str
+    step: int | None  # where it starts
+    metrics: tuple[str, ...]  # curves that show it
+
+
+SMALLER_STEPS = "Lower `learning_rate` or `num_ppo_epochs`, or set `target_kl`."
+# metric, level that its end must stay below, title, remedy
+TOO_HIGH = (
+    (
+        "completions/clipped_ratio",
+        0.25,
+        "Many completions are truncated",
+        "Raise `max_completion_length`, penalize truncation (`missing_eos_penalty`), or exclude truncated completions "
+        "(`mask_truncated_completions`).",
+    ),
+    ("approx_kl", 0.05, "Updates move the policy too far", SMALLER_STEPS),
+    ("clip_ratio/region_mean", 0.3, "Too many tokens are clipped", SMALLER_STEPS),
+    ("stopped_early", 0.4, "`target_kl` skips many optimizer steps", "Lower `learning_rate` or `num_ppo_epochs`."),
+)
+# pattern of a count that must stay 0, title, remedy
+FAILURES = (
+    ("skipped_steps", "Non-finite gradients", "Lower `learning_rate` or `max_grad_norm`; prefer `bf16` to `fp16`."),
+    (
+        "nonfinite_completions",
+        "Non-finite log-probs",
+        "Prefer `bf16` to `fp16`, and inspect the rollouts saved in the output directory.",
+    ),
+    (
+        "empty_steps",
+        "Steps without a token to learn from",
+        "Find out why completions are excluded: failing rewards, or `mask_truncated_completions` when none emits EOS.",
+    ),
+    (
+        "rewards/*/failed",
+        "A reward failed",
+        "Read its errors in the run's warnings. `reward_on_error` controls what happens when a reward fails.",
+    ),
+)
+
+
+def _monitors(run: Run) -> Iterator[Advice]:
+    """A monitored reward turns down while the optimized reward does not."""
+    kl_name = "kl_per_completion" if "kl_per_completion" in run.curves else "kl"
+    reward, kl = trend(run.curves.get("reward")), trend(run.curves.get(kl_name))
+    for name in (name for name in run.curves if fnmatchcase(name, "monitor/*/mean")):
+        monitor = trend(run.curves[name])
+        step = monitor.turning_point()
+        if step is None or not reward.end >= reward.curve.at(step) - 2 * reward.error:
+            continue
+        title, remedy = "The reward may be hacked", f"Read completions and fix the reward, or stop at step {step}."
+        seen = (
+            f"After step {step}, `{name}` falls from {number(monitor.curve.at(step))} to {number(monitor.end)} while "
+            f"the reward goes from {number(reward.curve.at(step))} to {number(reward.end)}"
+        )
+        if kl.rises:
+            title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
+            seen += f" and the KL rises to {number(kl.end)}"
+        yield Advice(title, f"{seen}.", remedy, step, (name, "reward", kl_name))
+
+
+def _reward_scale(run: Run) -> Iterator[Advice]:
+    """The reward is far from 0, which is what a new critic predicts."""
+    reward, spread = trend(run.curves.get("reward")), trend(run.curves.get("reward_std"))
+    explained = trend(run.curves.get("value/explained_variance")).curve.values
+    # With `lam=1` every token's return contains the score, whatever the critic predicts.
+    handled = any(run.config.get(name) for name in ("normalize_rewards", "reward_baseline", "critic_init"))
+    if handled or run.config.get("lam") == 1 or not 0 < 3 * spread.start < abs(reward.start) or not len(explained):
+        return
+    median = float(np.median(explained[: len(explained) // 2]))  # a mean would follow a few outliers
+    if median < 0.1:
+        yield Advice(
+            "The reward is far from 0, where the critic starts",
+            f"The first rewards are {number(reward.start)} ± {number(spread.start)}, and the median of "
+            f"`value/explained_variance` over the first half of the run is {number(median)}. Until the critic has "
+            "learned the mean, only the last tokens of a completion receive it: EOS looks "
+            f"{'worse' if reward.start < 0 else 'better'} than continuing.",
+            "Set `normalize_rewards=True` or `reward_baseline='reference'`, or start from a `critic_init` made by "
+            "`trl-ppo pretrain-critic`.",
+            None,
+            ("reward", "value/explained_variance", "completions/mean_length"),
+        )
+
+
+def _failures(run: Run) -> Iterator[Advice]:
+    """Counts that should stay 0; they need no trend."""
+    for pattern, title, remedy in FAILURES:
+        for name in (name for name in run.curves if fnmatchcase(name, pattern)):
+            counts = np.nan_to_num(run.curves[name].values)
+            if counts.sum() > 0:
+                first = int(run.curves[name].steps[np.argmax(counts > 0)])
+                seen = f"`{name}` adds up to {counts.sum():.0f}: the first at step {first}."
+                yield Advice(title, seen, remedy, first, (name,))
+
+
+def _trends(run: Run) -> Iterator[Advice]:
+    """Rules on the start and the end of curves."""
+
+    def of(name: str) -> Trend:
+        return trend(run.curves.get(name))
+
+    reward, spread, entropy, kl = of("reward"), of("reward_std"), of("entropy"), of("kl_per_completion")
+    length, correlation = of("completions/mean_length"), of("reward/length_correlation")
+    distinct, explained = of("completions/distinct_ratio"), of("value/explained_variance")
+    enough = len(reward.curve.values) >= FEWEST_FLAT
+    equal, negative = 1e-6 * max(reward.scale, 1.0), -max(4 * kl.error, 0.05)
+    times = [f"time/{phase}" for phase in ("score", "generate", "forward", "update")]
+    parts = [name for name in run.curves if fnmatchcase(name, "rewards/*/mean")]
+
+    # condition, title, remedy, step, metrics
+    rules: list[tuple[bool, str, str, int | None, list[str]]] = [
+        *(
+            (
+                reward.rises and of(name).falls and len(parts) > 1,
+                "One reward is traded for the others",
+                "Give it more weight in `reward_weights`.",
+                of(name).turning_point(),
+                [name, "reward"],
+            )
+            for name in parts
+        ),
+        (
+            # unless short completions score as well within a rollout
+            length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2,
+            "Length drift: the reward may favor long completions",
+            "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor "
+            "one that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
+            length.first_above(1.3 * length.start),
+            ["completions/mean_length", "reward", "reward/length_correlation"],
+        ),
+        (
+            spread.end <= equal,
+            "All completions get the same reward",
+            "Use a reward with intermediate values, easier prompts, or a higher `temperature`. If the reward is at "
+            "its maximum, the run is done.",
+            spread.first_below(equal),
+            ["reward_std", "reward"],
+        ),
+        *(
+            (of(name).end >= level, title, remedy, of(name).first_above(level), [name])
+            for name, level, title, remedy in TOO_HIGH
+        ),
+        (
+            entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start,
+            "Entropy collapse: the policy stops exploring",
+            "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`.",
+            entropy.first_below(0.5 * entropy.start),
+            ["entropy"],
+        ),
+        (
+            distinct.falls and distinct.start - distinct.end >= 0.1,
+            "Mode collapse: completions become identical",
+            "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it.",
+            distinct.first_below(distinct.start - 0.05),
+            ["completions/distinct_ratio"],
+        ),
+        (
+            explained.end < 0.1 and len(explained.curve.values) >= FEWEST_FLAT,
+            "The critic does not predict the returns",
+            "Raise `critic_learning_rate`, warm up the critic (`value_warmup_steps` or `trl-ppo pretrain-critic`), or "
+            "set `critic='none'`.",
+            None,
+            ["value/explained_variance"],
+        ),
+        (
+            kl.end < negative,
+            "Negative KL: completions are not sampled from the policy's own distribution",
+            "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`.",
+            kl.first_below(negative),
+            ["kl_per_completion"],
+        ),
+        (
+            enough and reward.falls,
+            "The reward falls",
+            "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates.",
+            None,
+            ["reward"],
+        ),
+        (
+            enough and not reward.falls and not reward.rises and abs(kl.end) < 0.05,
+            "The policy hardly changes",
+            "Raise `learning_rate`, or lower `kl_coef`.",
+            None,
+            ["reward", "kl_per_completion"],
+        ),
+        (
+            of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9),
+            "Scoring takes most of the time",
+            "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
+            "`per_device_reward_batch_size`, or serve the rewards from another GPU (`trl-ppo serve-reward`).",
+            None,
+            times,
+        ),
+    ]
+    for applies, title, remedy, step, metrics in rules:
+        if applies:
+            known = [(name, of(name)) for name in metrics if of(name) is not NO_TREND]
+            moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
+            yield Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, tuple(metrics))
+
+
+def advise(run: Run) -> list[Advice]:
+    """Apply all rules."""
+
+    def with_value(match: re.Match) -> str:
+        value = run.config.get(match[1], run.trainer_config.get(match[1]))
+        return match[0] if value is None else f"{match[0]} (now {value})"
+
+    # A remedy shows the current value of each setting that it names.
+    advice = [*_monitors(run), *_reward_scale(run), *_trends(run), *_failures(run)]
+    return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
