@@ -25,7 +25,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Genera
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
-    """Give the tokenizer a pad token if it has none and can spare one."""
+    """Set the tokenizer's pad token if it is missing and a stop token other than EOS exists."""
     if not stops:
         raise ValueError(
             "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
@@ -45,7 +45,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
 def sampling_config(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, **others: Any
 ) -> GenerationConfig:
-    """How completions are sampled."""
+    """Generation config of a rollout."""
     return GenerationConfig(
         **{
             "max_new_tokens": args.max_completion_length,
@@ -65,7 +65,7 @@ def sampling_config(
 
 
 class _Progress(StoppingCriteria):
-    """Moves a bar with every token; stops nothing."""
+    """Advances a progress bar with every token; never stops."""
 
     def __init__(self, bar: tqdm):
         self.bar = bar
@@ -98,14 +98,14 @@ class TransformersGenerator:
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def _sample(self, batch: Sequences, prompts: list[list[int]], criteria: list[StoppingCriteria]) -> Tensor:
-        """Sequences of ids, those of the prompts included."""
+        """Sample token ids `[batch, prompt + response]`."""
         given = (batch.input_ids, batch.attention_mask, self.config, criteria)
-        # a layer is gathered for all processes: they sample until the last of them is done
+        # layers are gathered by all ranks together, so all sample until the last one is done
         together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
             return self.actor_critic.generate(*given, **together)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
-        # not beside a static cache: what transformers compiles would be compiled anew for each rollout
+        # not with a static cache: transformers would compile its forward again for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
             prefill(self.actor_critic, cache, batch, prompts)
@@ -116,6 +116,6 @@ class TransformersGenerator:
         size = self.batch_size or len(prompts)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         tokens = len(parts) * self.config.max_new_tokens
-        # the bar appears only where sampling takes more than a few seconds
+        # the bar appears only if sampling takes more than a few seconds
         with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
             return [completion for part in parts for completion in self._generate_batch(part, bar)]
