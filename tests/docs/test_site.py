@@ -43,7 +43,7 @@ def test_site_builds_strictly(site):
 def test_reference_shows_docstrings(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "kl_placement" in text
-    assert "Generalised advantage estimation over the response tokens" in text
+    assert "Generalized advantage estimation over the response tokens" in text
     assert "[`" not in text
     assert "[RewardAdapter]" not in text
     assert "*optional*" not in text
