@@ -50,7 +50,7 @@ def _form(dataset: Any) -> tuple[str, ...]:
 
 def _check_entries(entries: list, form: tuple[str, ...]) -> None:
     """Raise unless all entries are text, or all are chat messages."""
-    kind = {"text": str, "messages": list}.get(form[0], type(entries[0]))
+    kind: Any = {"text": str, "messages": list}.get(form[0], type(entries[0]))
     needed = {str: "text", list: "a list of chat messages"}.get(kind)
     for column, entry in zip(form, entries):
         if needed is None or not isinstance(entry, kind):
