@@ -1,4 +1,4 @@
-"""Check that a model's attention reads the paged cache of continuous batching."""
+"""Whether a model's attention reads the paged cache of continuous batching."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ NAME = "probe_of_the_paged_cache"
 
 @torch.no_grad()
 def reads_paged_cache(base: PreTrainedModel) -> bool:
-    """Run two tokens with a stand-in for the cache; return whether it reaches the attention, once per layer.
+    """Run two tokens with a stand-in for the cache, and see whether it arrives at the attention, once for a layer.
 
-    transformers passes the cache through its attention interface. Layers with custom attention ignore it without an
-    error, so sequences that share a forward would attend to one another. Layers that attend twice would write to it
+    transformers hands the cache over by its attention interface. Layers with attention of their own pass over it
+    without an error: sequences that share a forward would attend to one another. Layers that attend twice write to it
     twice.
     """
     cache, layers = object(), []
@@ -29,7 +29,7 @@ def reads_paged_cache(base: PreTrainedModel) -> bool:
         base.set_attn_implementation(NAME)
         base(input_ids=ids, cache=cache, use_cache=False)
     except (TypeError, ValueError, RuntimeError):
-        pass  # the model lacks the argument, or cannot work with zeros: only the calls so far count
+        pass  # it knows no such argument, or expects more of an attention than zeros: what was called counts
     finally:
         base.set_attn_implementation(own)
     return bool(layers) and None not in layers and len({*layers}) == len(layers)

@@ -20,18 +20,18 @@ def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
 def prefill(actor_critic: ActorCritic, cache: Cache, batch: Sequences, prompts: list[list[int]]) -> None:
     """Compute keys and values once for each distinct prompt, and copy them for each row.
 
-    The cache stays empty, and each row computes its whole prompt, if no prompt repeats or weights are sharded.
+    The cache stays empty, and each row computes its whole prompt, if there is nothing to share or weights are sharded.
 
-    Each row computes its prompt's last token itself, because its first token is sampled from that state.
+    Each row runs its prompt's last token itself: it takes the state from which its first token is sampled.
     """
     base = actor_critic.policy.get_base_model()
-    # a rank with repeated prompts would run one more forward than others, which deadlocks with sharded weights
+    # a process whose rows repeat would take one forward more than another, and sharded weights are gathered in step
     if is_sharded(actor_critic.embedding):
         return
     first, which = distinct(prompts)
     if len(first) == len(prompts) or batch.prompt_ids.shape[1] == 1:
         return
-    chosen = batch.rows(torch.tensor(first))  # holds the longest prompt, so it is as wide as the batch
+    chosen = batch.rows(torch.tensor(first))  # all distinct prompts, so its width is that of the batch
     mask: Tensor = chosen.attention_mask[:, :-1]
     of_each = DynamicCache(config=base.config)
     actor_critic.trunk(
@@ -43,5 +43,5 @@ def prefill(actor_critic: ActorCritic, cache: Cache, batch: Sequences, prompts: 
     )
     rows = torch.tensor(which, device=mask.device)
     for number in range(len(cache.layers)):
-        layer = of_each.layers.pop(0)  # freed once it is copied
+        layer = of_each.layers.pop(0)  # gone once it is copied
         cache.update(layer.keys[rows], layer.values[rows], number)

@@ -1,4 +1,4 @@
-"""LoRA for sampling: per token, calls of hundreds of small layers cost more than their products."""
+"""LoRA for sampling: a token takes hundreds of small layers, whose calls cost more than their products."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8
 
 
 def _is_plain(layer: Any) -> bool:
-    """Return whether a layer is its base plus one low-rank product, and nothing else."""
+    """Whether a layer is its base, and one low-rank product added, and nothing else."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
         return False
-    if "forward" in vars(layer):  # a hook of another library, e.g. one that moves weights
+    if "forward" in vars(layer):  # somebody else's, such as a hook that moves weights
         return False
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or names[0] in layer.lora_variant:
@@ -46,10 +46,10 @@ def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[
 
 @contextmanager
 def quick_adapters(policy: PeftModel) -> Iterator[None]:
-    """Compute plain LoRA layers as two products in the dtype of autocast, cast once for all tokens.
+    """Within this context plain LoRA layers are two products in the dtype of autocast, cast once for all tokens.
 
-    Results equal PEFT's up to rounding. They are used for sampling only, never for log-probs. Other layers are
-    unchanged.
+    The results are PEFT's, up to rounding: what is learned from is never computed here. Layers of other kinds stay as
+    they are.
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
