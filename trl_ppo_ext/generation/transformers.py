@@ -98,14 +98,14 @@ class TransformersGenerator:
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def _sample(self, batch: Sequences, prompts: list[list[int]], criteria: list[StoppingCriteria]) -> Tensor:
-        """Sample token ids `[batch, prompt + response]`."""
+        """Sequences of ids, those of the prompts included."""
         given = (batch.input_ids, batch.attention_mask, self.config, criteria)
-        # layers are gathered by all ranks together, so all sample until the last one is done
+        # a layer is gathered for all processes: they sample until the last of them is done
         together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
             return self.actor_critic.generate(*given, **together)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
-        # not with a static cache: transformers would compile its forward again for each rollout
+        # not beside a static cache: what transformers compiles would be compiled anew for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
             prefill(self.actor_critic, cache, batch, prompts)
