@@ -338,8 +338,8 @@ class PPOConfig(TrainingArguments):
         if self.generation_backend == "continuous_batching":
             if self.repetition_penalty != 1:
                 raise ValueError(
-                    f"`repetition_penalty` must be 1.0 with continuous batching, which shows it only the newest "
-                    f"token, got {self.repetition_penalty}; use `generation_backend='transformers'`."
+                    f"`repetition_penalty` must be 1.0 with continuous batching, which applies it to the newest token "
+                    f"only, got {self.repetition_penalty}; use `generation_backend='transformers'`."
                 )
             for name in names - _CONTINUOUS_BATCHING:
                 allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))

@@ -94,7 +94,7 @@ def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iter
 
 
 def unsharded_weights(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached weights over all ranks: copies of sharded ones, the others themselves. All ranks must call it."""
+    """Gather detached weights, as copies if they are sharded. All ranks must call it."""
     with gathered(parameters.values()):
         weights = {}
         for name, parameter in parameters.items():

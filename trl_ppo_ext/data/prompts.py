@@ -18,7 +18,7 @@ from ..ppo.batch_plan import BatchPlan
 from ..redaction import shortened
 
 PROMPT_IDS = "prompt_ids"
-_SHORT = reprlib.Repr()  # reads only the ends of what is long
+_SHORT = reprlib.Repr()  # reads only the ends of long values
 _SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
@@ -35,7 +35,7 @@ def described(prompt: Any) -> str:
 def encode(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
 ) -> list[int]:
-    """Token ids of text or chat messages, with the opening of the answer."""
+    """Token ids of text, or of chat messages with the opening of the answer."""
     if isinstance(prompt, str):
         try:
             return tokenizer(prompt)["input_ids"]
@@ -50,10 +50,11 @@ def encode(
             raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
     if tokenizer.chat_template is None:
         needed = "set `tokenizer.chat_template`, or use text"
-        raise PromptError(f"It has chat messages, but the tokenizer has no chat template; {needed}.")
-    template_kwargs = {"add_generation_prompt": opening, "tokenize": True, "return_dict": True} | template_kwargs
+        raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
     try:
-        return tokenizer.apply_chat_template(prompt, **template_kwargs)["input_ids"]
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=opening, tokenize=True, return_dict=True, **template_kwargs
+        )["input_ids"]
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         cause = f"{type(error).__name__} ({shortened(error)})"
         raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
@@ -148,7 +149,7 @@ class RolloutSampler(Sampler[int]):
     prompt is dropped, and a dataset may be smaller than a rollout.
 
     The epoch follows from the optimizer steps so far (`global_step`), so that resuming needs no state. From
-    `max_steps` on there is nothing to draw.
+    `max_steps` on, no prompts are drawn.
     """
 
     def __init__(

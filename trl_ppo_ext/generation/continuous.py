@@ -15,7 +15,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, PreTraine
 from ..modeling import ActorCritic
 from .transformers import cut_at_stop, sampling_config
 
-# tokens of a forward on a CPU, where transformers would take thousands, and a mask of them times the whole cache
+# tokens per forward on a CPU; transformers' default is thousands, with a mask of that many × the whole cache
 CPU_BATCH_TOKENS = 512
 _PROBE = "probe_of_the_paged_cache"
 
@@ -23,8 +23,8 @@ _PROBE = "probe_of_the_paged_cache"
 class ContinuousBatchingGenerator:
     """Samples from the actor-critic's policy, with a paged cache and no padding.
 
-    Adapters compute in their own dtype, outside of autocast: the forward runs in a thread of transformers, which
-    the run's autocast does not reach. Log-probabilities come from the trained forward, as with any generator.
+    Adapters compute in their own dtype: the forward runs in a thread of transformers, which the run's autocast does
+    not reach.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class ContinuousBatchingGenerator:
         sharded_by_fsdp = getattr(accelerator.state, "fsdp_plugin", None) is not None
         if sharded_by_fsdp or (plugin is not None and plugin.zero_stage == 3):
             raise ValueError(
-                "`generation_backend='continuous_batching'` takes as many forwards as a process has use for, and "
-                f"{'FSDP' if sharded_by_fsdp else 'ZeRO-3'} gathers weights for all processes in step: they would "
-                "wait for each other for ever. Use 'transformers', or a launch that leaves the base whole."
+                "`generation_backend='continuous_batching'` runs a different number of forwards per rank, but "
+                f"{'FSDP' if sharded_by_fsdp else 'ZeRO-3'} gathers weights for all processes in step, so they would "
+                "deadlock; use 'transformers', or do not shard the base."
             )
         self.actor_critic = actor_critic
         self.device = accelerator.device
@@ -48,42 +48,41 @@ class ContinuousBatchingGenerator:
         self._check()
 
     def _check(self) -> None:
-        """Let transformers refuse what it would refuse, before anything is sampled."""
+        """Raise errors of transformers about the model or the settings now, before the first rollout."""
         try:
             with self._manager(ContinuousBatchingConfig(**self._settings([[0]])), copies=1):
                 pass
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 "`generation_backend='continuous_batching'` does not go with this model or these `generation_kwargs` "
-                f"(the backend 'transformers' may go with the model): {error}"
+                f"(the backend 'transformers' may support the model): {error}"
             ) from error
         base = self.actor_critic.policy.get_base_model()
         if not reads_paged_cache(base):
             raise ValueError(
                 f"`generation_backend='continuous_batching'` does not go with {type(base).__name__}: its layers "
-                "attend in a way of their own, which would not read the paged cache as it is, and no error would say "
-                "so. Use 'transformers'."
+                "attend in a way of their own, which ignores the paged cache; use 'transformers'."
             )
 
     def _settings(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Fields of `ContinuousBatchingConfig` for these prompts."""
         settings = {
             "max_requests_per_batch": min(self.batch_size or len(prompts), len(prompts)),
-            # or it might fetch a kernel and sample with it, when nobody asked for another attention
+            # otherwise transformers may download a kernel and sample with another attention
             "auto_switch_to_flash": False,
-            # what it has no support for is refused by the config; none may be dropped here
+            # the config rejects unsupported settings, so none may be dropped silently
             "drop_unsupported_processors": False,
         }
-        if self.device.type == "cpu":  # main memory is not the model's alone: no more than is needed
+        if self.device.type == "cpu":  # other programs need main memory too: take no more than the rollout needs
             page = self.kwargs.get("page_size", ContinuousBatchingConfig().page_size)
             settings["num_blocks"] = sum(-(-(len(ids) + self.config.max_new_tokens) // page) for ids in prompts)
             settings["max_batch_tokens"] = CPU_BATCH_TOKENS
-            settings["safety_margin"] = 0.0  # everything fits: no request need wait for room
+            settings["safety_margin"] = 0.0  # everything fits, so no request has to wait
         return settings | self.kwargs
 
     @contextmanager
     def _manager(self, settings: ContinuousBatchingConfig, copies: int) -> Iterator[Any]:
-        """A manager for as long as it is needed; afterwards the model is what it was."""
+        """Start a manager; afterwards restore the model's attention."""
         base = self.actor_critic.policy.get_base_model()
         attention = base.config._attn_implementation
         config = copy(self.config)
@@ -93,7 +92,7 @@ class ContinuousBatchingGenerator:
             try:
                 yield manager
             finally:
-                if manager.is_running():  # an error, or a signal, and work left
+                if manager.is_running():  # after an error or a signal
                     manager.stop(hard_stop=True)
                 manager.destroy()
         finally:
@@ -105,14 +104,14 @@ class ContinuousBatchingGenerator:
         settings = ContinuousBatchingConfig(
             **self._settings([ids for ids in prompts for _ in range(copies)]),
             seed=seed,
-            # a prompt found in the cache but for its last token has nothing left to compute before it is copied, and
-            # transformers 5.23 fails on a forward of no tokens
+            # a prompt that is cached except for its last token would be a forward of no tokens before it is copied,
+            # on which transformers 5.23 fails
             allow_block_sharing=copies == 1,
         )
         done: dict[str, list[int]] = {}
         with self._manager(settings, copies) as manager:
-            # all requests before the start: which tokens share a forward, and so the noise of each, is then no
-            # matter of how fast this thread is
+            # add all requests before the start: which tokens share a forward, and thus the noise of each, must not
+            # depend on the speed of this thread
             requests = manager.add_requests(prompts)
             manager.start()
             while len(done) < len(prompts) * copies:
@@ -132,11 +131,10 @@ class ContinuousBatchingGenerator:
         """Sample a completion for each prompt."""
         first, which = distinct(prompts)
         repeats = set(Counter(which).values())
-        # a prompt is computed once for its completions, all but its last token; a manager takes one number for all
+        # prompts are shared only if all have the same number of completions, because a manager takes one number
         shared = len(repeats) == 1 and min(map(len, prompts)) > 1
         copies, rows = (repeats.pop(), first) if shared else (1, range(len(prompts)))
-        # transformers seeds the generators that the run draws from too: its noise gets a seed from their stream, and
-        # they go on from there
+        # transformers seeds the global generators: draw its seed from the run's stream, and restore the stream
         seed = int(torch.randint(2**31, ()))
         devices = [self.device] if self.device.type == "cuda" else []
         with (

@@ -46,7 +46,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Genera
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
-    """Give the tokenizer a pad token if it has none and can spare one."""
+    """Set the tokenizer's pad token if it is missing and a stop token other than EOS exists."""
     if not stops:
         raise ValueError(
             "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
@@ -66,7 +66,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
 def sampling_config(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, **others: Any
 ) -> GenerationConfig:
-    """How completions are sampled."""
+    """Generation config of a rollout."""
     return GenerationConfig(
         **{
             "max_new_tokens": args.max_completion_length,
@@ -86,7 +86,7 @@ def sampling_config(
 
 
 class _Progress(StoppingCriteria):
-    """Moves a bar with every token; stops nothing."""
+    """Advances a progress bar with every token; never stops."""
 
     def __init__(self, bar: tqdm):
         self.bar = bar
@@ -136,7 +136,7 @@ class TransformersGenerator:
         size = self.batch_size or len(prompts)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         tokens = len(parts) * self.config.max_new_tokens
-        # the bar appears only where sampling takes more than a few seconds
+        # the bar appears only if sampling takes more than a few seconds
         with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
             return [completion for part in parts for completion in self._generate_batch(part, bar)]
 

@@ -297,7 +297,7 @@ class ActorCritic(nn.Module):
             `Tensor` of shape `[batch, prompt + response]`: Prompts with their completions.
         """
         # transformers would fill unset fields from the model's own generation config, and the policy would be sampled
-        # from another distribution than the one that is scored; which model it asks depends on the adapter's task type
+        # from another distribution than the scored one; whose config it reads depends on the adapter's task type
         models = (self.policy, self.policy.get_base_model())
         configs = [model.generation_config for model in models]
         for model in models:

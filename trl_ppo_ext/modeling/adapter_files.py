@@ -1,4 +1,4 @@
-"""Adapters as files: in a directory or on the Hub, with the head that may lie beside them."""
+"""Adapters as files: in a directory or on the Hub, with the head saved next to them."""
 
 import json
 import os
@@ -20,12 +20,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
-CRITIC_NUMBERS = "critic.json"  # beside a pretrained critic: what it was trained on, and how good it is
+CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 SCORE_HEADS = ("score", "classifier")
 
 
 def public_name(base: str) -> str:
-    """Name of a base model as it may stand in a file that is shared: of a path, its last part."""
+    """Name of a base model for a shared file: only the last part of a path."""
     return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
 
 
@@ -38,7 +38,7 @@ class AdapterFiles(NamedTuple):
 
     config: PeftConfig  # its config
     weights: dict[str, Tensor]  # its weights, without heads
-    head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty if there is none
+    head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty without one
 
 
 def find_file(path: str, name: str, folder: str = "") -> str | None:
@@ -110,7 +110,7 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
 
 
 def check_same_base(path: str, config: PeftConfig, base: str, remedy: str) -> None:
-    """Refuse an adapter that was trained on another base: it would mean nothing here."""
+    """Raise an error for an adapter that was trained on another base."""
     trained_on = config.base_model_name_or_path or ""
     same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on) == os.path.realpath(base))
     if not (base and same):

@@ -41,7 +41,7 @@ class AveragedWeights:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the averaged weights within a context."""
+        """Use the averaged weights within a context."""
         if self._is_swapped:
             raise RuntimeError("The model has the averaged weights already; `swapped()` cannot be nested.")
         self._is_swapped = True

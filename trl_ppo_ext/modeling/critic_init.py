@@ -1,4 +1,4 @@
-"""What a critic starts from: a pretrained critic, another run's critic, or a reward adapter on the same base."""
+"""Initial critics: a pretrained critic, another run's critic, or a reward adapter on the same base."""
 
 import json
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def read_critic(path: str, critic: str, base: str, label: int | None = None) -> 
         check_same_base(path, files.config, base, _OTHER_BASE)
         return CriticStart(head, files.config, files.weights)
     of_policy = read_adapter_config(path)
-    if of_policy is not None:  # the policy that the head sat on says which base it was
+    if of_policy is not None:  # the policy next to the head names the base
         check_same_base(path, of_policy, base, _OTHER_BASE)
     elif (about := find_file(path, CRITIC_NUMBERS)) is not None:
         with open(about) as stream:

@@ -114,7 +114,7 @@ def _statistics(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """All outputs of a row depend on that row's hidden state alone.
+    """All outputs of a row depend only on that row's hidden state.
 
     So the forward, while it has the probabilities at hand, leaves behind the derivative of each output by the hidden
     state, `[rows, hidden]`; the backward scales it with the incoming gradient. The vocabulary is passed once, there is
@@ -199,7 +199,7 @@ def token_logprobs(
         kl_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the KL.
 
     Returns:
-        [`TokenScores`]: Log-probabilities, entropies and KLs; `None` for what was not asked for.
+        [`TokenScores`]: Log-probabilities, entropies and KLs; `None` if not computed.
 
     Raises:
         `ValueError`: If `ref_hidden` has another shape than `hidden`.

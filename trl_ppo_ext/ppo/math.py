@@ -517,7 +517,7 @@ class AdaptiveKL:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, measured: float, completions: int) -> None:
-        """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
+        """Adapt the coefficient to the mean KL per completion; a non-finite KL changes nothing."""
         # raised at the first update, before an error of the wrong sign comes
         if completions * self.MAX_ERROR >= self.horizon:
             raise ValueError(
@@ -573,7 +573,7 @@ class AdaptiveEntropy:
         return self.coefficient if self.applied else 0.0
 
     def update(self, measured: float, completions: int) -> None:
-        """Update c by a token's mean entropy; a non-finite one changes nothing."""
+        """Adapt c to the mean entropy per token; a non-finite entropy changes nothing."""
         if not math.isfinite(measured):
             return
         if measured < self.target:
@@ -583,7 +583,7 @@ class AdaptiveEntropy:
         self.applied = measured <= self.target
 
     def state_dict(self) -> dict[str, float]:
-        """Return c and if it is applied."""
+        """Return c, and whether it is applied."""
         return {"coefficient": self.coefficient, "applied": float(self.applied)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -129,7 +129,7 @@ def log_reward_hacking(
     metrics.mean(
         "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), counted, all_sum)
     )
-    # share of completions, over all ranks, that occurred before; digests travel, not texts
+    # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
     everyone = gather(torch.tensor(numbers, device=counted.device))[gather(counted)]
