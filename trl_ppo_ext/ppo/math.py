@@ -468,31 +468,37 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 # ---- controllers: coefficients that follow a measurement ----
 
 
-class FixedCoefficient:
-    """Coefficient that never changes.
-
-    It has no state: the config's value applies, also when a run resumes with another one.
+class Coefficient:
+    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume.
 
     Args:
         value (`float`): The coefficient.
     """
 
+    _state: tuple[str, ...] = ()  # attributes of a checkpoint
+
     def __init__(self, value: float):
         self.value = value
 
     def update(self, measured: float, completions: int) -> None:
-        """Ignore the measurement."""
+        """Take in a measurement over a number of completions."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return an empty state."""
-        return {}
+        """Return what a resumed run needs."""
+        return {name: float(getattr(self, name)) for name in self._state}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Check that the state is empty."""
-        _check_state(self, state)
+        """Restore the state returned by [`state_dict`]; raise a `ValueError` for another kind of coefficient."""
+        if sorted(state) != sorted(self._state):
+            raise ValueError(
+                f"The saved state of a coefficient must have the entries {sorted(self._state)} of "
+                f"{type(self).__name__}, got {sorted(state)}; resume with the coefficient settings of the saved run."
+            )
+        for name in self._state:
+            setattr(self, name, type(getattr(self, name))(state[name]))
 
 
-class AdaptiveKL:
+class AdaptiveKL(Coefficient):
     r"""KL coefficient that rises while the KL is above its target and falls while it is below.
 
     error = clip(measured/target − 1, −0.2, 0.2),  value ← value·(1 + error·completions/horizon)
@@ -509,15 +515,16 @@ class AdaptiveKL:
     """
 
     MAX_ERROR = 0.2
+    _state = ("value",)
 
     def __init__(self, value: float, target: float, horizon: float):
         for name, number in (("value", value), ("target", target), ("horizon", horizon)):
             if not 0 < number < math.inf:
                 raise ValueError(f"`{name}` must be a finite number above 0, got {number}.")
-        self.value, self.target, self.horizon = value, target, horizon
+        self.value, self.target, self.horizon = float(value), target, horizon
 
     def update(self, measured: float, completions: int) -> None:
-        """Adapt the coefficient to the mean KL per completion; a non-finite KL changes nothing."""
+        """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
         # raised at the first update, before an error of the wrong sign comes
         if completions * self.MAX_ERROR >= self.horizon:
             raise ValueError(
@@ -528,17 +535,8 @@ class AdaptiveKL:
             error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
             self.value *= 1 + error * completions / self.horizon
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"value": self.value}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state returned by [`state_dict`]."""
-        _check_state(self, state)
-        self.value = float(state["value"])
-
-
-class AdaptiveEntropy:
+class AdaptiveEntropy(Coefficient):
     r"""Entropy coefficient that keeps the policy's entropy above a target.
 
     c rises by `step` (to at most 1) after an entropy below the target and falls by `step` (to at least 0) after one
@@ -557,6 +555,7 @@ class AdaptiveEntropy:
     """
 
     MAX_VALUE = 1.0  # a target out of reach must not let the bonus grow without bound
+    _state = ("coefficient", "applied")
 
     def __init__(self, value: float, target: float, step: float = 0.005):
         for name, number in (("value", value), ("target", target)):
@@ -564,16 +563,16 @@ class AdaptiveEntropy:
                 raise ValueError(f"`{name}` must be a finite number of at least 0, got {number}.")
         if not 0 < step < math.inf:
             raise ValueError(f"`step` must be a finite number above 0, got {step}.")
-        self.coefficient, self.target, self.step = value, target, step
+        self.coefficient, self.target, self.step = float(value), target, step
         self.applied = True
 
     @property
-    def value(self) -> float:
+    def value(self) -> float:  # type: ignore[override]
         """Coefficient c if it is applied, else 0."""
         return self.coefficient if self.applied else 0.0
 
     def update(self, measured: float, completions: int) -> None:
-        """Adapt c to the mean entropy per token; a non-finite entropy changes nothing."""
+        """Update c by a token's mean entropy; a non-finite one changes nothing."""
         if not math.isfinite(measured):
             return
         if measured < self.target:
@@ -581,34 +580,3 @@ class AdaptiveEntropy:
         elif measured > self.target:
             self.coefficient = max(self.coefficient - self.step, 0.0)
         self.applied = measured <= self.target
-
-    def state_dict(self) -> dict[str, float]:
-        """Return c, and whether it is applied."""
-        return {"coefficient": self.coefficient, "applied": float(self.applied)}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state returned by [`state_dict`]."""
-        _check_state(self, state)
-        self.coefficient, self.applied = float(state["coefficient"]), bool(state["applied"])
-
-
-Coefficient = FixedCoefficient | AdaptiveKL | AdaptiveEntropy
-
-
-def kl_controller(value: float, target: float | None, horizon: float) -> FixedCoefficient | AdaptiveKL:
-    """KL coefficient: adaptive if there is a target, else fixed."""
-    return FixedCoefficient(value) if target is None else AdaptiveKL(value, target, horizon)
-
-
-def entropy_controller(value: float, target: float | None) -> FixedCoefficient | AdaptiveEntropy:
-    """Entropy coefficient: adaptive if there is a target, else fixed."""
-    return FixedCoefficient(value) if target is None else AdaptiveEntropy(value, target)
-
-
-def _check_state(coefficient: Coefficient, state: Mapping[str, float]) -> None:
-    expected = sorted(coefficient.state_dict())
-    if sorted(state) != expected:
-        raise ValueError(
-            f"The saved state of a coefficient must have the entries {expected} of {type(coefficient).__name__}, got "
-            f"{sorted(state)}; resume with the coefficient settings of the saved run."
-        )

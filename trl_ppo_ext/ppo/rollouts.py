@@ -146,8 +146,14 @@ class RolloutCollector:
             missing_eos_penalty=args.missing_eos_penalty,
         )
         self.kl_estimator, self.kl_in_reward = args.kl_estimator, args.kl_placement != "loss"
-        self.kl_coef = ppo_math.kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
-        self.entropy_coef = ppo_math.entropy_controller(args.entropy_coef, args.entropy_target)
+        kl_coef, kl_target = args.kl_coef, args.kl_target
+        self.kl_coef = ppo_math.Coefficient(kl_coef)
+        if kl_target is not None:
+            self.kl_coef = ppo_math.AdaptiveKL(kl_coef, kl_target, args.kl_horizon)
+        entropy_coef, entropy_target = args.entropy_coef, args.entropy_target
+        self.entropy_coef = ppo_math.Coefficient(entropy_coef)
+        if entropy_target is not None:
+            self.entropy_coef = ppo_math.AdaptiveEntropy(entropy_coef, entropy_target)
         self.logits_are_checked = False
 
     def all_sum(self, x: Tensor) -> Tensor:

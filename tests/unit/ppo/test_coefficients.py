@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from trl_ppo_ext.ppo.math import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
+from trl_ppo_ext.ppo.math import AdaptiveEntropy, AdaptiveKL, Coefficient
 
 
 def makers():
     return {
-        "fixed": lambda: FixedCoefficient(0.05),
+        "fixed": lambda: Coefficient(0.05),
         "kl": lambda: AdaptiveKL(0.05, target=6.0, horizon=10_000),
         "entropy": lambda: AdaptiveEntropy(0.02, target=0.3, step=0.01),
     }
@@ -18,12 +18,12 @@ def makers():
 
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
 def test_value_before_an_update_is_the_initial_one(make):
-    assert make().value == {FixedCoefficient: 0.05, AdaptiveKL: 0.05, AdaptiveEntropy: 0.02}[type(make())]
+    assert make().value == {Coefficient: 0.05, AdaptiveKL: 0.05, AdaptiveEntropy: 0.02}[type(make())]
 
 
 @pytest.mark.parametrize("measured", [0.0, 1e6, -3.0, math.nan])
 def test_fixed_coefficient_never_changes(measured):
-    coefficient = FixedCoefficient(0.05)
+    coefficient = Coefficient(0.05)
     coefficient.update(measured, 512)
     assert coefficient.value == 0.05
 
@@ -176,8 +176,8 @@ def test_coefficient_resumes_from_json_bit_for_bit(make, stop):
 
 
 def test_fixed_coefficient_resumes_with_its_new_value():
-    changed = FixedCoefficient(0.1)
-    changed.load_state_dict(FixedCoefficient(0.05).state_dict())
+    changed = Coefficient(0.1)
+    changed.load_state_dict(Coefficient(0.05).state_dict())
     assert changed.value == 0.1
 
 
