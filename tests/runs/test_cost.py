@@ -17,7 +17,7 @@ CHUNK = 5  # rows of logits at a time
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns, by what was going on."""
+    """Elements of the largest tensor that any operation returns, by phase of the step."""
 
     def __init__(self):
         super().__init__()
@@ -59,6 +59,8 @@ class Counted:
         self.largest = Largest()
         self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
         self.trainer = trainer
+        trainer.actor_critic.check_logits()  # once per run, on four tokens
+        trainer.collector.logits_are_checked = True
         self.count(trainer, monkeypatch)
         with self.largest:
             trainer.train()
@@ -109,19 +111,18 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a mic
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
 def test_step_takes_the_fewest_forwards_of_the_base(step, critic, settings):
-    """A token each while sampling; policy, reference and a critic on an adapter of its own; one a micro-batch."""
+    """One per sampled token; then policy, reference and critic adapter once per micro-batch."""
     counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
-    shared = plan.num_generations > 1  # a prompt's completions: it is computed first, once, but for its last token
-    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max()) + shared
+    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
     assert counted.forwards["score_tokens"] == scoring * micro_batches
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_only_sampled_tokens_reach_the_vocabulary(step, settings):
-    """Once each for policy and reference, and once an epoch; while sampling, the newest position alone."""
+    """Once each for policy and reference, and once per epoch; while sampling, only the newest position."""
     counted = step(**settings)
     tokens = int(counted.sequences.completion_lengths.sum())
     assert counted.projected == {"score_tokens": 2 * tokens, "loss": counted.trainer.plan.num_ppo_epochs * tokens}

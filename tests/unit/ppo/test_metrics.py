@@ -1,4 +1,4 @@
-"""Metrics: exact over uneven batches, masks and processes."""
+"""Metrics: exact over uneven batches, masks and ranks."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from trl_ppo_ext.ppo.metrics import Metrics
 
 
 def alone(values):
-    """What a reduction over one process is."""
+    """Reduction over one rank."""
     return values
 
 
@@ -21,7 +21,7 @@ def uneven_batches():
         yield values.masked_fill(mask == 0, torch.nan), mask
 
 
-def test_a_mean_over_uneven_batches_is_the_mean_over_all_their_tokens():
+def test_mean_of_uneven_batches_averages_tokens():
     metrics = Metrics()
     for values, mask in uneven_batches():
         metrics.mean("x", values, mask)
@@ -30,7 +30,7 @@ def test_a_mean_over_uneven_batches_is_the_mean_over_all_their_tokens():
     assert metrics.compute(alone, alone) == {"x": pytest.approx(everything.mean().item(), rel=1e-6)}
 
 
-def test_minimum_and_maximum_are_those_over_all_tokens():
+def test_extremes_are_over_all_tokens():
     metrics = Metrics()
     for values, mask in uneven_batches():
         metrics.maximum("largest", values, mask)
@@ -39,7 +39,7 @@ def test_minimum_and_maximum_are_those_over_all_tokens():
     assert metrics.compute(alone, alone) == {"largest": everything.max().item(), "smallest": everything.min().item()}
 
 
-def test_without_a_mask_all_values_count():
+def test_metrics_without_a_mask_count_all_values():
     metrics = Metrics()
     metrics.mean("mean", torch.tensor([1.0, 2.0]))
     metrics.mean("mean", torch.tensor(6.0))  # one number is one value
@@ -50,7 +50,7 @@ def test_without_a_mask_all_values_count():
 
 
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf])
-def test_what_stands_at_masked_places_never_leaks(hidden):
+def test_masked_values_never_leak(hidden):
     values, mask = torch.tensor([[1.0, hidden], [3.0, hidden]]), torch.tensor([[1, 0], [1, 0]])
     for kind in (mask, mask.bool()):
         metrics = Metrics()
@@ -60,7 +60,7 @@ def test_what_stands_at_masked_places_never_leaks(hidden):
         assert metrics.compute(alone, alone) == {"mean": 2.0, "max": 3.0, "min": 1.0}
 
 
-def test_metrics_over_nothing_are_left_out():
+def test_metrics_without_values_are_omitted():
     metrics, values, nothing = Metrics(), torch.tensor([1.0, 2.0]), torch.zeros(2)
     metrics.mean("mean", values, nothing)
     metrics.maximum("max", values, nothing)
@@ -71,7 +71,7 @@ def test_metrics_over_nothing_are_left_out():
     assert metrics.compute(alone, alone) == {"one": 1.5}
 
 
-def test_an_empty_batch_changes_nothing():
+def test_empty_batches_change_nothing():
     metrics = Metrics()
     for values in (torch.tensor([1.0, 3.0]), torch.zeros(0)):
         metrics.mean("mean", values)
@@ -80,7 +80,7 @@ def test_an_empty_batch_changes_nothing():
     assert metrics.compute(alone, alone) == {"mean": 2.0, "max": 3.0, "min": 1.0}
 
 
-def test_computing_starts_anew():
+def test_compute_resets():
     metrics = Metrics()
     assert not metrics
     metrics.mean("x", torch.tensor(5.0))
@@ -101,8 +101,8 @@ def test_metrics_keep_no_graph():
         assert not kept.requires_grad
 
 
-def test_processes_weigh_by_what_they_counted():
-    """A process with 3 tokens and one with 1: the mean over 4 tokens, the extremes over both."""
+def test_ranks_weigh_by_their_counts():
+    """A rank with 3 tokens and one with 1: the mean over 4 tokens, the extremes over both."""
     here, there = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])
 
     def filled(values):
@@ -121,3 +121,21 @@ def test_processes_weigh_by_what_they_counted():
     filled(there).compute(record("sum"), record("max"))  # what the other process would send
     computed = filled(here).compute(lambda x: x + given["sum"], lambda x: torch.maximum(x, given["max"]))
     assert computed == {"mean": 4.0, "only here": 2.0, "max": 10.0, "min": 1.0}
+
+
+def test_metrics_continue_from_a_checkpoint():
+    whole, stopped, resumed = Metrics(), Metrics(), Metrics()
+
+    def add(metrics, values, mask):
+        metrics.mean("mean", values, mask)
+        metrics.total("total", mask)
+        metrics.maximum("max", values, mask)
+        metrics.minimum("a:min", values, mask)
+
+    first, *others = uneven_batches()
+    add(stopped, *first)
+    resumed.load_state_dict({name: x.clone() for name, x in stopped.state_dict().items()}, "cpu")
+    add(whole, *first)
+    for batch in others:
+        add(whole, *batch), add(resumed, *batch)
+    assert resumed.compute(alone, alone) == whole.compute(alone, alone)
