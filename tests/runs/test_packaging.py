@@ -202,12 +202,12 @@ def test_package_imports_without_optional_dependencies():
         f"for name in {everything!r}: importlib.import_module(name)\n"
         "from trl_ppo_ext import PPOTrainer\n"
         "from trl_ppo_ext.commands.main import main\n"
+        "assert main(['serve-reward', 'model']) == 2\n"
         "main(['--help'])\n"
-        "main(['serve-reward', 'model'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert "pretrain-critic" in done.stdout
-    assert done.returncode != 0 and "pip install uvicorn starlette" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip install uvicorn starlette" in done.stderr and "pretrain-critic" in done.stdout
 
 
 # ---- the wheel ----
