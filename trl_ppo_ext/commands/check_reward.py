@@ -144,8 +144,8 @@ def encode_pairs(
         raise ValueError(
             f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
         )
-    sequences, lengths = ([pair[key][side] for side in (0, 1) for pair in pairs] for key in ("texts", "lengths"))
-    return sequences, lengths
+    texts, lengths = ([pair[key][side] for side in (0, 1) for pair in pairs] for key in ("texts", "lengths"))
+    return texts, lengths
 
 
 def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:

@@ -23,14 +23,11 @@ logger = logging.getLogger(__name__)
 
 def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
     """Add the arguments of a classifier."""
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    hint = "compute dtype; auto is bfloat16 on a GPU that has it, else float32"
     parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier")
     parser.add_argument("--quantization", choices=quantizations, default="nf4", help="quantization of the weights")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="compute dtype; auto is bfloat16 on a GPU that has it, else float32",
-    )
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
     parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
     parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model run code of its own")

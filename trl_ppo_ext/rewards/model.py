@@ -29,10 +29,7 @@ def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | N
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
@@ -132,14 +129,10 @@ class SequenceScorer:
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
     """Return the hidden state of the last real token, on whichever side and with whichever token rows are padded."""
-    hidden = trunk(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=False,
-    ).last_hidden_state
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    outputs = trunk(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
-    return hidden[torch.arange(len(last), device=mask.device), last]
+    return outputs.last_hidden_state[torch.arange(len(last), device=mask.device), last]
 
 
 class ClassifierReward(SequenceScorer):
@@ -201,10 +194,8 @@ class RewardAdapter:
     The adapter and its score head are loaded next to the policy's adapter.
 
     Args:
-        path (`str`):
-            Directory or Hub id of the adapter.
-        name (`str`, *optional*):
-            Name in metrics. Defaults to the last part of `path`.
+        path (`str`): Directory or Hub id of the adapter.
+        name (`str`, *optional*): Name in metrics. Defaults to the last part of `path`.
         check_base (`bool`, *optional*, defaults to `True`):
             Whether the adapter must name the policy's base model as its own. Set it to `False` if the same weights
             have two names; shapes and tokenizers are compared in any case.
