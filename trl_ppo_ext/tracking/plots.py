@@ -172,7 +172,7 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     drawn = lines[:MOST_LINES]
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
-    tools = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
+    tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
     plot = figure(height=240, sizing_mode="stretch_width", x_axis_label=label, output_backend="canvas", **tools)
     plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo = "above", True, None
     plot.min_border_right = 12

@@ -63,9 +63,9 @@ def _scores(scores: Any) -> list[tuple[str, str]]:
 
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
     """Start and end of a metric."""
-    values = run.curves[name].finite().values if name in run.curves else ()
-    if not len(values):
+    if name not in run.curves or not len(run.curves[name].finite().values):
         return None
+    values = run.curves[name].finite().values
     goes = trend(run.curves[name])
     start, end = (values[0], values[-1]) if goes is NO_TREND else (goes.start, goes.end)
     return number(start), number(end)
@@ -125,8 +125,9 @@ def render(runs: list[Run]) -> str:
     if len(runs) == 1:  # among several, a mark could not show which run it belongs to
         marks[""] = dict.fromkeys(runs[0].resumed_at, RESUMED)
         for item in advice[0]:
-            for name in item.metrics if item.step is not None else ():
-                marks.setdefault(name, {})[item.step] = ADVISED
+            if item.step is not None:
+                for name in item.metrics:
+                    marks.setdefault(name, {})[item.step] = ADVISED
     plots, too_many = draw_all(runs, marks)
 
     # 2. Start and end of the main metrics.
