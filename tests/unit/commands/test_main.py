@@ -1,11 +1,14 @@
 """`trl-ppo` itself: its help, and its exit status."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.tracking.report.reading import RUN_LOG
 
 
 def test_help_lists_every_command_without_torch():
@@ -24,6 +27,19 @@ def test_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0 and f"usage: trl-ppo {command}" in capsys.readouterr().out
+
+
+def test_report_and_compare_write_pages(tmp_path, capsys):
+    start = {"kind": "run", "time": 1.0, "step": 0, "config": {}, "model": "base", "rewards": ["r"], "monitors": []}
+    metrics = {"kind": "metrics", "time": 2.0, "step": 1, "metrics": {"reward": 0.5}}
+    runs = [str(tmp_path / name) for name in ("first", "second")]
+    for directory in map(Path, runs):
+        directory.mkdir()
+        (directory / RUN_LOG).write_text("".join(json.dumps(line) + "\n" for line in (start, metrics)))
+    assert cli.main(["report", runs[0]]) == 0 and (tmp_path / "first" / "report.html").is_file()
+    output = tmp_path / "both.html"
+    assert cli.main(["compare", *runs, "--output", str(output)]) == 0 and str(output) in capsys.readouterr().out
+    assert all(name in output.read_text() for name in ("first", "second"))
 
 
 def test_interrupted_command_exits_with_130(monkeypatch):

@@ -171,7 +171,7 @@ def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, monkeyp
             trainer.collector, "collect", lambda *given: rollouts.append(collect(*given)) or rollouts[-1]
         )
         trainer.train()
-        return rollouts[0].rollout, trainer.state.log_history[0]["value/explained_variance"]
+        return rollouts[0][0], trainer.state.log_history[0]["value/explained_variance"]
 
     rollout, explained = first_rollout(critic_init=pretrained.kind)
     values = pretrained.trainer.collector.score_tokens(rollout.sequences).values
@@ -287,7 +287,8 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
     pretrain_critic(measured)
 
     plain = trainer(tmp_path, critic="adapter", **steered)
-    plain.actor_critic.freeze_policy()
+    for parameter in plain.actor_critic.policy_parameters().values():
+        parameter.requires_grad_(False)
     plain.train()
     assert plain.collector.state_dict() == measured.collector.state_dict()
     for name, weight in weights(plain).items():

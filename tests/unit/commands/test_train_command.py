@@ -199,7 +199,7 @@ def test_failing_run_reports_its_step_and_cause(there):
 
 def test_resuming_without_checkpoint_is_refused_in_one_line(there, capsys):
     assert run(output_dir="nowhere", resume_from_checkpoint=True) == 2
-    assert "There is no checkpoint in `nowhere` to resume from" in capsys.readouterr().err
+    assert "`nowhere` has no checkpoint to resume from" in capsys.readouterr().err
 
 
 def test_recipes_script_is_the_command(there, monkeypatch, capsys):
@@ -264,8 +264,13 @@ WRONG = [
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a function, a sequence classifier"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
     ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
-    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
-    ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"are: none\).*add the column"),
+    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`prompts`", r"end its .*`\*\*kwargs`"),
+    (
+        {"reward_funcs": "accuracy_reward"},
+        "`accuracy_reward` cannot",
+        "`solution`",
+        r"available: none\).*add the column",
+    ),
     ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "give one for each"),
     ({"critic": "none"}, "`num_generations`", "got 1", "use e.g. 8"),
