@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from trl_ppo_ext.tracking.report.reading import RUN_LOG
 
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.tracking.report.reading import RUN_LOG
 
 
 def test_help_lists_every_command_without_torch():
