@@ -87,7 +87,7 @@ def check_reward(
     context = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
     rows = _load_rows(dataset, split, max_pairs)
     sequences, lengths = encode_pairs(rows, tokenizer, context)
-    report = {
+    report: dict[str, Any] = {
         "model": model,
         "dataset": dataset if isinstance(dataset, str) else None,
         "device": device,
