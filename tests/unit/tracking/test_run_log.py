@@ -104,6 +104,7 @@ def samples(rows=20, text="word", score=1.0):
         torch.full((rows, 1), float("nan")),
         {},
         TokenScores(tokens + 1, tokens, tokens),
+        None,
     )
 
 

@@ -106,7 +106,7 @@ def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
     with pytest.raises(OSError, match=r"^x+$"):
         distributed.on_every_rank(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
     assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
-    with pytest.raises(distributed.ElsewhereError, match="on process 1: OSError: no room"):
+    with pytest.raises(distributed.OtherRankError, match="on rank 1: OSError: no room"):
         distributed.on_every_rank(lambda: 1, OSError)
 
 
@@ -217,7 +217,7 @@ def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=No
     rows = len(texts)
     scored = Scored(torch.ones(rows, len(names)), torch.ones(rows, 1), *[torch.ones(rows, dtype=torch.bool)] * 2)
     batch = ScoringBatch(prompts=list(texts), completions=list(texts), completion_ids=[[1]] * rows)
-    samples = Samples(None, None, batch, scored, None, extra or {}, None)
+    samples = Samples(None, None, batch, scored, None, extra or {}, None, None)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(
         "trl_ppo_ext.tracking.completions.Console", lambda: Console(file=stream, width=200, force_terminal=False)
