@@ -269,7 +269,7 @@ WRONG = [
         {"reward_funcs": "accuracy_reward"},
         "`accuracy_reward` cannot",
         "`solution`",
-        r"available: none\).*add the column",
+        r": none\).*add the column",
     ),
     ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "give one for each"),
