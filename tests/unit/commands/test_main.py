@@ -35,7 +35,7 @@ def test_report_and_compare_write_pages(tmp_path, capsys):
     runs = [str(tmp_path / name) for name in ("first", "second")]
     for directory in map(Path, runs):
         directory.mkdir()
-        (directory / RUN_LOG).write_text("".join(json.dumps(line) + "\n" for line in (start, metrics)))
+        (directory / "run_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, metrics)))
     assert cli.main(["report", runs[0]]) == 0 and (tmp_path / "first" / "report.html").is_file()
     output = tmp_path / "both.html"
     assert cli.main(["compare", *runs, "--output", str(output)]) == 0 and str(output) in capsys.readouterr().out
