@@ -103,7 +103,7 @@ def samples(rows=20, text="word", score=1.0):
         scored,
         torch.full((rows, 1), float("nan")),
         {},
-        TokenScores(tokens + 1, tokens, tokens),
+        TokenScores(tokens + 1, ref_logprobs=tokens),
         None,
     )
 
