@@ -241,16 +241,7 @@ def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _
 
 
 def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values.
-
-    Args:
-        x (`Tensor`): Values.
-        mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Scalar variance.
-    """
+    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values. Arguments as in [`masked_mean`]."""
     x = _masked(x, mask)
     squares = (x - masked_mean(x, mask, all_sum)) ** 2
     total, count = all_sum(torch.stack([_masked(squares, mask).sum(), mask.to(x.dtype).sum()]))
@@ -258,32 +249,14 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _l
 
 
 def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected).
-
-    Args:
-        x (`Tensor`): Values.
-        mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Whitened values, 0 at masked positions.
-    """
+    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected). Arguments as in [`masked_mean`]."""
     x = _masked(x, mask)
     centered = x - masked_mean(x, mask, all_sum)
     return _masked(centered * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8), mask)
 
 
 def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Scale `x` around its mean to unit variance over the mask; the mean stays.
-
-    Args:
-        x (`Tensor`): Values.
-        mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Scaled values, 0 at masked positions.
-    """
+    """Scale `x` around its mean to unit variance over the mask; the mean stays. Arguments as in [`masked_mean`]."""
     return _masked(whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum), mask)
 
 
@@ -427,16 +400,7 @@ def grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     r"""Dr. GRPO: Rᵢ − mean over the group; not divided by the deviation, so that no prompt weighs more than another.
 
-    Args:
-        scores (`Tensor` of shape `[batch]`): Score of each completion.
-        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
-        group_size (`int`): Completions of a prompt, in consecutive rows.
-
-    Returns:
-        `Tensor` of shape `[batch]`: Advantage of each completion.
-
-    Raises:
-        `ValueError`: If the batch is not a multiple of `group_size`, or the shapes differ.
+    Arguments, result and errors are those of [`grpo_advantages`].
 
     Source: https://huggingface.co/papers/2503.20783
     """
@@ -447,16 +411,7 @@ def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tenso
 def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     r"""RLOO: Rᵢ − mean over the other members of the group, an unbiased baseline.
 
-    Args:
-        scores (`Tensor` of shape `[batch]`): Score of each completion.
-        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
-        group_size (`int`): Completions of a prompt, in consecutive rows.
-
-    Returns:
-        `Tensor` of shape `[batch]`: Advantage of each completion.
-
-    Raises:
-        `ValueError`: If the batch is not a multiple of `group_size`, or the shapes differ.
+    Arguments, result and errors are those of [`grpo_advantages`].
 
     Source: https://huggingface.co/papers/2402.14740
     """
