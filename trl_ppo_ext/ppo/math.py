@@ -241,7 +241,10 @@ def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _
 
 
 def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values. Arguments as in [`masked_mean`]."""
+    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values.
+
+    Arguments are those of [`masked_mean`].
+    """
     x = _masked(x, mask)
     squares = (x - masked_mean(x, mask, all_sum)) ** 2
     total, count = all_sum(torch.stack([_masked(squares, mask).sum(), mask.to(x.dtype).sum()]))
@@ -249,14 +252,20 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _l
 
 
 def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected). Arguments as in [`masked_mean`]."""
+    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected).
+
+    Arguments are those of [`masked_mean`].
+    """
     x = _masked(x, mask)
     centered = x - masked_mean(x, mask, all_sum)
     return _masked(centered * torch.rsqrt(masked_var(x, mask, all_sum) + 1e-8), mask)
 
 
 def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Scale `x` around its mean to unit variance over the mask; the mean stays. Arguments as in [`masked_mean`]."""
+    """Scale `x` around its mean to unit variance over the mask; the mean stays.
+
+    Arguments are those of [`masked_mean`].
+    """
     return _masked(whiten(x, mask, all_sum) + masked_mean(x, mask, all_sum), mask)
 
 
