@@ -182,7 +182,7 @@ class RolloutSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         global_step, max_steps = self.steps()
-        if global_step >= max_steps:
+        if 0 < max_steps <= global_step:
             return
         order = self.order(global_step // (self.rollouts * self.plan.optimizer_steps))
         for start in range(0, len(order), self.plan.prompts):
