@@ -110,7 +110,7 @@ class PPOTrainer(Trainer):
             anything is loaded.
     """
 
-    # every micro-batch is divided by the tokens of its whole optimizer step, so the Trainer must not divide again
+    # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the Trainer must not divide
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -239,14 +239,14 @@ class PPOTrainer(Trainer):
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run one micro-batch; the first one of a rollout collects it."""
-        # 1. Collect: sample, score, log-probs and values, KL-shaped rewards, advantages.
+        """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
+        # 1. Collect a rollout: the five steps of ppo/rollouts.py.
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
             micro_batch = next(self.updates.micro_batches)
 
-        # 2. Update: the loss of a micro-batch, and its backward, unless `target_kl` has ended the rollout's updates.
+        # 2. Update: loss (ppo/updates.py) and backward, unless `target_kl` has ended the rollout's updates.
         start = time.perf_counter()
         is_last = self.accelerator.sync_gradients  # of its optimizer step
         if self.updates.stopped_early:
@@ -255,22 +255,22 @@ class PPOTrainer(Trainer):
         else:
             loss = super().training_step(model, micro_batch, num_items_in_batch)  # calls `compute_loss`
 
-        # 3. Step: the Trainer takes it, unless it is skipped here.
+        # 3. Step: the Trainer takes it, unless it is skipped here, or in `_get_grad_norm` for a non-finite gradient.
         if is_last and not self._takes_step:
             self._skip_step(model)
         elif is_last and self.state.global_step < self.args.value_warmup_steps:
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
-        seconds = (time.perf_counter() - start) * self.plan.micro_steps
+        seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
         self._metrics["train"].mean("time/update", torch.tensor(seconds, device=loss.device))
         return loss
 
-    def _collect(self, numbers: Rows) -> None:
-        unique = sorted(set(numbers))
+    def _collect(self, row_numbers: Rows) -> None:
+        unique = sorted(set(row_numbers))
         rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
-        self.actor_critic.eval()
+        self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        rollout, self._samples = self.collector.collect([rows[number] for number in numbers], metrics, self.state)
+        rollout, self._samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
         self.updates.start(rollout, self.state.global_step)
         sequences = self._samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
@@ -285,12 +285,12 @@ class PPOTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """PPO's loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
-        # gradients are averaged over ranks, the loss is a sum
+        """PPO's loss of a micro-batch: its share of the optimizer step's loss, times the number of ranks."""
+        # DDP averages gradients over ranks; the denominator is global already
         loss = self.updates.loss(model, inputs) * self.accelerator.num_processes
         if self.accelerator.sync_gradients:  # the last micro-batch of its optimizer step
             self._takes_step = self.updates.may_step()
-            if self.is_deepspeed_enabled and not self._takes_step:
+            if self.is_deepspeed_enabled and not self._takes_step:  # its backward would take the step
                 loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
@@ -325,7 +325,7 @@ class PPOTrainer(Trainer):
         model.zero_grad()
         if self.is_deepspeed_enabled:  # it has skipped the step, and the Trainer would keep the learning rate
             self.optimizer.optimizer.overflow = False
-        # to Accelerate this is an accumulation step, so momentum moves nothing
+        # Accelerate then ignores `optimizer.step()`, as within gradient accumulation
         self.accelerator.gradient_state._set_sync_gradients(False)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Collect a rollout: sample, score, log-probs and values, KL-shaped rewards, advantages."""
+"""Collect a rollout: sample, log-probs and values, score, KL-shaped rewards, advantages."""
 
 import math
 import time
@@ -184,7 +184,7 @@ class RolloutCollector:
         stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
 
-        # 2. Log-probs and values, from the forward that is trained.
+        # 2. Log-probs under policy and reference, values and entropies, with the forward of the updates.
         with self._timed("forward", metrics):
             tokens = self.score_tokens(sequences)
 
@@ -241,7 +241,9 @@ class RolloutCollector:
             self._warn_about_far_scores(scored)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-        kl_coef = self.kl_coef.value  # follows the rollouts before this one; the entropy's follows this one, too
+        kl_coef = (
+            self.kl_coef.value
+        )  # read first: it follows earlier rollouts only; the entropy's follows this one, too
         if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
             self._update_coefficients(tokens, response_mask, usable)
         score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
@@ -271,17 +273,16 @@ class RolloutCollector:
         entropy_coef = self.entropy_coef.value
         metrics.mean("kl_coef", torch.tensor(kl_coef, device=advantages.device))
         metrics.mean("entropy_coef", torch.tensor(entropy_coef, device=advantages.device))
-        ref_logprobs = tokens.ref_logprobs
         rollout = Rollout(
-            sequences,
-            response_mask,
-            tokens.logprobs,
-            ref_logprobs,
-            advantages,
-            tokens.values,
-            returns,
-            kl_coef,
-            entropy_coef,
+            sequences=sequences,
+            response_mask=response_mask,
+            old_logprobs=tokens.logprobs,
+            ref_logprobs=tokens.ref_logprobs,
+            advantages=advantages,
+            old_values=tokens.values,
+            returns=returns,
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
         )
         return rollout, samples
 
@@ -289,9 +290,9 @@ class RolloutCollector:
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
-        """Score tokens in the code, micro-batches and dtype of the updates.
+        """Score tokens with the code, micro-batches and dtype of the updates.
 
-        So the ratio of the first update is exactly 1, and with a fresh adapter the KL is exactly 0.
+        So the ratio of the first optimizer step is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
         args, exact_kl = self.args, self.kl_in_reward and self.kl_estimator == "exact"
         size, temperature = args.per_device_train_batch_size, args.temperature
@@ -362,7 +363,7 @@ class RolloutCollector:
         return advantages, returns
 
     def _group_advantages(self, scores: Tensor, usable: Tensor) -> Tensor:
-        """Advantages of completions, `[batch]`, from their scores with KL; a group may span ranks."""
+        """Advantages of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
         estimator = self.args.advantage_estimator
         if estimator == "reinforce":
             return scores.masked_fill(~usable, 0)
@@ -373,7 +374,7 @@ class RolloutCollector:
         return advantages[first : first + len(scores)]
 
     def _warn_about_far_scores(self, scored: Scored) -> None:
-        """Warn if a new critic, whose values start at 0, meets scores far from 0.
+        """Warn if scores are far from 0 while a new critic still predicts 0.
 
         With λ < 1 a token sees the score at the completion's end through the values in between, which are 0 at first:
         only the last tokens see it.

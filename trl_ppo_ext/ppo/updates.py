@@ -52,8 +52,8 @@ def loss_denominators(
 def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
     """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
 
-    The first epoch takes the rows in order, so its micro-batches are those in which the old log-probs were computed
-    and its first ratios are exactly 1; later epochs are shuffled.
+    The first epoch takes consecutive minibatches, each sorted by length as in [`RolloutCollector.score_tokens`]: the
+    old log-probs were computed in the same micro-batches, so the first ratios are exactly 1. Later epochs are shuffled.
     """
     size = len(lengths)
     epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
@@ -112,7 +112,7 @@ def ppo_loss(
             "clip_ratio/low_mean": too_low,
             "clip_ratio/high_mean": too_high,
             "clip_ratio/region_mean": too_low | too_high,
-            # distance from the policy that sampled, which `target_kl` bounds
+            # distance from the policy that sampled; updates stop once it exceeds `target_kl`
             "approx_kl": ppo_math.kl_estimate(old_logprobs, scores.logprobs, "k3"),
             "per_token": loss,
         }
@@ -173,17 +173,17 @@ class Updates:
     def _start(self, rollout: Rollout, rows: Tensor, global_step: int) -> None:
         self.reset()
         args, self.rows = self.args, rows
-        number, done = divmod(global_step, self.plan.optimizer_steps)
+        rollout_number, steps_done = divmod(global_step, self.plan.optimizer_steps)
         sizes = (args.max_completion_length, self.all_sum)
         denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
         counts, ptx, ptx_denominators = denominators.float(), None, None
         if self.ptx is not None:
-            ptx = self.ptx.draw(number)
+            ptx = self.ptx.draw(rollout_number)
             ptx_denominators = loss_denominators(ptx.completion_mask, rows, "token", *sizes)
             counts = counts + args.ptx_coef * ptx_denominators
         self.is_empty = (counts == 0).tolist()
         self.rollout = rollout.to("cpu") if args.offload_rollout else rollout
-        self.micro_batches = self._cut(self.rollout, done, denominators, ptx, ptx_denominators)
+        self.micro_batches = self._cut(self.rollout, steps_done, denominators, ptx, ptx_denominators)
 
     def _cut(
         self,
@@ -225,10 +225,10 @@ class Updates:
         return loss
 
     def may_step(self) -> bool:
-        """Decide on all ranks together if the optimizer step whose losses are computed is taken.
+        """Decide on all ranks whether to take the optimizer step whose losses are computed.
 
-        It is not once `target_kl` is exceeded, for the rest of the rollout, nor if no rank has a token to learn from:
-        momentum and weight decay would move the weights for nothing.
+        Steps are skipped from the one that exceeds `target_kl` to the rollout's end, and if no rank has a token to
+        learn from: momentum and weight decay would still move the weights.
         """
         target_kl = self.args.target_kl
         if target_kl is not None and not self.stopped_early:
