@@ -78,11 +78,11 @@ def ppo_loss(
 
     Returns the scalar loss and its metrics per token, `[batch, response]`; `per_token` is the loss itself.
     """
-    logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
+    policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
     # 1. Clipped surrogate of the policy, with the ratio per token or per sequence.
     if sequence_ratio:
-        logprobs = ppo_math.sequence_logprobs(logprobs, old_logprobs, rollout.response_mask)
-    policy = ppo_math.clipped_policy_loss(logprobs, old_logprobs, advantages, *cliprange, dual_clip)
+        policy_logprobs = ppo_math.sequence_logprobs(policy_logprobs, old_logprobs, rollout.response_mask)
+    policy = ppo_math.clipped_policy_loss(policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip)
     loss, metrics = policy, {"loss/policy": policy}
 
     # 2. Squared error of the values.
@@ -103,7 +103,7 @@ def ppo_loss(
 
     with torch.no_grad():
         bound = ppo_math.LOG_RATIO_BOUND
-        ratio = (logprobs - old_logprobs).clamp(-bound, bound).exp()
+        ratio = (policy_logprobs - old_logprobs).clamp(-bound, bound).exp()
         too_low = (ratio < 1 - cliprange[0]) & (advantages < 0)
         too_high = (ratio > 1 + cliprange[1]) & (advantages > 0)
         metrics |= {
