@@ -53,7 +53,7 @@ def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
     """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
 
     The first epoch takes consecutive minibatches, each sorted by length as in [`RolloutCollector.score_tokens`]: the
-    old log-probs were computed in the same micro-batches, so the first ratios are exactly 1. Later epochs are shuffled.
+    old log-probs were computed in the same micro-batches, so the first ratios are exactly 1. Later epochs shuffle.
     """
     size = len(lengths)
     epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
