@@ -13,21 +13,13 @@ from ..config import PPOConfig
 from ..memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
 from .launch import model_arguments, parse
 
-_GPUS_BY_GIB = {  # usable, as nvidia-smi reports it
-    10.0: "RTX 3080",
-    12.0: "RTX 3060, RTX 4070",
-    15.0: "T4",
-    16.0: "V100 16GB, RTX 4060 Ti 16GB, RTX 4080, RTX 5070 Ti, RTX 5080",
-    22.5: "A10, A10G, L4",
-    24.0: "RTX 3090, RTX 4090",
-    31.8: "RTX 5090, V100 32GB",
-    40.0: "A100 40GB",
-    45.0: "L40S",
-    48.0: "RTX A6000",
-    79.6: "H100, A100 80GB",
-    140.4: "H200",
-}
-GPUS = {name: memory for memory, names in _GPUS_BY_GIB.items() for name in names.split(", ")}
+_GPUS_BY_GIB = (  # usable, as nvidia-smi reports it
+    "10: RTX 3080 | 12: RTX 3060, RTX 4070 | 15: T4 | 22.5: A10, A10G, L4 | 24: RTX 3090, RTX 4090 | "
+    "16: V100 16GB, RTX 4060 Ti 16GB, RTX 4080, RTX 5070 Ti, RTX 5080 | 31.8: RTX 5090, V100 32GB | 40: A100 40GB | "
+    "45: L40S | 48: RTX A6000 | 79.6: H100, A100 80GB | 140.4: H200"
+)
+_ROWS = (row.split(": ") for row in _GPUS_BY_GIB.split(" | "))
+GPUS = {name: float(memory) for memory, names in _ROWS for name in names.split(", ")}
 
 
 def gpu_memory(name: str) -> float:

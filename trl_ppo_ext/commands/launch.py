@@ -62,10 +62,7 @@ class PPOScriptArguments(trl.ScriptArguments):
 
     _argument_group_name = "dataset and rewards"
 
-    map_function: str | None = HfArg(
-        default=None,
-        help="Dotted path of a function from a row to its new columns, for datasets without a column 'prompt'.",
-    )
+    map_function: str | None = HfArg(default=None, help="Dotted path of a function from a row to its new columns.")
     eval_rows: int | None = HfArg(default=None, help="Evaluated rows, spread over the test split. Default: all.")
     reward_funcs: list[str] | None = HfArg(
         default=None,
@@ -142,10 +139,9 @@ def parse(
     argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
     if "--config" in argv:
         file = "".join(argv[argv.index("--config") + 1 :][:1])
-        if not os.path.exists(file) or os.path.isdir(file):
-            raise ValueError(
-                f"`--config` must be a YAML file, got {file!r}; give its path. The working directory is {os.getcwd()}."
-            )
+        if not os.path.isfile(file):
+            hint = f"give its path. The working directory is {os.getcwd()}."
+            raise ValueError(f"`--config` must be a YAML file, got {file!r}; {hint}")
         sys.path.append(os.path.dirname(os.path.abspath(file)))  # of the functions beside it
     try:
         *parsed, in_file, in_line = parser.parse_args_and_config(
@@ -205,10 +201,8 @@ def _import(name: str, argument: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name or name}.".startswith(f"{error.name}."):
             raise  # the module exists, and fails to import another one
-        raise ValueError(
-            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is beside the config "
-            "file or on sys.path; name a module and a function in it, or set PYTHONPATH."
-        ) from None
+        problem = f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on sys.path"
+        raise ValueError(f"{problem}; name a module and a function in it, or set PYTHONPATH.") from None
     value = getattr(module, attribute, None)
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
@@ -269,10 +263,8 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
         if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
             AutoConfig.from_pretrained(name, **hub_kwargs(args))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} Give the id of a causal language "
-            "model on the Hub, or the directory of a saved one."
-        ) from error
+        remedy = "Give the id or the directory of a causal language model."
+        raise ValueError(f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} {remedy}") from error
     # the compute dtype of a quantized base is the run's, unless a dtype is named
     quantized = replace(config, dtype=None if model.dtype == "auto" else model.dtype)
     return {
@@ -293,11 +285,9 @@ def trainer_arguments(
     kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
     columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
     if "prompt" not in columns:
-        raise ValueError(
-            f"`{'dataset_name' if script.dataset_name else 'datasets'}` needs a column 'prompt' in the split "
-            f"{split!r}, got {sorted(columns)}. Set `map_function` to a function that returns one, e.g. "
-            "my_rows.to_prompt."
-        )
+        name = "dataset_name" if script.dataset_name else "datasets"
+        problem = f"`{name}` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
+        raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
         if columns := kwargs["eval_dataset"].column_names:
