@@ -9,7 +9,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
@@ -39,14 +39,11 @@ CUDA_CONTEXT, FRAGMENTATION = 0.6 * GIB, 0.05  # assumed, not measured: context,
 # bytes of a quantized weight: 4 bits have a constant per block of 64, double quantization a constant per 256 of these
 QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 / 64 / 256}
 # bytes of state per trained parameter; paged states move to main memory when the GPU is full
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), 8.0),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), 2 * (1 + 4 / 256)),  # a constant per block of 256
-    **dict.fromkeys(("adagrad", "rmsprop", "lion_32bit"), 4.0),
-    **dict.fromkeys(("lion_8bit",), 1 + 4 / 256),
-    **dict.fromkeys(("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"), 0.0),
-    **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), 0.0),
-}
+_EIGHT_BITS = 1 + 4 / 256  # a constant per block of 256
+OPTIMIZERS = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adagrad": 4.0, "rmsprop": 4.0, "lion_32bit": 4.0}
+OPTIMIZERS |= {"adamw_8bit": 2 * _EIGHT_BITS, "adamw_bnb_8bit": 2 * _EIGHT_BITS, "lion_8bit": _EIGHT_BITS}
+_STATELESS = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
+OPTIMIZERS |= dict.fromkeys(_STATELESS, 0.0)
 # implementations of attention, and whether they take a mask
 MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -107,16 +104,14 @@ class ModelSizes:
         return rows * length * (norms + self.width * (lora + attention + swiglu)) + mask
 
 
-@dataclass(frozen=True)
-class AdapterSizes:
+class AdapterSizes(NamedTuple):
     """Sizes of a LoRA adapter."""
 
     parameters: int
     ranks: Mapping[str, int]  # by kind of linear layer, e.g. "q_proj"
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Memory at the peak of a phase: load, generate, forward, score or update."""
 
     name: str
@@ -149,14 +144,14 @@ class MemoryEstimate:
         args, base, adapter, width = self.args, self.base, self.adapter, self.base.width
         plan = BatchPlan.from_config(args, self.processes)
         rows, completions = plan.micro_batch_size, plan.completions_per_process
+        sampled = min(args.per_device_generation_batch_size or completions, completions)
         prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
-        adapters, has_critic = 2 if args.critic == "adapter" else 1, args.critic != "none"
+        adapters, has_critic = 1 + (args.critic == "adapter"), args.critic != "none"
         trained = adapters * adapter.parameters + has_critic * (base.hidden + 1)
-        kl_in_reward, kl_in_loss = (
-            args.kl_estimator == "exact" and args.kl_placement != x for x in ("loss", "reward")
-        )
-        offload_rewards, offload_rollout = args.offload_rewards and self.on_gpu, args.offload_rollout and self.on_gpu
+        exact = args.kl_estimator == "exact"
+        kl_in_reward, kl_in_loss = (exact and args.kl_placement != x for x in ("loss", "reward"))
+        offload_rewards = args.offload_rewards and self.on_gpu
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
 
@@ -176,7 +171,6 @@ class MemoryEstimate:
         training: dict[str, float] = {"rollout": rollout, "autocast copies": adapters * copies}
 
         # 2. Sampling: a cache that grows by blocks, and copies of the logits
-        sampled = min(args.per_device_generation_batch_size or completions, completions)
         cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
         cached = min(-(-prompt // BLOCK) * BLOCK, length)
         copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
@@ -187,8 +181,8 @@ class MemoryEstimate:
         scoring = [model.forward(tokens) + (model.bytes if offload_rewards else 0) for model in models]
         scoring += [base.forward(tokens, 4) for _ in reward_adapters]
 
-        # 4. Projections to the vocabulary, and derivatives by hidden states in float32, for log-probabilities,
-        # entropies, KL and values
+        # 4. Projections to the vocabulary, and float32 derivatives by hidden states
+        forward = base.forward(rows * length, width)
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
         entropy = args.entropy_coef != 0 or args.entropy_target is not None
         kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss + has_critic) + ptx)
@@ -206,7 +200,7 @@ class MemoryEstimate:
         # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
         gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
         early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
-        update = training | ({"rollout": 0.0} if offload_rollout else {})
+        update = training | ({"rollout": 0.0} if args.offload_rollout and self.on_gpu else {})
 
         moments: dict[str, list[dict[str, float]]] = {
             "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
@@ -214,10 +208,7 @@ class MemoryEstimate:
                 {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
                 {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
             ],
-            "forward": [
-                training | {"activations": base.forward(rows * length, width)},
-                training | {"logits": projected},
-            ],
+            "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
                 update | {"activations": forwards, "logits": projecting, "gradients": early},
@@ -249,33 +240,33 @@ class MemoryEstimate:
 
     def proposals(self, memory: float) -> tuple[list["MemoryEstimate"], "MemoryEstimate | None"]:
         """Estimate each change alone, and the fewest changes with which the run fits in `memory` GiB."""
-        alone, changes = [], self.changes()
-        for values in changes:
-            tried = [self.changed(value) for value in values]
-            alone.append(next((estimate for estimate in tried if estimate.fits(memory)), tried[-1]))
-        for count in range(1, len(changes) + 1):
-            for chosen in combinations(changes, count):
-                # if the smallest values do not fit, no others do
-                if self.changed(*(values[-1] for values in chosen)).fits(memory):
-                    together = (self.changed(*values) for values in product(*chosen))
-                    return alone, next(estimate for estimate in together if estimate.fits(memory))
-        return alone, None
+
+        def best(*chosen: list[dict[str, Any]]) -> "MemoryEstimate":
+            smallest = self.changed(*(values[-1] for values in chosen))  # if it does not fit, no others do
+            tried = (self.changed(*values) for values in product(*chosen)) if smallest.fits(memory) else ()
+            return next((estimate for estimate in tried if estimate.fits(memory)), smallest)
+
+        changes = self.changes()
+        subsets = (chosen for count in range(len(changes)) for chosen in combinations(changes, count + 1))
+        together = (best(*chosen) for chosen in subsets)
+        return [best(values) for values in changes], next((x for x in together if x.fits(memory)), None)
 
     def changes(self) -> list[list[dict[str, Any]]]:
         """Settings that need less memory, the least costly first, each with its values from the largest."""
         plan = BatchPlan.from_config(self.args, self.processes)
-        rows, mini_batch, completions = plan.micro_batch_size, plan.mini_batch_size, plan.completions_per_process
+        completions = plan.completions_per_process
         sampled = min(self.args.per_device_generation_batch_size or completions, completions)
-        micro_batches = [size for size in range(rows - 1, 0, -1) if mini_batch % size == 0]
-        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
         in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
+        micro_batches = [
+            {"per_device_train_batch_size": size, "gradient_accumulation_steps": plan.mini_batch_size // size}
+            for size in range(plan.micro_batch_size - 1, 0, -1)
+            if plan.mini_batch_size % size == 0
+        ]
+        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
         changes: list[list[dict[str, Any]]] = [
             [{"gradient_checkpointing": True}],
-            [
-                {"per_device_train_batch_size": x, "gradient_accumulation_steps": mini_batch // x}
-                for x in micro_batches
-            ],
-            [{"per_device_generation_batch_size": x} for x in samples],
+            micro_batches,
+            [{"per_device_generation_batch_size": size} for size in samples],
             [{"load_in_4bit": True, "use_bnb_nested_quant": True}] if self.base.quantization is None else [],
             [] if in_8_bits else [{"offload_rewards": True}],  # 8-bit models cannot be moved
             [{"reward_funcs": "adapter:PATH"}],
@@ -289,12 +280,10 @@ class MemoryEstimate:
 
     def changed(self, *settings: dict[str, Any]) -> "MemoryEstimate":
         """Estimate the run with changed settings."""
-        values = {name: value for setting in settings for name, value in setting.items()}
-        four_bit = values.pop("load_in_4bit", False)
-        base = replace(self.base, quantization="4bit double") if four_bit else self.base
+        args, values = copy(self.args), {name: value for setting in settings for name, value in setting.items()}
+        base = replace(self.base, quantization="4bit double") if values.pop("load_in_4bit", False) else self.base
         rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
-        args = copy(self.args)
-        args.__dict__.update(values)
+        vars(args).update(values)
         return replace(self, args=args, base=base, rewards=rewards, settings=settings)
 
 
@@ -316,16 +305,14 @@ def estimate_memory(
     Args:
         model (`str`, `PreTrainedConfig` or `PreTrainedModel`): Base model, or its config.
         args ([`PPOConfig`]): Config of the run.
-        reward_funcs (`str`, `PreTrainedConfig`, `PreTrainedModel`, [`RewardAdapter`], `Callable` or list, *optional*):
-            Rewards. Models given as a string are quantized by `args.reward_quantization`. A config stands for a
-            classifier that you load yourself, in the config's dtype. Functions take no memory.
+        reward_funcs (as of [`PPOTrainer`], *optional*):
+            Rewards. A `PreTrainedConfig` stands for a classifier that you load yourself, in the config's dtype.
         monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
         peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
         ptx (`bool`, *optional*, defaults to `False`): Whether there is a `ptx_dataset`.
         prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
-        same_length (`bool`, *optional*, defaults to `False`):
-            Whether all sequences have the same length, so that attention needs no mask.
+        same_length (`bool`, *optional*, defaults to `False`): Whether all sequences have the same length.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
 
     Returns:
@@ -338,8 +325,7 @@ def estimate_memory(
     if prompt_length < 1:
         raise ValueError(f"`prompt_length` must be at least 1, got {prompt_length}.")
     config = getattr(model, "config", model)
-    if not isinstance(config, PreTrainedConfig):
-        config = AutoConfig.from_pretrained(config, **hub_kwargs(args))
+    config = AutoConfig.from_pretrained(config, **hub_kwargs(args)) if isinstance(config, str) else config
     init_kwargs, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
     attention, dtype = init_kwargs.get("attn_implementation"), init_kwargs.get("dtype") or compute_dtype(args)
     dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
@@ -378,28 +364,27 @@ def _quantization(config: Any) -> str:
     """Key of `QUANTIZED` for a quantization config, which is a `dict` in a saved model's config."""
     settings = config if isinstance(config, dict) else config.to_dict()
     if settings["quant_method"] != "bitsandbytes":
-        raise ValueError(f"Only models quantized by bitsandbytes are estimated, got {settings['quant_method']!r}.")
-    if settings.get("load_in_8bit"):
-        return "int8"
-    return "4bit double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+        raise ValueError(f"Only quantization by bitsandbytes is estimated, got {settings['quant_method']!r}.")
+    in_4_bits = "4bit double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+    return "int8" if settings.get("load_in_8bit") else in_4_bits
 
 
 def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: int) -> ModelSizes | AdapterSizes | None:
     """Sizes of a reward; functions, judges and remote rewards take no memory."""
+    quantization = None
     if isinstance(reward, RewardAdapter):
         peft_config = PeftConfig.from_pretrained(reward.path)
         peft_config.modules_to_save = None  # the score head, which is counted apart
         return adapter_sizes(base, peft_config)
-    quantization = None
     if isinstance(reward, str):
         reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
         quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
     elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
-        dtype = str(reward.dtype or "float32").removeprefix("torch.")
-        width, reward = getattr(torch, dtype).itemsize, getattr(reward, "config", reward)
+        width = getattr(torch, str(reward.dtype or "float32").removeprefix("torch.")).itemsize
     else:
         return None
-    return model_sizes(on_meta(reward, True, args.trust_remote_code), width, quantization)
+    classifier = on_meta(getattr(reward, "config", reward), True, args.trust_remote_code)
+    return model_sizes(classifier, width, quantization)
 
 
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -415,12 +400,10 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
     """Read the sizes of a model, whose layers must be like Llama's."""
     layers: list[Any] = list(getattr(getattr(model, model.base_model_prefix, model), "layers", []))
     for layer in layers or [nn.Module()]:
-        names = {name.split(".")[-2] for name, _ in layer.named_parameters()}
-        if names - {"q_norm", "k_norm"} != LAYER:
-            raise ValueError(
-                f"{type(model).__name__} cannot be estimated: its `layers` must have {', '.join(sorted(LAYER))}, "
-                f"got {', '.join(sorted(names)) or 'none'}; read torch.cuda.max_memory_allocated() after a few steps."
-            )
+        names = {name.split(".")[-2] for name, _ in layer.named_parameters()} - {"q_norm", "k_norm"}
+        if names != LAYER:
+            needed = f"its `layers` must have {', '.join(sorted(LAYER))}, got {', '.join(sorted(names)) or 'none'}"
+            raise ValueError(f"{type(model).__name__} cannot be estimated: {needed}; measure a few steps instead.")
     attention, mlp = layers[0].self_attn, layers[0].mlp
     linears = [x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)]
     return ModelSizes(

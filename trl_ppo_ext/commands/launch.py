@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import trl
 import trl.rewards
@@ -26,10 +26,9 @@ from ..rewards import RewardAdapter, RewardFunc, check_reward_columns
 from ..trainer import PPOTrainer
 
 ADAPTER = "adapter:"
-TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-REMOVED_FIELDS = {  # of TRL's PPOConfig until 1.12
-    "total_episodes": "Set `num_train_epochs`, or `max_steps` to episodes / completions per rollout × "
-    "`num_ppo_epochs` × `num_mini_batches`",
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+REMOVED_FIELDS = {  # of TRL's PPOConfig until 1.12, and what replaces them
+    "total_episodes": "Set `num_train_epochs`, or `max_steps` to the optimizer steps",
     "response_length": "Its name is `max_completion_length` now",
     "stop_token": "Leave it out: EOS always ends a completion",
     "stop_token_id": "Leave it out: it is `eos_token_id` of the model's generation config",
@@ -63,17 +62,12 @@ class PPOScriptArguments(trl.ScriptArguments):
 
     _argument_group_name = "dataset and rewards"
 
-    map_function: str | None = HfArg(
-        default=None,
-        help="Dotted path of a function from a row to its new columns, for datasets without a column 'prompt'; "
-        "importable from the config file's folder, the working directory or sys.path.",
-    )
+    map_function: str | None = HfArg(default=None, help="Dotted path of a function from a row to its new columns.")
     eval_rows: int | None = HfArg(default=None, help="Evaluated rows, spread over the test split. Default: all.")
     reward_funcs: list[str] | None = HfArg(
         default=None,
         help="Rewards, each one of: id or path of a sequence classifier; adapter:PATH of a reward adapter; dotted "
-        "path of a function, such as my_rewards.brevity; accuracy_reward, reasoning_accuracy_reward, "
-        "think_format_reward or get_soft_overlong_punishment of trl.rewards.",
+        f"path of a function, such as my_rewards.brevity; of trl.rewards {', '.join(TRL_REWARDS)}.",
     )
     monitor_funcs: list[str] | None = HfArg(default=None, help="Rewards that are logged, but not optimized.")
     ptx_dataset_name: str | None = HfArg(default=None, help="Dataset with supervised data in its split 'train'.")
@@ -102,10 +96,7 @@ class PPOModelConfig(trl.ModelConfig):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
         super().__post_init__()
         if self.lora_dropout:
-            raise ValueError(
-                f"`lora_dropout={self.lora_dropout}` is not supported: old and new log-probs must come from the same "
-                "forward. Leave it out."
-            )
+            raise ValueError(f"`lora_dropout={self.lora_dropout}` is not supported: log-probs vary. Leave it out.")
         if self.lora_task_type != "CAUSAL_LM":
             raise ValueError(f"`lora_task_type` must be 'CAUSAL_LM' for a policy, got {self.lora_task_type!r}.")
         only_4bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": None, "use_bnb_nested_quant": False}
@@ -141,40 +132,38 @@ def parse(
         types,
         prog=f"trl-ppo {command}",
         usage=f"trl-ppo {command} [--config FILE.yaml] [--ARGUMENT VALUE ...]",
-        description=f"{description} Arguments come from the YAML file named by --config and from the command line, "
-        "which wins.",
+        description=f"{description} The command line wins over the YAML file named by --config.",
         allow_abbrev=False,  # a misspelt name must not pass as the beginning of another
         exit_on_error=False,
     )
     argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
     if "--config" in argv:
         file = "".join(argv[argv.index("--config") + 1 :][:1])
-        if not os.path.exists(file) or os.path.isdir(file):
-            raise ValueError(
-                f"`--config` must be a YAML file, got {file!r}; give its path. The working directory is {os.getcwd()}."
-            )
+        if not os.path.isfile(file):
+            hint = f"give its path. The working directory is {os.getcwd()}."
+            raise ValueError(f"`--config` must be a YAML file, got {file!r}; {hint}")
         sys.path.append(os.path.dirname(os.path.abspath(file)))  # of the functions beside it
     try:
         *parsed, in_file, in_line = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
         )
     except argparse.ArgumentError as error:
-        name = str(error.argument_name).split("/")[0].lstrip("-")
-        problem = shortened(error.message).replace("invalid float value:", "must be a number, got")
-        raise ValueError(f"`{name}` {problem.replace('invalid int value:', 'must be an integer, got')}") from None
+        name, problem = str(error.argument_name).split("/")[0].lstrip("-"), shortened(error.message)
+        for kind, needed in (("float", "a number"), ("int", "an integer")):
+            problem = problem.replace(f"invalid {kind} value:", f"must be {needed}, got")
+        raise ValueError(f"`{name}` {problem}") from None
     except (YAMLError, TypeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"The arguments cannot be read: {error}") from error
-    known = [entry.name for type_ in types for entry in fields(type_)]
     for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
         if strings:
-            _refuse_unknown(strings, place, known)
+            known = [entry.name for type_ in types for entry in fields(type_)]
+            raise ValueError(_unknown_argument(strings, place, known))
     return tuple(parsed)
 
 
-def _refuse_unknown(strings: list[str], place: str, known: list[str]) -> NoReturn:
-    """Raise for the first of the remaining strings, and suggest a field."""
-    name, _, value = strings[0].lstrip("-").partition("=")
-    name = name.replace("-", "_")
+def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
+    """Message about the first of the remaining strings, with a suggested field."""
+    name, _, value = strings[0].lstrip("-").replace("-", "_").partition("=")
     following = "".join(strings[1:2])
     if not value and strings[0].startswith("-") and not following.startswith("-"):
         value = following
@@ -184,7 +173,7 @@ def _refuse_unknown(strings: list[str], place: str, known: list[str]) -> NoRetur
     remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
     if name in REMOVED_FIELDS:
         remedy = f"TRL's old PPOConfig had it. {REMOVED_FIELDS[name]}."
-    raise ValueError(f"Unknown argument `{name}` {place}{setting}; {remedy}")
+    return f"Unknown argument `{name}` {place}{setting}; {remedy}"
 
 
 # ---- rewards and datasets ----
@@ -194,10 +183,10 @@ def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
     """Resolve an entry of `reward_funcs`: an adapter, a function, or a classifier's path or id."""
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
-    if name in TRL_REWARDS:
-        return getattr(trl.rewards, name)
     if name == "get_soft_overlong_punishment":  # with the settings of TRL's own GRPO script
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    if name in TRL_REWARDS:
+        return getattr(trl.rewards, name)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     return _import(name, argument) if is_dotted and not os.path.isdir(name) else name
 
@@ -212,15 +201,13 @@ def _import(name: str, argument: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name or name}.".startswith(f"{error.name}."):
             raise  # the module exists, and fails to import another one
-        raise ValueError(
-            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is beside the config "
-            "file, in the working directory or on sys.path; name a module and a function in it, or set PYTHONPATH."
-        ) from None
+        problem = f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on sys.path"
+        raise ValueError(f"{problem}; name a module and a function in it, or set PYTHONPATH.") from None
     value = getattr(module, attribute, None)
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
-        remedy = "name a function, or for rewards an object with `name` and `score`"
-        raise ValueError(f"`{argument}`: {name!r} is {kind} in {module.__file__}; {remedy}.")
+        remedy = "name a function or, for rewards, an object with `name` and `score`."
+        raise ValueError(f"`{argument}`: {name!r} is {kind} in {module.__file__}; {remedy}")
     return value
 
 
@@ -233,17 +220,15 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
                 raise ValueError(f"Both `datasets` and `{option}` are set; leave one of them out.")
         splits = dict(trl.get_dataset(mixture))
     elif mixture.streaming or mixture.test_split_size is not None:
-        raise ValueError(
-            "`streaming` and `test_split_size` only apply to `datasets`, which is not set; with `dataset_name` use "
-            "`dataset_streaming` and `dataset_test_split`."
-        )
+        remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
+        raise ValueError(f"`streaming` and `test_split_size` only apply to `datasets`; {remedy}.")
     elif name is None:
         raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     else:
         splits = dict(load_splits(name, script.dataset_config, script.dataset_streaming))
-    train, test, rows = script.dataset_train_split, script.dataset_test_split, script.eval_rows
-    if rows is not None and test in splits and test != train:
-        splits[test] = spread_rows(splits[test], rows)
+    train, test = script.dataset_train_split, script.dataset_test_split
+    if script.eval_rows is not None and test in splits and test != train:
+        splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
         function = _import(script.map_function, "map_function")
         # the main process fills the cache that the others read
@@ -261,57 +246,48 @@ def spread_rows(dataset: Any, count: int) -> Any:
 # ---- a trainer ----
 
 
-def _model_init_kwargs(kwargs: Mapping[str, Any], model: PPOModelConfig) -> dict[str, Any] | None:
-    """Merge `model_init_kwargs` with the model arguments."""
-    merged = dict(kwargs)
-    revision = None if model.model_revision == "main" else model.model_revision
+def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> dict[str, Any]:
+    """Keyword arguments of [`PPOTrainer`] and [`estimate_memory`]: models, adapter and rewards."""
+    name, config, kwargs = model.model_name_or_path, cast(trl.ModelConfig, model), cast(dict, args.model_init_kwargs)
+    if name is None:
+        raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
+    if script.ignore_bias_buffers:
+        raise ValueError("`ignore_bias_buffers` only helps models without adapters; omit it.")
+    kwargs, revision = dict(kwargs or {}), None if model.model_revision == "main" else model.model_revision
     settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
-    for name, value in settings.items():
-        if value is not None and merged.setdefault(name, value) != value:
-            raise ValueError(
-                f"`model_init_kwargs` sets {name}={merged[name]!r}, and the model arguments set {value!r}; leave one "
-                "of the two out."
-            )
-    return merged or None
+    for key, value in settings.items():
+        if value is not None and kwargs.setdefault(key, value) != value:
+            raise ValueError(f"`{key}` is {value!r}, and {kwargs[key]!r} in `model_init_kwargs`; omit one of the two.")
+    args.model_init_kwargs = kwargs or None
+    try:
+        if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
+            AutoConfig.from_pretrained(name, **hub_kwargs(args))
+    except (OSError, ValueError) as error:
+        remedy = "Give the id or the directory of a causal language model."
+        raise ValueError(f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} {remedy}") from error
+    # the compute dtype of a quantized base is the run's, unless a dtype is named
+    quantized = replace(config, dtype=None if model.dtype == "auto" else model.dtype)
+    return {
+        "model": name,
+        "args": args,
+        "reward_funcs": [find_reward(reward) for reward in as_list(script.reward_funcs)],
+        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in as_list(script.monitor_funcs)],
+        "peft_config": trl.get_peft_config(replace(config, use_peft=True)),
+        "quantization_config": trl.get_quantization_config(quantized),
+    }
 
 
 def trainer_arguments(
     script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, splits: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
-    name, train, config = model.model_name_or_path, script.dataset_train_split, cast(trl.ModelConfig, model)
-    if name is None:
-        raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
-    if script.ignore_bias_buffers:
-        raise ValueError("`ignore_bias_buffers` only helps models without adapters; leave it out.")
-    args.model_init_kwargs = _model_init_kwargs(cast(dict, args.model_init_kwargs or {}), model)
-    try:
-        if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
-            AutoConfig.from_pretrained(name, **hub_kwargs(args))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} Give the id of a causal language "
-            "model on the Hub, or the directory of a saved one."
-        ) from error
-    kwargs: dict[str, Any] = {
-        "model": name,
-        "args": args,
-        "reward_funcs": [find_reward(reward) for reward in as_list(script.reward_funcs)],
-        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in as_list(script.monitor_funcs)],
-        "peft_config": trl.get_peft_config(replace(config, use_peft=True)),
-        # the compute dtype of a quantized base is the run's, unless a dtype is named
-        "quantization_config": trl.get_quantization_config(
-            replace(config, dtype=None if model.dtype == "auto" else model.dtype)
-        ),
-        "train_dataset": get_split(splits, train, "dataset_train_split"),
-    }
+    kwargs, split = model_arguments(script, args, model), script.dataset_train_split
+    kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
     columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
     if "prompt" not in columns:
-        raise ValueError(
-            f"`{'dataset_name' if script.dataset_name else 'datasets'}` needs a column 'prompt' in the split "
-            f"{train!r}, got {sorted(columns)}. Set `map_function` to a function that returns one, e.g. "
-            "my_rows.to_prompt."
-        )
+        name = "dataset_name" if script.dataset_name else "datasets"
+        problem = f"`{name}` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
+        raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
         if columns := kwargs["eval_dataset"].column_names:

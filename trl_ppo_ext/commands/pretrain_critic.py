@@ -32,10 +32,9 @@ CARD = """---
 # A pretrained critic for PPO
 
 Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps with
-γ = {gamma:g} and λ = {lam:g}. On held-out rollouts it explains {explained_variance_after:.3f} of the variance of the
-returns, {explained_variance_before:.3f} before training.
-
-A PPO run on the same base starts from it with `PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
+γ = {gamma:g} and λ = {lam:g}. Explained variance of the returns on held-out rollouts: {explained_variance_after:.3f},
+{explained_variance_before:.3f} before training. Start from it on the same base:
+`PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
 """
 
 
@@ -70,8 +69,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
     Args:
         trainer ([`PPOTrainer`]):
-            Trainer of the run, not trained yet. Its config has the λ of the critic; `lam_critic=1.0` gives Monte
-            Carlo targets.
+            Trainer of the run, not trained yet. `lam_critic=1.0` in its config gives Monte Carlo targets.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:
@@ -97,37 +95,39 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     numbers["steps"] = trainer.state.global_step
     weights = actor_critic.trained_weights()  # all processes gather sharded ones
     if args.should_save:
-        _save(trainer, Path(output_dir or args.output_dir), numbers, weights)
+        directory = Path(output_dir or args.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_critic(actor_critic, str(directory), weights)
+        _describe(trainer, directory, numbers)
     return numbers
 
 
 def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     """Collect rollouts that are not trained on, without changing the run's statistics and noise."""
-    args, run, size = copy(trainer.args), trainer.collector, trainer.plan.completions_per_process
+    args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
     # without monitored rewards, which nothing would log
     collector = RolloutCollector(
         run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator, run.guard
     )
     collector.load_state_dict(run.state_dict())
-    rounds, process, device = -(-completions // trainer.plan.completions), args.process_index, args.device
-    rows = _held_out_rows(trainer, rounds * trainer.plan.completions)[process * rounds * size :]
+    size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
+    rows, first = _held_out_rows(trainer, rounds * plan.completions), process * rounds * size
+    starts = range(first, first + rounds * size, size)
     trainer.actor_critic.eval()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
-        starts = range(0, rounds * size, size)
         return [collector.collect(rows[start : start + size], Metrics(), trainer.state)[0] for start in starts]
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
     """Rows of the evaluation sets, or else those that training reaches last."""
-    sets, train, seed = trainer.eval_dataset, trainer.train_dataset, trainer.args.data_seed
+    args, sets, train = trainer.args, trainer.eval_dataset, trainer.train_dataset
     if sets is None and not isinstance(train, IterableDataset):
-        seed = trainer.args.seed if seed is None else seed
-        order = RolloutSampler(len(train), BatchPlan(1), trainer.args.shuffle_dataset, seed).order(epoch=0)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, seed).order(epoch=0)
         train = train.select(order[::-1][:count])
-    sets = train if sets is None else sets
-    sets = [*sets.values()] if isinstance(sets, dict) else [sets]
+    sets = list(sets.values()) if isinstance(sets, dict) else [train if sets is None else sets]
     rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]
     return [rows[index % len(rows)] for index in range(count)]
 
@@ -141,19 +141,15 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[Rollout]) -> floa
     return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), all_sum))
 
 
-def _save(trainer: PPOTrainer, directory: Path, numbers: dict[str, float], weights: dict[str, Tensor]) -> None:
-    """Write the critic, its numbers and a model card."""
+def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -> None:
+    """Write the critic's numbers and its model card."""
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
-    directory.mkdir(parents=True, exist_ok=True)
-    save_critic(trainer.actor_critic, str(directory), weights)
-    lam, names = args.lam_critic, [reward.name for reward in trainer.collector.rewards]
+    names = [reward.name for reward in trainer.collector.rewards]
     about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
-    about |= {"gamma": args.gamma, "lam": args.lam if lam is None else lam, **numbers}
+    about |= {"gamma": args.gamma, "lam": args.lam if args.lam_critic is None else args.lam_critic, **numbers}
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
-    metadata = ModelCardData(
-        base_model=base if base and not Path(base).exists() else None,  # the Hub has no local paths
-        tags=["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"],
-    )
+    tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"]
+    metadata = ModelCardData(base_model=base if base and not Path(base).exists() else None, tags=tags)
     about["rewards"] = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in names)
     card = CARD.format(metadata=metadata.to_yaml(), base=about["base_model"] or "a base without a name", **about)
     (directory / "README.md").write_text(card)
@@ -161,12 +157,8 @@ def _save(trainer: PPOTrainer, directory: Path, numbers: dict[str, float], weigh
 
 def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
-    script, args, model, mixture = parse(
-        "pretrain-critic",
-        argv,
-        "Train a critic on rollouts of a frozen policy, and save it in output_dir for PPOConfig(critic_init=...).",
-        PretrainCriticConfig,
-    )
+    description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
+    script, args, model, mixture = parse("pretrain-critic", argv, description, PretrainCriticConfig)
     splits = load_datasets(script, mixture)
     script.ptx_dataset_name = None  # the policy is frozen
     held_out = splits.get(script.dataset_test_split)  # measured on, even when `eval_strategy` is "no"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from datasets import Dataset
@@ -60,9 +60,8 @@ class TrainConfig(PPOConfig):
 
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
-    script, args, model, mixture = parse(
-        "train", argv, "Train a policy with PPO, and save it in output_dir.", TrainConfig, TrainScriptArguments
-    )
+    description = "Train a policy with PPO, and save it in output_dir."
+    script, args, model, mixture = parse("train", argv, description, TrainConfig, TrainScriptArguments)
     if cast(TrainScriptArguments, script).dry_run:
         dry_run(script, args, model, mixture)
         return
@@ -75,15 +74,13 @@ def main(argv: Sequence[str]) -> None:
     except (ValueError, OSError) as error:
         raise RuntimeError(  # shown with its traceback, unlike wrong arguments
             f"The run failed after {trainer.state.global_step} optimizer steps: {type(error).__name__}: "
-            f"{sentence(error)} Once that is fixed, resume from the last checkpoint, if there is one, with "
-            "--resume_from_checkpoint true."
+            f"{sentence(error)} Once fixed, resume from the last checkpoint with --resume_from_checkpoint true."
         ) from error
     if trainer.args.push_to_hub:
         names = [script.dataset_name, *(entry.path for entry in mixture.datasets)]
         ids = [name for name in dict.fromkeys(names) if name and name.count("/") < 2 and not os.path.exists(name)]
-        metadata: dict[str, Any] = {"datasets": ids} if ids else {}
         try:
-            trainer.push_to_hub(**metadata)
+            trainer.push_to_hub(**({"datasets": ids} if ids else {}))
         except PushError as error:  # nothing of the run is lost, and the error has a remedy
             raise ValueError(str(error)) from error
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
@@ -125,8 +122,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     plan = BatchPlan.from_config(args, args.world_size)
     rollouts = -(-max_steps // plan.optimizer_steps)
     duration = f"{max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
-    if max_steps < 0:
-        duration = f"{args.num_train_epochs:g} passes over the dataset; max_steps would end it sooner"
+    duration = f"{args.num_train_epochs:g} passes over the dataset" if max_steps < 0 else duration
     print(
         f"model:   {name}; {'quantized' if kwargs['quantization_config'] else 'not quantized'}\n"
         f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
@@ -139,12 +135,13 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         f"{plan.num_mini_batches} minibatches of {plan.completions // plan.num_mini_batches} completions\n"
         f"run:     {duration}"
     )
-    longest, on_gpu = max(PROMPT_LENGTH, *lengths), device.type == "cuda"
+    longest = max(PROMPT_LENGTH, *lengths)
     if context is not None:  # longer prompts would be an error
         longest = min(longest, context - length)
     try:
-        estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=longest, device="cuda" if on_gpu else "cpu")
+        estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=longest, device=device.type)
         print(f"memory:  with prompts of {longest} tokens, on each process")
+        on_gpu = device.type == "cuda"
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)
     except ValueError as error:
         print(f"memory:  not estimated: {error}")

@@ -180,7 +180,7 @@ def test_invalid_arguments_raise(large, capsys, more, message):
 
 def test_missing_model_raises(capsys):
     assert cli.main(["estimate"]) == 2
-    assert "`model_name_or_path` is missing" in capsys.readouterr().err
+    assert "`model_name_or_path` is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_saved_quantization_is_estimated(tmp_path):
     estimate = estimate_memory(saved, config(tmp_path))
     assert estimate.base.quantization == "4bit double"
     other = LlamaConfig(num_hidden_layers=1, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ValueError, match="quantized by bitsandbytes"):
+    with pytest.raises(ValueError, match="quantization by bitsandbytes"):
         estimate_memory(other, config(tmp_path))
 
 

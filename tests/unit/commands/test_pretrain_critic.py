@@ -222,7 +222,7 @@ def test_command_is_listed(capsys):
         (["--lora_task_type", "SEQ_CLS"], "`lora_task_type` must be 'CAUSAL_LM'"),
         (["--use_bnb_nested_quant"], "`use_bnb_nested_quant` only applies to 4 bits; set `load_in_4bit`"),
         (["--ignore_bias_buffers"], "`ignore_bias_buffers`"),
-        (["--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "leave one of the two out"),
+        (["--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "omit one of the two"),
         (["--test_split_size", "0.1"], "`streaming` and `test_split_size` only apply to `datasets`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
