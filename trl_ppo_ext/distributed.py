@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ def on_every_rank(action: Callable[[], T], *failures: type[Exception]) -> T:
 
     A rank that raised alone would leave the others waiting. The action must not reduce over ranks itself.
     """
-    result, error = None, None
+    result = error = None
     try:
         result = action()
     except failures as caught:
@@ -75,32 +75,25 @@ def unsharded_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 @contextmanager
-def gathered(parameters: Iterable[Tensor | None], changed: bool = False) -> Iterator[None]:
+def gathered(parameters: Iterable[Any], changed: bool = False) -> Iterator[None]:
     """Gather parameters that ZeRO-3 has sharded; with `changed`, rank 0's writes reach all. All ranks must enter.
 
     Modules gather their own parameters when they are called; this is for parameters used from outside. Under FSDP such
     code runs inside a registered forward method, where parameters are unsharded.
     """
-    sharded: list[Any] = [x for x in parameters if x is not None and hasattr(x, "ds_id")]
     # within the forward of a module that uses it, a parameter is gathered already, and released by that forward
-    sharded = [parameter for parameter in sharded if changed or parameter.ds_status.name != "AVAILABLE"]
-    if not sharded:
-        yield
-        return
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters(sharded, modifier_rank=0 if changed else None):
+    sharded = [x for x in parameters if hasattr(x, "ds_id") and (changed or x.ds_status.name != "AVAILABLE")]
+    if sharded:
+        from deepspeed.runtime.zero import GatheredParameters
+    with GatheredParameters(sharded, modifier_rank=0 if changed else None) if sharded else nullcontext():
         yield
 
 
 def unsharded_weights(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather detached weights, as copies if they are sharded. All ranks must call it."""
     with gathered(parameters.values()):
-        weights = {}
-        for name, parameter in parameters.items():
-            weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            weights[name] = weight.detach().clone() if hasattr(parameter, "ds_id") else weight.detach()
-        return weights
+        weights = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in parameters.items()}
+        return {key: x.detach().clone() if hasattr(x, "ds_id") else x.detach() for key, x in weights.items()}
 
 
 @torch.no_grad()
@@ -159,15 +152,11 @@ def loading_unsharded() -> Iterator[None]:
     """Load frozen models unsharded, onto a device, also under ZeRO-3, which never trains them."""
     # set by the run's config or by the launcher; `from_pretrained` shards if it is there
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    config = None if reference is None else reference()
-    if config is None:
-        yield
-        return
     transformers_deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        transformers_deepspeed.set_hf_deepspeed_config(config)
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 # ---- FSDP2 ----
@@ -192,8 +181,7 @@ def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
 
 def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
     """Raise a `ValueError` for settings that do not work with FSDP2."""
-    plugin = _fsdp_plugin(args)
-    optim = str(getattr(args.optim, "value", args.optim))
+    plugin, optim = _fsdp_plugin(args), args.optim
     quantized = quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})
     unsupported = {
         "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP: FSDP must shard each layer by itself, or every "
@@ -214,27 +202,26 @@ def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_
         "`optimizers` must be empty with FSDP, which replaces the parameters; choose with `optim`.": (
             optimizer is not None
         ),
-        f"`optim={optim!r}` is untested on sharded parameters; use one of {', '.join(map(repr, FSDP_OPTIMIZERS))}, or "
-        "ZeRO-3.": args.optim not in FSDP_OPTIMIZERS,
+        f"`optim={str(getattr(optim, 'value', optim))!r}` is untested on sharded parameters; use one of "
+        f"{', '.join(map(repr, FSDP_OPTIMIZERS))}, or ZeRO-3.": optim not in FSDP_OPTIMIZERS,
         QUANTIZED: quantized,
     }
-    for message, given in unsupported.items():
-        if given:
+    for message, applies in unsupported.items():
+        if applies:
             raise ValueError(message)
 
 
 def enable_fsdp_on_cpu(trainer: Any) -> None:
     """Tell the Trainer about FSDP on CPUs, where Accelerate ignores it in silence."""
-    if trainer.is_fsdp_enabled or not uses_fsdp(trainer.args):
+    args, state = trainer.args, trainer.accelerator.state
+    if trainer.is_fsdp_enabled or not uses_fsdp(args):
         return
-    if trainer.accelerator.distributed_type != DistributedType.MULTI_CPU:
+    if state.distributed_type != DistributedType.MULTI_CPU:
         raise ValueError(
             "FSDP needs several processes to shard over, got one; start them with `accelerate launch --num_processes "
             "N`, or disable FSDP."
         )
-    state = trainer.accelerator.state
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(trainer.args)
-    trainer.is_fsdp_enabled = True
+    state.distributed_type, state.fsdp_plugin, trainer.is_fsdp_enabled = DistributedType.FSDP, _fsdp_plugin(args), True
 
 
 def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
@@ -245,8 +232,7 @@ def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
     """
     if any(not parameter.is_floating_point() for parameter in base.parameters()):
         raise ValueError(QUANTIZED)
-    names = set(base._no_split_modules or ())
-    layers = [module for module in base.modules() if type(module).__name__ in names]
+    layers = [module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())]
     if not layers:
         raise ValueError(
             f"{type(base).__name__} must name its layers (`_no_split_modules`) to be sharded by FSDP; use DeepSpeed's "

@@ -478,7 +478,7 @@ def empty(path):
 NO_START = [
     ("adapter", HEAD, None, "holds a critic of the kind 'adapter', and `critic` is 'head'; set `critic='adapter'`"),
     ("head", ADAPTER, None, "holds a critic of the kind 'head', and `critic` is 'adapter'"),
-    ("reward", HEAD, None, "is a reward adapter: its score head means something on its own adapter alone"),
+    ("reward", HEAD, None, "is a reward adapter: its score head fits only its own adapter"),
     ("reward2", ADAPTER, None, "has 2 labels, and `reward_label` is None; pick one of 0 to 1"),
     ("reward2", ADAPTER | {"reward_label": 2}, None, "`reward_label` is 2; pick one of 0 to 1"),
     ("head", HEAD, other_base, "was trained on 'somebody/else', the policy's base is"),
@@ -486,9 +486,9 @@ NO_START = [
     ("reward", ADAPTER, other_base, "was trained on 'somebody/else', the policy's base is"),
     ("none", ADAPTER, None, "has neither a value_head.safetensors nor an adapter with a score head"),
     ("none", HEAD, empty, "has neither a value_head.safetensors nor an adapter with a score head"),
-    ("none", HEAD, shutil.rmtree, "saved` is no directory here, and no repository on the Hub"),
+    ("none", HEAD, shutil.rmtree, "saved` is neither a directory nor a readable repository on the Hub"),
     ("adapter", ADAPTER, lambda x: (x / "critic/adapter_model.safetensors").unlink(), "critic` has no adapter_model"),
-    ("head", HEAD, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"saved` does not fit.*\(1, 8\)"),
+    ("head", HEAD, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"saved'` does not fit.*\(1, 8\)"),
     ("reward", ADAPTER, lambda x: shrink(x / "adapter_model.safetensors", "lora_A", 8), r"does not fit.*\(4, 8\)"),
 ]
 

@@ -17,7 +17,7 @@ from ..checkpoints.hub import PushError
 from ..config import PPOConfig
 from ..data.prompts import PROMPT_IDS, tokenize_prompts
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
-from ..modeling.critic_init import read_critic
+from ..modeling.adapter_files import read_critic
 from ..ppo.batch_plan import BatchPlan
 from ..redaction import sentence, shortened
 from .estimate import print_estimate

@@ -1,9 +1,10 @@
-"""Adapters as files: in a directory or on the Hub, with the head saved next to them."""
+"""Adapters and critics as files: in a directory or on the Hub, with the head saved next to the adapter."""
 
 import json
 import os
 from typing import NamedTuple
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,6 +23,7 @@ VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 SCORE_HEADS = ("score", "classifier")
+_OTHER_BASE = "Start from a critic of this base, or leave `critic_init` out."
 
 
 def public_name(base: str) -> str:
@@ -36,8 +38,8 @@ class AdapterFileError(ValueError):
 class AdapterFiles(NamedTuple):
     """An adapter as it was saved."""
 
-    config: PeftConfig  # its config
-    weights: dict[str, Tensor]  # its weights, without heads
+    config: PeftConfig
+    weights: dict[str, Tensor]  # without heads
     head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty without one
 
 
@@ -56,7 +58,7 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return None
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise AdapterFileError(
-            f"`{path}` is no directory here, and no repository on the Hub that can be read ({error}); check the path."
+            f"`{path}` is neither a directory nor a readable repository on the Hub ({error}); check the path."
         ) from None
 
 
@@ -89,7 +91,7 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     place = os.path.join(path, folder) if folder else path
     config = read_adapter_config(path, folder)
     if config is None:
-        raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is no PEFT adapter.")
+        raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
         raise AdapterFileError(
             f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base, which policy "
@@ -101,20 +103,70 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         raise AdapterFileError(
             f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save the adapter anew."
         )
-    weights = read_weights(weights_file)
-    of_head = {
-        key: x for key, x in weights.items() if any(f".{head}." in key for head in SCORE_HEADS) and "lora_" not in key
-    }
-    head = {key.split(".")[-1]: x for key, x in of_head.items()}
-    return AdapterFiles(config, {key: x for key, x in weights.items() if key not in of_head}, head)
+    weights, head = read_weights(weights_file), {}
+    for key in list(weights):
+        if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:
+            head[key.split(".")[-1]] = weights.pop(key)
+    return AdapterFiles(config, weights, head)
 
 
-def check_same_base(path: str, config: PeftConfig, base: str, remedy: str) -> None:
-    """Raise an error for an adapter that was trained on another base."""
-    trained_on = config.base_model_name_or_path or ""
-    same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on) == os.path.realpath(base))
+def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -> None:
+    """Raise an error for an adapter or a critic that was trained on another base."""
+    same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base))
     if not (base and same):
         raise AdapterFileError(
-            f"The adapter `{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base is "
-            f"{base or 'without a name'!r}; an adapter means nothing on another base. {remedy}"
+            f"`{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base is "
+            f"{base or 'without a name'!r}; an adapter works only on its own base. {remedy}"
         )
+
+
+def read_critic(
+    path: str, critic: str, base: str, label: int | None = None
+) -> tuple[dict[str, Tensor], AdapterFiles | None]:
+    """Read the value head that `critic_init` names, and the critic's adapter if it has one.
+
+    A directory (or Hub repository) with a value head is a critic of ours: of a checkpoint, or of `pretrain-critic`.
+    One with an adapter and a score head is a reward adapter; its adapter and head are copied.
+    """
+    head_file = find_file(path, VALUE_HEAD)
+    if head_file is not None:
+        # 1. a critic of ours
+        head, kind = read_weights(head_file), "head" if read_adapter_config(path, CRITIC_FOLDER) is None else "adapter"
+        if kind != critic:
+            raise ValueError(
+                f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is {critic!r}; set "
+                f"`critic={kind!r}`, or pretrain one of the other kind."
+            )
+        if kind == "adapter":
+            files = read_adapter(path, CRITIC_FOLDER)
+            check_same_base(path, files.config.base_model_name_or_path, base, _OTHER_BASE)
+            return head, files
+        policy_config = read_adapter_config(path)
+        if policy_config is not None:  # the policy next to the head names the base
+            check_same_base(path, policy_config.base_model_name_or_path, base, _OTHER_BASE)
+        elif (numbers_file := find_file(path, CRITIC_NUMBERS)) is not None:
+            with open(numbers_file) as stream:
+                check_same_base(path, json.load(stream).get("base_model"), public_name(base), _OTHER_BASE)
+        return head, None
+
+    # 2. a reward adapter, of whose score head one row becomes the value head
+    reward = None if read_adapter_config(path) is None else read_adapter(path)
+    if reward is None or "weight" not in reward.head:
+        raise ValueError(
+            f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head; name a directory "
+            "that `trl-ppo pretrain-critic` or PPOTrainer wrote, or a reward adapter."
+        )
+    if critic != "adapter":
+        raise ValueError(
+            f"`critic_init={path!r}` is a reward adapter: its score head fits only its own adapter. Set "
+            "`critic='adapter'`."
+        )
+    check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
+    rows, row = len(reward.head["weight"]), label or 0
+    if (rows > 1 and label is None) or not 0 <= row < rows:
+        raise ValueError(
+            f"The score head of `critic_init={path!r}` has {rows} labels, and `reward_label` is {label}; pick one of "
+            f"0 to {rows - 1}."
+        )
+    head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
+    return {"bias": torch.zeros(1)} | head, reward

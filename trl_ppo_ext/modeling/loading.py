@@ -1,9 +1,8 @@
 """Loading: from the `model` argument to an actor-critic on a frozen base."""
 
 import os
-from collections.abc import Iterable
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -11,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from .actor_critic import ActorCritic
-from .adapters import adapter_parameters, add_adapter, copy_adapter, load_adapter_weights
-from .critic_init import CriticStart, load_value_head, read_critic
+from .adapter_files import read_critic
+from .adapters import adapter_parameters, add_adapter, check_fit, copy_adapter, load_adapter_weights
 
 REFERENCE_ADAPTER = "reference"
 CRITIC_ADAPTER = "critic"
@@ -30,11 +29,6 @@ def default_peft_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def _targets_output_projection(peft_config: PeftConfig) -> bool:
-    named = [getattr(peft_config, "target_modules", None), getattr(peft_config, "modules_to_save", None)]
-    return any("lm_head" in names for names in named if isinstance(names, list | set | tuple))
-
-
 def check_model_arguments(
     model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | None
 ) -> None:
@@ -43,28 +37,24 @@ def check_model_arguments(
         raise TypeError(
             f"`model` must be a model id or path, a `PreTrainedModel`, or a `PeftModel`, got {type(model).__name__}."
         )
-    if not isinstance(model, str):
+    if isinstance(model, str):
+        if os.path.isfile(os.path.join(model, "adapter_config.json")):
+            raise ValueError(
+                f"`model={model!r}` is a saved adapter; load it on its base with `PeftModel.from_pretrained(base, "
+                f"{model!r})` and pass that: the adapter then starts the policy."
+            )
+    else:
         settings = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
             raise ValueError(
                 f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's "
                 "id, or load it with these settings yourself."
             )
-    if isinstance(model, str) and os.path.isfile(os.path.join(model, "adapter_config.json")):
-        raise ValueError(
-            f"`model={model!r}` is a saved adapter; load it on its base with `PeftModel.from_pretrained(base, "
-            f"{model!r})` and pass that: the adapter then starts the policy."
-        )
-    if isinstance(model, PeftModel) and peft_config is not None:
-        raise ValueError(
-            "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start a "
-            "new adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
-        )
-    if not isinstance(model, str) and model.get_output_embeddings() is None:
-        raise ValueError(
-            f"`model` must be a causal language model with an output projection, got {type(model).__name__}; load it "
-            "with `AutoModelForCausalLM`."
-        )
+        if model.get_output_embeddings() is None:
+            raise ValueError(
+                f"`model` must be a causal language model with an output projection, got {type(model).__name__}; load "
+                "it with `AutoModelForCausalLM`."
+            )
     if not isinstance(peft_config, PeftConfig | None):
         raise TypeError(
             f"`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, got {type(peft_config).__name__}."
@@ -74,23 +64,31 @@ def check_model_arguments(
 
 def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
     if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ValueError(
+                "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start "
+                "a new adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
+            )
         peft_config = model.peft_config[model.active_adapter]
-    elif getattr(peft_config, "init_lora_weights", True) not in (True, "gaussian"):
+    elif (initial := getattr(peft_config, "init_lora_weights", True)) not in (True, "gaussian"):
         raise ValueError(
-            f"`init_lora_weights={getattr(peft_config, 'init_lora_weights', None)!r}` changes the base or starts "
-            "away from it, so the reference would not be your model; use True or 'gaussian'."
+            f"`init_lora_weights={initial!r}` changes the base or starts away from it, so the reference would not be "
+            "your model; use True or 'gaussian'."
         )
-    if peft_config is not None and peft_config.is_prompt_learning:
+    if peft_config is None:
+        return
+    if peft_config.is_prompt_learning:
         raise ValueError(
             f"`peft_config` must put the adapter into the layers, got {peft_config.peft_type}, which adds virtual "
             "tokens; use `LoraConfig`."
         )
-    if getattr(peft_config, "bias", "none") != "none":
+    if (bias := getattr(peft_config, "bias", "none")) != "none":
         raise ValueError(
-            f"`bias` of the adapter must be 'none', got {getattr(peft_config, 'bias', None)!r}: biases of the base "
-            "are shared by the reference and all other adapters."
+            f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared by the reference and "
+            "all other adapters."
         )
-    if peft_config is not None and _targets_output_projection(peft_config):
+    adapted = [getattr(peft_config, name, None) for name in ("target_modules", "modules_to_save")]
+    if any("lm_head" in names for names in adapted if isinstance(names, list | set | tuple)):
         raise ValueError(
             "`peft_config` must not put an adapter on the output projection (`lm_head`): log-probs are computed from "
             "the frozen projection in chunks and would not see it. Remove `lm_head` from `target_modules` and "
@@ -101,8 +99,8 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
 def hub_kwargs(args: Any) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that locate a model's files."""
     names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
-    kwargs = args.model_init_kwargs or {}
-    return {"trust_remote_code": args.trust_remote_code} | {key: kwargs[key] for key in names if key in kwargs}
+    kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+    return {key: value for key, value in kwargs.items() if key in names}
 
 
 def _load_base(
@@ -141,33 +139,6 @@ def _disable_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
-def _trained_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        # float32 whatever the base's dtype: Adam's steps vanish in bfloat16
-        parameter.data = parameter.data.float()
-        parameter.requires_grad_(True)
-
-
-def _check_trunk(base: PreTrainedModel) -> None:
-    if not hasattr(base, base.base_model_prefix):
-        raise ValueError(
-            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), "
-            "from which hidden states are read; use a model whose class has it."
-        )
-
-
-def _add_critic_adapter(policy: PeftModel, start: CriticStart | None, path: str) -> str:
-    """Add the critic's adapter: of the policy's config, or of the one it starts from."""
-    own = start.config if start is not None and start.config is not None else policy.peft_config[policy.active_adapter]
-    name = add_adapter(policy, CRITIC_ADAPTER, own)
-    if start is not None and start.weights is not None:
-        try:
-            load_adapter_weights(policy, name, start.weights)
-        except ValueError as error:
-            raise ValueError(f"The adapter of `critic_init={path!r}` does not fit the model: {error}") from None
-    return name
-
-
 def load_actor_critic(
     model: str | PreTrainedModel | PeftModel,
     args: Any,
@@ -175,32 +146,53 @@ def load_actor_critic(
     peft_config: PeftConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
-    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that `args.critic` names."""
+    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
     if isinstance(model, str):
         model = _load_base(model, args, quantization_config, torch.device(device))
-    _check_trunk(model.get_base_model() if isinstance(model, PeftModel) else model)
-    reference = critic = None
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not hasattr(base, base.base_model_prefix):
+        raise ValueError(
+            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), "
+            "from which hidden states are read; use a model whose class has it."
+        )
+
+    # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
+    reference = critic_adapter = None
     if isinstance(model, PeftModel):
         policy = model
-        own = policy.peft_config[policy.active_adapter]
-        reference = add_adapter(policy, REFERENCE_ADAPTER, own, keep_modules=True)
+        config = policy.peft_config[policy.active_adapter]
+        reference = add_adapter(policy, REFERENCE_ADAPTER, config, keep_modules=True)
         copy_adapter(policy, policy.active_adapter, reference)
     else:
         policy = get_peft_model(model, peft_config or default_peft_config())
-    start = None
-    if args.critic_init is not None:
-        start = read_critic(args.critic_init, args.critic, policy.config._name_or_path, args.reward_label)
-    if args.critic == "adapter":
-        critic = _add_critic_adapter(policy, start, args.critic_init)
+
+    # 2. the critic's adapter: of the policy's config, or of the one it starts from
+    critic, start, head, files = args.critic, args.critic_init, None, None
+    if start is not None:
+        head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
+    if critic == "adapter":
+        config = policy.peft_config[policy.active_adapter] if files is None else files.config
+        critic_adapter = add_adapter(policy, CRITIC_ADAPTER, config)
+
     policy.requires_grad_(False)
-    for name in (policy.active_adapter, critic):
-        if name is not None:
-            _trained_in_float32(adapter_parameters(policy, name).values())
+    trained = [name for name in (policy.active_adapter, critic_adapter) if name is not None]
+    for parameter in (x for name in trained for x in adapter_parameters(policy, name).values()):
+        # float32 whatever the base's dtype: Adam's steps vanish in bfloat16
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
     _keep_gradients_on_cpu(policy)
     _disable_dropout(policy)
-    actor_critic = ActorCritic(policy, reference, args.critic != "none", critic, args.critic_backprop)
-    if start is not None and actor_critic.value_head is not None:
-        load_value_head(actor_critic.value_head, start.head, args.critic_init)
+    actor_critic = ActorCritic(policy, reference, critic != "none", critic_adapter, args.critic_backprop)
+
+    if head is not None:
+        try:
+            if critic_adapter is not None and files is not None:
+                load_adapter_weights(policy, critic_adapter, files.weights)
+            value_head = cast(nn.Linear, actor_critic.value_head)
+            check_fit(value_head.state_dict(), head)
+            value_head.load_state_dict(head)
+        except ValueError as error:
+            raise ValueError(f"The critic of `critic_init={start!r}` does not fit the model: {error}") from None
     return actor_critic
 
 

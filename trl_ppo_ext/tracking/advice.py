@@ -1,9 +1,9 @@
 """Advice: what a curve shows, from which step on, and what to change."""
 
+import fnmatch
 import math
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
@@ -25,29 +25,18 @@ class Trend(NamedTuple):
     """Start and end of a curve, and how much of the difference can be noise."""
 
     curve: Curve  # finite values only
-    start: float  # mean of the first fifth
-    end: float  # mean of the last fifth
-    noise: float  # standard deviation about the trend
-    error: float  # standard error of `end - start` for independent points
-    scale: float  # largest absolute value of the smoothed curve
+    start: float = math.nan  # mean of the first fifth
+    end: float = math.nan  # mean of the last fifth
+    noise: float = math.nan  # standard deviation about the trend
+    error: float = math.nan  # standard error of `end - start` for independent points
+    scale: float = math.nan  # largest absolute value of the smoothed curve
+    rises: bool = False  # by more than noise, and by enough to matter
+    falls: bool = False
 
-    @property
-    def rises(self) -> bool:
-        """True if the end is above the start by more than noise, and by enough to matter."""
-        return self.end - self.start > max(4 * self.error, 0.02 * self.scale)
-
-    @property
-    def falls(self) -> bool:
-        """True if the end is below the start by more than noise, and by enough to matter."""
-        return self.start - self.end > max(4 * self.error, 0.02 * self.scale)
-
-    def first_above(self, level: float, sign: int = 1) -> int | None:
-        """First step at which the smoothed curve is above a level, or below it with `sign=-1`."""
-        return next(iter(self.curve.steps[sign * self.curve.smooth().values > sign * level].tolist()), None)
-
-    def first_below(self, level: float) -> int | None:
-        """First step at which the smoothed curve is below a level."""
-        return self.first_above(level, -1)
+    def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
+        """First step at which the smoothed curve is above or below a level."""
+        smooth = self.curve.smooth().values
+        return next(iter(self.curve.steps[(smooth > above) | (smooth < below)].tolist()), None)
 
     def turning_point(self) -> int | None:
         """Step of the maximum, if the curve then falls by more than noise."""
@@ -60,7 +49,7 @@ class Trend(NamedTuple):
 
 
 # every comparison with NaN is false, so that a missing curve triggers no rule
-NO_TREND = Trend(Curve(np.empty(0, int), np.empty(0)), *[math.nan] * 5)
+NO_TREND = Trend(Curve(np.empty(0, int), np.empty(0)))
 
 
 def trend(curve: Curve | None) -> Trend:
@@ -73,8 +62,9 @@ def trend(curve: Curve | None) -> Trend:
     differences = np.diff(curve.values)
     noise = float(1.4826 / math.sqrt(2) * np.median(np.abs(differences - np.median(differences))))
     start, end = float(curve.values[:fifth].mean()), float(curve.values[-fifth:].mean())
-    scale = float(np.abs(curve.smooth().values).max())
-    return Trend(curve, start, end, noise, noise * math.sqrt(2 / fifth), scale)
+    error, scale = noise * math.sqrt(2 / fifth), float(np.abs(curve.smooth().values).max())
+    least = max(4 * error, 0.02 * scale)
+    return Trend(curve, start, end, noise, error, scale, rises=end - start > least, falls=start - end > least)
 
 
 class Advice(NamedTuple):
@@ -104,21 +94,13 @@ TOO_HIGH = (
 # pattern of a count that must stay 0, title, remedy
 FAILURES = (
     ("skipped_steps", "Non-finite gradients", "Lower `learning_rate` or `max_grad_norm`; prefer `bf16` to `fp16`."),
-    (
-        "nonfinite_completions",
-        "Non-finite log-probs",
-        "Prefer `bf16` to `fp16`, and inspect the rollouts saved in the output directory.",
-    ),
+    ("nonfinite_completions", "Non-finite log-probs", "Prefer `bf16` to `fp16`, and inspect the saved rollouts."),
     (
         "empty_steps",
         "Steps without a token to learn from",
         "Find out why completions are excluded: failing rewards, or `mask_truncated_completions` when none emits EOS.",
     ),
-    (
-        "rewards/*/failed",
-        "A reward failed",
-        "Read its errors in the run's warnings. `reward_on_error` controls what happens when a reward fails.",
-    ),
+    ("rewards/*/failed", "A reward failed", "Read its errors in the run's warnings; `reward_on_error` handles them."),
 )
 
 
@@ -126,7 +108,7 @@ def _monitors(run: Run) -> Iterator[Advice]:
     """A monitored reward turns down while the optimized reward does not."""
     kl_name = "kl_per_completion" if "kl_per_completion" in run.curves else "kl"
     reward, kl = trend(run.curves.get("reward")), trend(run.curves.get(kl_name))
-    for name in (name for name in run.curves if fnmatchcase(name, "monitor/*/mean")):
+    for name in fnmatch.filter(run.curves, "monitor/*/mean"):
         monitor = trend(run.curves[name])
         step = monitor.turning_point()
         if step is None or not reward.end >= reward.curve.at(step) - 2 * reward.error:
@@ -168,7 +150,7 @@ def _reward_scale(run: Run) -> Iterator[Advice]:
 def _failures(run: Run) -> Iterator[Advice]:
     """Counts that should stay 0; they need no trend."""
     for pattern, title, remedy in FAILURES:
-        for name in (name for name in run.curves if fnmatchcase(name, pattern)):
+        for name in fnmatch.filter(run.curves, pattern):
             counts = np.nan_to_num(run.curves[name].values)
             if counts.sum() > 0:
                 first = int(run.curves[name].steps[np.argmax(counts > 0)])
@@ -188,7 +170,7 @@ def _trends(run: Run) -> Iterator[Advice]:
     enough = len(reward.curve.values) >= FEWEST_FLAT
     equal, negative = 1e-6 * max(reward.scale, 1.0), -max(4 * kl.error, 0.05)
     times = [f"time/{phase}" for phase in ("score", "generate", "forward", "update")]
-    parts = [name for name in run.curves if fnmatchcase(name, "rewards/*/mean")]
+    parts = fnmatch.filter(run.curves, "rewards/*/mean")
 
     # condition, title, remedy, step, metrics
     rules: list[tuple[bool, str, str, int | None, list[str]]] = [
@@ -208,7 +190,7 @@ def _trends(run: Run) -> Iterator[Advice]:
             "Length drift: the reward may favor long completions",
             "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor "
             "one that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
-            length.first_above(1.3 * length.start),
+            length.first(above=1.3 * length.start),
             ["completions/mean_length", "reward", "reward/length_correlation"],
         ),
         (
@@ -216,25 +198,25 @@ def _trends(run: Run) -> Iterator[Advice]:
             "All completions get the same reward",
             "Use a reward with intermediate values, easier prompts, or a higher `temperature`. If the reward is at "
             "its maximum, the run is done.",
-            spread.first_below(equal),
+            spread.first(below=equal),
             ["reward_std", "reward"],
         ),
         *(
-            (of(name).end >= level, title, remedy, of(name).first_above(level), [name])
+            (of(name).end >= level, title, remedy, of(name).first(above=level), [name])
             for name, level, title, remedy in TOO_HIGH
         ),
         (
             entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start,
             "Entropy collapse: the policy stops exploring",
             "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`.",
-            entropy.first_below(0.5 * entropy.start),
+            entropy.first(below=0.5 * entropy.start),
             ["entropy"],
         ),
         (
             distinct.falls and distinct.start - distinct.end >= 0.1,
             "Mode collapse: completions become identical",
             "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it.",
-            distinct.first_below(distinct.start - 0.05),
+            distinct.first(below=distinct.start - 0.05),
             ["completions/distinct_ratio"],
         ),
         (
@@ -249,7 +231,7 @@ def _trends(run: Run) -> Iterator[Advice]:
             kl.end < negative,
             "Negative KL: completions are not sampled from the policy's own distribution",
             "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`.",
-            kl.first_below(negative),
+            kl.first(below=negative),
             ["kl_per_completion"],
         ),
         (
