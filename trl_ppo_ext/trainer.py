@@ -342,7 +342,7 @@ class PPOTrainer(Trainer):
         """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
         plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
         if dataset is None:
-            raise ValueError("`train_dataset` must be given to PPOTrainer to train, got None.")
+            raise ValueError("`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer.")
         self.updates.reset()  # drop what an earlier `train()` left unfinished
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 
@@ -364,7 +364,7 @@ class PPOTrainer(Trainer):
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, which is tokenized if it was not given to the constructor."""
+        """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
         if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         return super().get_eval_dataloader(eval_dataset)
@@ -375,11 +375,11 @@ class PPOTrainer(Trainer):
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Sample and score, and add to the metrics."""
-        gradient_state, counted = self.accelerator.gradient_state, len(inputs)
+        gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
-            counted = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, counted)
+            num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
+        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:

@@ -387,7 +387,7 @@ def test_script_for_the_old_trainer_raises_with_what_changed(tmp_path):
 
 
 def test_training_needs_a_dataset(tmp_path):
-    with pytest.raises(ValueError, match=r"`train_dataset` must be given to PPOTrainer to train, got None"):
+    with pytest.raises(ValueError, match=r"`train_dataset` must be a dataset to train on, got None"):
         build(tmp_path, {"train_dataset": None}).train()
 
 

@@ -21,7 +21,7 @@ def load_splits(
 ) -> Mapping[str, Any]:
     """Load all splits of a dataset."""
     path = Path(name)
-    # the Hub is not asked for what can only be a path
+    # a name that can only be a path is not looked up on the Hub
     is_path = name.startswith(("/", "./", "../")) or path.suffix in (*FILE_FORMATS, ".csv", ".txt")
     if is_path and not path.exists():
         raise ValueError(f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. {_REMEDY}")

@@ -106,7 +106,7 @@ def tokenize_prompts(
         )
     for column in _REWARD_ARGUMENTS & set(columns):
         raise PromptError(
-            f"`{name}` has a column {column!r}, but reward functions are given an argument of that name; rename it "
+            f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
     # 2. Lengths

@@ -119,17 +119,17 @@ class TransformersGenerator:
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def _sample(self, batch: Sequences, criteria: list[StoppingCriteria]) -> Tensor:
-        """Sequences of ids, those of the prompts included."""
-        given = (batch.input_ids, batch.attention_mask, self.config, criteria)
-        # a layer is gathered for all processes: they sample until the last of them is done
+        """Token ids of prompts and completions."""
+        inputs = (batch.input_ids, batch.attention_mask, self.config, criteria)
+        # layers are gathered for all processes, so all of them sample until the last one is done
         together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
-            return self.actor_critic.generate(*given, **together)
+            return self.actor_critic.generate(*inputs, **together)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
-        # not beside a static cache: what transformers compiles would be compiled anew for each rollout
+        # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
-            return self.actor_critic.generate(*given, past_key_values=cache, **together)
+            return self.actor_critic.generate(*inputs, past_key_values=cache, **together)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""

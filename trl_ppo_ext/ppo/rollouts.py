@@ -167,10 +167,10 @@ class RolloutCollector:
         rows: Sequence[dict],
         metrics: Metrics,
         state: TrainerState,
-        counted: int | None = None,
+        num_valid: int | None = None,
         training: bool = False,
     ) -> Samples:
-        """Sample and score a completion for each row of the dataset; only the first `counted` enter metrics."""
+        """Sample and score a completion for each row of the dataset; only the first `num_valid` enter metrics."""
         args, device = self.args, self.accelerator.device
         if not self.logits_are_checked:  # not in a constructor, where device and dtype are not settled
             with self.accelerator.autocast():
@@ -203,24 +203,24 @@ class RolloutCollector:
             )
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
 
-        is_counted = torch.arange(len(rows), device=device) < (len(rows) if counted is None else counted)
+        valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
-        excluded = self.guard.find_nonfinite(sequences, tokens, is_counted, metrics, step)
+        excluded = self.guard.find_nonfinite(sequences, tokens, valid, metrics, step)
         if excluded is not None:
             tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
             scored = scored._replace(usable=usable, tokens=token_scores)
-        log_rewards(metrics, [reward.name for reward in self.rewards], scored, is_counted, self.all_sum)
-        is_counted = is_counted & scored.usable
+        log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
+        valid = valid & scored.usable
         completion_mask = sequences.completion_mask
-        log_completions(metrics, tokens, completion_mask, stopped, is_counted)
+        log_completions(metrics, tokens, completion_mask, stopped, valid)
         log_reward_hacking(
             metrics,
             batch.completions,
             completion_mask.sum(1),
             scored,
             {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))},
-            is_counted,
+            valid,
             self.all_sum,
             self.accelerator.gather,
         )

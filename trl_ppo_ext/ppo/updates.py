@@ -237,8 +237,8 @@ class Updates:
         self.kl_sum = torch.zeros_like(self.kl_sum)
         empty = not self.stopped_early and self.is_empty[self.step]
         self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.device))
-        counted = empty and self.args.process_index == 0  # totals are summed over ranks
-        self.metrics.total("empty_steps", torch.full((), float(counted), device=self.device))
+        is_logged = empty and self.args.process_index == 0  # totals are summed over ranks
+        self.metrics.total("empty_steps", torch.full((), float(is_logged), device=self.device))
         return not (self.stopped_early or empty)
 
     def suspects(self) -> dict[str, list[int]]:
@@ -275,7 +275,7 @@ class Updates:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
 ) -> None:
-    """Give some parameters of an optimizer that has not stepped yet their own learning rate."""
+    """Move parameters to a group with their own learning rate, before the optimizer's first step."""
     chosen = {id(parameter) for parameter in parameters.values()}
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in chosen]

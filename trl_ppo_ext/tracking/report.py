@@ -147,7 +147,7 @@ def render(runs: list[Run]) -> str:
     bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
-        runs=[{"run": run, "color": color, "advice": found} for run, color, found in zip(runs, cycle(COLORS), advice)],
+        runs=[{"run": run, "color": color, "advice": rows} for run, color, rows in zip(runs, cycle(COLORS), advice)],
         fewest=FEWEST,
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=plots,

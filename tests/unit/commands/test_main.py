@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from trl_ppo_ext.tracking.report.reading import RUN_LOG
 
 from trl_ppo_ext.commands import main as cli
 
