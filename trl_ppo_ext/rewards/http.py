@@ -310,8 +310,8 @@ class Judge(HttpReward):
 class RemoteReward(HttpReward):
     """Server that takes `{"prompts": [...], "completions": [...]}` and answers `{"scores": [...]}`.
 
-    A score is a number, or null if the reward does not apply. Prompts and completions are sent as in the dataset:
-    text or chat messages. `trl-ppo serve-reward MODEL` starts such a server.
+    A score is a number, null if the reward does not apply, or a list of per-token rewards. Prompts and completions
+    are sent as in the dataset: text or chat messages. `trl-ppo serve-reward MODEL` starts such a server.
 
     Args:
         url (`str`): Address to post to. An address without a path gets `/score`.
