@@ -53,6 +53,6 @@ def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
 
 
 def spread_indices(length: int, count: int) -> list[int]:
-    """Row numbers at equal distances: the rows of one source are often adjacent, and each source keeps its share."""
+    """Row numbers at equal distances, so that a dataset sorted by source is sampled evenly."""
     count = min(count, length)
     return [index * length // count for index in range(count)]

@@ -28,7 +28,7 @@ class PTXError(PromptError):
 
 
 def _form(dataset: Any) -> tuple[str, ...]:
-    """Columns of a dataset that are learned from: one of `FORMS`."""
+    """Supervised columns of a dataset: one of `FORMS`."""
     if not isinstance(dataset, Dataset):
         raise PTXError(
             "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got "
@@ -115,8 +115,8 @@ def tokenize_ptx(
 class PTXSampler:
     """Draws the supervised rows of each rollout (https://huggingface.co/papers/2203.02155).
 
-    All processes share one random permutation of the dataset per pass. A draw depends only on
-    the seed and the rollout's number, so no state is saved, and a resumed run continues with the same rows.
+    All processes share one random permutation of the dataset per pass. A draw depends only on the seed and the
+    rollout's number, so no state is saved, and a resumed run continues with the same rows.
     """
 
     dataset: Dataset
@@ -129,7 +129,7 @@ class PTXSampler:
 
     @classmethod
     def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
-        """Sampler of as many rows per rollout as it has completions."""
+        """Build a sampler with one row per completion of a rollout."""
         seed = args.seed if args.data_seed is None else args.data_seed
         rows, processes = plan.completions_per_process, plan.num_processes
         return cls(dataset, rows, args.process_index, processes, seed, pad_token_id, args.device)

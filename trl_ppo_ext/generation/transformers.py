@@ -22,7 +22,7 @@ BLOCK = 256  # tokens by which a layer of the cache grows
 
 
 class Generator(Protocol):
-    """Anything that samples a completion for each prompt, as token ids."""
+    """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
 
@@ -180,7 +180,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
-    """Check if the cache of `generate` would hold a key and a value per token, and nothing else."""
+    """Check if the cache of `generate` would hold only a key and a value per token."""
     base = actor_critic.policy.get_base_model()
     # a cache that the user configured is created by `generate`
     if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
@@ -205,7 +205,7 @@ _PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8
 
 
 def _is_plain(layer: Any) -> bool:
-    """Check if a layer is its base plus one low-rank product, and nothing else."""
+    """Check if a layer is exactly its base plus one low-rank product."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
         return False
     if "forward" in vars(layer):  # replaced already, e.g. by a hook that moves weights

@@ -125,7 +125,7 @@ def log_reward_hacking(
     all_sum: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
 ) -> None:
-    """Log signs that the reward rises without its purpose: length, repetition, disagreement, monitors."""
+    """Log signs of reward hacking: length, repetition, disagreement, monitors."""
     metrics.mean(
         "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
     )

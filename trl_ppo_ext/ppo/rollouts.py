@@ -37,7 +37,7 @@ class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
 
     sequences: Sequences
-    stopped: Tensor  # [batch], 1 if the completion ended by itself
+    stopped: Tensor  # [batch], 1 if the completion has a stop token
     batch: ScoringBatch  # input of the rewards
     scored: Scored  # output of the rewards
     monitored: Tensor  # [batch, monitors]
@@ -48,10 +48,10 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled sequences with all that the updates need; tensors are `[batch, response]`."""
+    """Sampled sequences with all inputs of the updates; tensors are `[batch, response]`."""
 
     sequences: Sequences
-    response_mask: Tensor  # 1 where the policy sampled a token that counts
+    response_mask: Tensor  # 1 at sampled tokens that are trained
     old_logprobs: Tensor  # under the policy that sampled
     ref_logprobs: Tensor  # under the reference
     advantages: Tensor
@@ -62,7 +62,7 @@ class Rollout:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors but the token ids, by name."""
+        """All tensors except the token ids, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
@@ -94,7 +94,7 @@ class Rollout:
         return self._with(sequences, lambda x: x[on_device, :end])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything in the rollout as named tensors, for a checkpoint."""
+        """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
         coefficients = torch.tensor([self.kl_coef, self.entropy_coef], dtype=torch.float64)
         return (
@@ -172,7 +172,7 @@ class RolloutCollector:
     ) -> Samples:
         """Sample and score a completion for each row of the dataset; only the first `num_valid` enter metrics."""
         args, device = self.args, self.accelerator.device
-        if not self.logits_are_checked:  # not in a constructor, where device and dtype are not settled
+        if not self.logits_are_checked:  # not in a constructor, before device and dtype are final
             with self.accelerator.autocast():
                 self.actor_critic.check_logits()
             self.logits_are_checked = True
@@ -184,7 +184,7 @@ class RolloutCollector:
         stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
 
-        # 2. Log-probs and values, from the forward that is trained.
+        # 2. Log-probs and values, from the training forward.
         with self._timed("forward", metrics):
             tokens = self.score_tokens(sequences)
 
@@ -241,7 +241,7 @@ class RolloutCollector:
             self._warn_about_far_scores(scored)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-        kl_coef = self.kl_coef.value  # follows the rollouts before this one; the entropy's follows this one, too
+        kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
         if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
             self._update_coefficients(tokens, response_mask, usable)
         score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
@@ -289,7 +289,7 @@ class RolloutCollector:
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
-        """Score tokens in the code, micro-batches and dtype of the updates.
+        """Compute log-probs and values with the code, micro-batches and dtype of the updates.
 
         So the ratio of the first update is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
@@ -373,10 +373,10 @@ class RolloutCollector:
         return advantages[first : first + len(scores)]
 
     def _warn_about_far_scores(self, scored: Scored) -> None:
-        """Warn if a new critic, whose values start at 0, meets scores far from 0.
+        """Warn if scores are far from 0, the first prediction of a new critic.
 
-        With λ < 1 a token sees the score at the completion's end through the values in between, which are 0 at first:
-        only the last tokens see it.
+        With λ < 1 the score at the end reaches earlier tokens through the values in between, which start at 0. So only
+        the last tokens receive it.
         """
         args = self.args
         shifted = args.normalize_rewards or args.reward_baseline is not None
@@ -394,8 +394,8 @@ class RolloutCollector:
         if trained and self.accelerator.is_main_process:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
-                "their mean, only a completion's last tokens see it, and ending looks %s than continuing: completions "
-                "%s, whatever the reward is for. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
+                "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "
+                "completions %s, for any reward. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
                 "start from a `critic_init` (see `trl-ppo pretrain-critic`).",
                 mean,
                 deviation,

@@ -1,4 +1,4 @@
-"""Learn from a rollout: minibatches, the loss, and when an optimizer step is taken."""
+"""Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def ppo_loss(
 
 
 class Updates:
-    """The optimizer steps of a rollout: its micro-batches, their losses, and whether a step is taken."""
+    """Optimizer steps of a rollout: its micro-batches, their losses, and skipped steps."""
 
     def __init__(
         self,
@@ -218,17 +218,17 @@ class Updates:
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         if micro_batch.ptx is not None and micro_batch.ptx_denominator is not None:
-            # negative log-likelihood, at temperature 1 whatever completions are sampled at; 0 at padding
+            # negative log-likelihood, at temperature 1 for any sampling temperature; 0 at padding
             nll = -model(micro_batch.ptx, with_values=False).logprobs
             self.metrics.mean("loss/ptx", nll, micro_batch.ptx.completion_mask)
             loss = loss + self.args.ptx_coef * nll.sum() / micro_batch.ptx_denominator.clamp(min=1)
         return loss
 
     def may_step(self) -> bool:
-        """Decide on all ranks together if the optimizer step whose losses are computed is taken.
+        """Return, equally on all ranks, if the current optimizer step is applied.
 
-        It is not once `target_kl` is exceeded, for the rest of the rollout, nor if no rank has a token to learn from:
-        momentum and weight decay would move the weights for nothing.
+        It is skipped once `target_kl` is exceeded, for the rest of the rollout, and if no rank has a token to learn
+        from: momentum and weight decay would still move the weights.
         """
         target_kl = self.args.target_kl
         if target_kl is not None and not self.stopped_early:
@@ -242,7 +242,7 @@ class Updates:
         return not (self.stopped_early or empty)
 
     def suspects(self) -> dict[str, list[int]]:
-        """Rows whose forward was not finite in the last optimizer step, by the name of what was not."""
+        """Rows with a non-finite forward in the last optimizer step, by the name of the non-finite tensor."""
         suspects: dict[str, list[int]] = {}
         for rows, finite in zip(self.rows[self.step], self.finite):
             for name, is_finite in finite.items():
