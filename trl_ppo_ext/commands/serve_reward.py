@@ -139,7 +139,7 @@ def parse_batch(content: bytes) -> "ScoringBatch":
     chats = all(entry and is_conversational({"prompt": entry}) for entry in entries)
     if not (is_valid and (chats or all(isinstance(entry, str) for entry in entries))):
         raise ValueError(
-            "prompts and completions must all be text, or all be lists of messages with a role, as many of each, got "
-            f"{len(prompts)} prompts for {len(completions)} completions"
+            "prompts and completions must have the same length, and be all text or all lists of messages with a role, "
+            f"got {len(prompts)} prompts for {len(completions)} completions"
         )
     return ScoringBatch(prompts, completions, [])

@@ -40,8 +40,8 @@ def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[i
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
-    of_model = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id} | set(of_model if isinstance(of_model, list) else [of_model])
+    model_stops = getattr(generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id} | set(model_stops if isinstance(model_stops, list) else [model_stops])
     return sorted(ids - {None})
 
 
@@ -58,7 +58,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
         raise ValueError(
             f"The tokenizer has no pad token, and its EOS {tokenizer.eos_token!r} is the only token that ends a "
             "completion, so it should not serve as padding too. Choose one: `tokenizer.pad_token = "
-            "tokenizer.unk_token`, or any token that is never sampled; set it on purpose to the EOS if you must."
+            "tokenizer.unk_token`, or any token that is never sampled."
         )
     tokenizer.pad_token = tokenizer.eos_token
 
@@ -122,14 +122,14 @@ class TransformersGenerator:
         """Token ids of prompts and completions."""
         inputs = (batch.input_ids, batch.attention_mask, self.config, criteria)
         # layers are gathered for all processes, so all of them sample until the last one is done
-        together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
+        options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
-            return self.actor_critic.generate(*inputs, **together)
+            return self.actor_critic.generate(*inputs, **options)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
         # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
-            return self.actor_critic.generate(*inputs, past_key_values=cache, **together)
+            return self.actor_critic.generate(*inputs, past_key_values=cache, **options)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""

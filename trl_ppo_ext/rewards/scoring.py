@@ -1,4 +1,4 @@
-"""From completions to the score that is optimized: all rewards, their failures, and the shaping of their sum."""
+"""Score completions: all rewards, their failures, and the shaping of their sum."""
 
 import asyncio
 import inspect

@@ -39,7 +39,7 @@ SUMMARY = {
 
 
 def write_report(directories: Sequence[str | os.PathLike], output: str | os.PathLike) -> Path:
-    """Write the report of one run, or of several runs over each other."""
+    """Write the report of one run, or of several runs in the same plots."""
     path = Path(output)
     page = render(read_runs(directories))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
 
 
 def render(runs: list[Run]) -> str:
-    """Render the page of one run, or of several runs over each other."""
+    """Render the page of one run, or of several runs in the same plots."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
