@@ -183,12 +183,12 @@ def short(completion_ids, **kwargs):
 
 
 def texts(case: Case, rows: int) -> list[str]:
-    """Prompts; of several lengths, every second one is half as long."""
-    whole = prompts(case.shape, rows)
+    """Prompts; unless `same_length`, every second one is half as long."""
+    full = prompts(case.shape, rows)
     if case.same_length:
-        return whole
+        return full
     half = case.shape.prompt // 2
-    return [p if n % 2 else " ".join(p.split()[:half]) for n, p in enumerate(whole)]
+    return [p if n % 2 else " ".join(p.split()[:half]) for n, p in enumerate(full)]
 
 
 def arguments(case: Case, directory: str) -> dict[str, Any]:
@@ -259,15 +259,15 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
     tracker = CUDATracker() if gpu else Tracker()
     rows = Dataset.from_dict({"prompt": texts(case, 4 * case.shape.batch)})
     with tracker:
-        given = arguments(case, directory)
+        kwargs = arguments(case, directory)
         if case.ptx:
-            given["ptx_dataset"] = Dataset.from_dict({"text": prompts(replace(case.shape, prompt=case.ptx), 64)})
+            kwargs["ptx_dataset"] = Dataset.from_dict({"text": prompts(replace(case.shape, prompt=case.ptx), 64)})
         trainer = PPOTrainer(
-            base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **given
+            base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **kwargs
         )
         models = [trainer.model, *(getattr(x, "model", None) for x in trainer.collector.rewards)]
         for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
-            for tensor in [*loaded.parameters(), *loaded.buffers()]:  # those from a file were made by no operation
+            for tensor in [*loaded.parameters(), *loaded.buffers()]:  # tensors read from a file come from no operation
                 tracker.add(tensor)
         for reward in trainer.collector.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
@@ -303,13 +303,13 @@ def one(name: str) -> None:
     """Measure one case, and print it as the last line."""
     with tempfile.TemporaryDirectory() as directory:
         measured = measure(CASES[name], directory)
-        said = estimated(CASES[name], directory)
-    told = {
-        "peak": said.peak / MIB,
-        "phases": {phase.name: phase.bytes / MIB for phase in said.phases},
-        "parts": {phase.name: {key: x / MIB for key, x in phase.parts.items()} for phase in said.phases},
+        estimate = estimated(CASES[name], directory)
+    numbers = {
+        "peak": estimate.peak / MIB,
+        "phases": {phase.name: phase.bytes / MIB for phase in estimate.phases},
+        "parts": {phase.name: {key: x / MIB for key, x in phase.parts.items()} for phase in estimate.phases},
     }
-    print("\n" + json.dumps({"name": name, "measured": measured, "estimated": told}), flush=True)
+    print("\n" + json.dumps({"name": name, "measured": measured, "estimated": numbers}), flush=True)
 
 
 def hardware() -> dict[str, Any]:
@@ -330,18 +330,18 @@ def main(names: list[str]) -> None:
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             sys.exit(f"{name} failed:\n{process.stderr[-3000:]}")
-        told = json.loads(process.stdout.splitlines()[-1])
-        results.append(told)
-        seen, said = told["measured"]["phases"], told["estimated"]["phases"]
-        peak = max(seen[phase] for phase in PHASES)
-        ratios = "  ".join(f"{phase} {said.get(phase, 0):.1f}/{seen[phase]:.1f}" for phase in PHASES)
-        ratio = told["estimated"]["peak"] / peak
-        resident = told["measured"]["resident"]
-        print(f"{name:42} {told['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} {resident:9.1f}   {ratios}")
+        result = json.loads(process.stdout.splitlines()[-1])
+        results.append(result)
+        measured, estimate = result["measured"]["phases"], result["estimated"]["phases"]
+        peak = max(measured[phase] for phase in PHASES)
+        ratios = "  ".join(f"{phase} {estimate.get(phase, 0):.1f}/{measured[phase]:.1f}" for phase in PHASES)
+        ratio = result["estimated"]["peak"] / peak
+        resident = result["measured"]["resident"]
+        print(f"{name:42} {result['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} {resident:9.1f}   {ratios}")
         sys.stdout.flush()
     if not names:
-        told = {"hardware": hardware(), "unit": "MiB", "results": results}
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+        summary = {"hardware": hardware(), "unit": "MiB", "results": results}
+        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 # hidden size, intermediate size, layers, heads, key-value heads, vocabulary, tied embeddings
@@ -392,10 +392,10 @@ def table() -> str:
                 report_to="none",
             )
             quantization = four_bit if quantized else None
-            said = estimate_memory(config_of(name), args, reward_funcs=directory, quantization_config=quantization)
-            by_name = {phase.name: f"{phase.bytes / 2**30:.1f}" for phase in said.phases}
+            estimate = estimate_memory(config_of(name), args, reward_funcs=directory, quantization_config=quantization)
+            by_name = {phase.name: f"{phase.bytes / 2**30:.1f}" for phase in estimate.phases}
             cells = [name, "NF4" if quantized else "bf16", "yes" if checkpointing else "no"]
-            cells += [by_name[phase] for phase in names] + [f"{said.needed / 2**30:.1f}"]
+            cells += [by_name[phase] for phase in names] + [f"{estimate.needed / 2**30:.1f}"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
-"""One PPO step beside its peers', each program in a process and an environment of its own.
+"""One PPO step compared with its peers', each program in its own process and environment.
 
 A step is: generate, score, values and reference, advantages, four epochs of updates; the same model shape,
-completions, lengths and LoRA for all. The programs take turns; shown are medians over all their steps after a warm-up,
-and the peak of resident memory above that after the imports. The peers are installed once into
+completions, lengths and LoRA for all. The programs take turns. The table has medians over all their steps after a
+warm-up, and the peak of resident memory above that after the imports. The peers are installed once into
 `benchmarks/.environments`.
 
     python benchmarks/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
@@ -39,19 +39,19 @@ OURS = "trl_ppo_ext"
 
 
 def installed(peer: str | None) -> tuple[str, dict[str, str]]:
-    """The interpreter of a program, and what its environment adds."""
+    """Interpreter of a program, and its environment variables."""
     if peer is None:
         return sys.executable, {"PYTHONPATH": str(HERE.parent)}
     place = ENVIRONMENTS / peer
     try:
         return provided(peer, place)
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)  # half of it would be taken for the whole the next time
+        shutil.rmtree(place, ignore_errors=True)  # the next run would take it for complete
         raise
 
 
 def provided(peer: str, place: Path) -> tuple[str, dict[str, str]]:
-    """The same, installed if it is not there yet."""
+    """Interpreter and environment variables of a peer, installed if missing."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if peer == "trl":  # beside the tested stack
         if not place.exists():
@@ -93,14 +93,14 @@ def together(runs: list[dict]) -> dict:
 def show(results: dict[str, dict], title: str) -> None:
     """A table of one shape and dtype."""
     table = Table(title=title)
-    for column in ("", "s a step", "least to most", "times ours", "peak MiB", "phases, s"):
+    for column in ("", "s per step", "least to most", "times ours", "peak MiB", "phases, s"):
         table.add_column(column, justify="left" if column in ("", "phases, s") else "right")
     ours = results.get(OURS)
-    for name, found in results.items():
-        spread = f"{min(found['seconds']):.2f} to {max(found['seconds']):.2f}"
-        ratio = "" if ours is None else f"{found['median'] / ours['median']:.2f}"
-        phases = ", ".join(f"{phase} {x:.2f}" for phase, x in found.get("phases", {}).items())
-        table.add_row(name, f"{found['median']:.2f}", spread, ratio, f"{found['peak_mib']:.0f}", phases)
+    for name, result in results.items():
+        spread = f"{min(result['seconds']):.2f} to {max(result['seconds']):.2f}"
+        ratio = "" if ours is None else f"{result['median'] / ours['median']:.2f}"
+        phases = ", ".join(f"{phase} {x:.2f}" for phase, x in result.get("phases", {}).items())
+        table.add_row(name, f"{result['median']:.2f}", spread, ratio, f"{result['peak_mib']:.0f}", phases)
     Console(width=150).print(table)
 
 
@@ -128,11 +128,11 @@ def main() -> None:
         for dtype in args.dtypes:
             runs: dict[str, list[dict]] = {program: [] for program in args.programs}
             for _ in range(args.rounds):
-                for program in args.programs:  # in turns: a slow minute of the machine meets all of them
+                for program in args.programs:  # in turns, so that a slow minute of the machine affects all of them
                     runs[program].append(run(program, shape, dtype, args.steps))
-            found = {program: together(each) for program, each in runs.items()}
-            show(found, f"{shape}, {dtype}")
-            written[f"{shape} {dtype}"] = found
+            summaries = {program: together(each) for program, each in runs.items()}
+            show(summaries, f"{shape}, {dtype}")
+            written[f"{shape} {dtype}"] = summaries
             args.results.parent.mkdir(exist_ok=True)
             args.results.write_text(json.dumps(about() | {"results": written}, indent=1) + "\n")
 

@@ -18,17 +18,17 @@ from .rewards import check_reward_arguments, check_reward_columns
 # arguments of TRL's PPOTrainer (until 1.12), and what replaces them
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
-    "ref_model": "leave it out: the reference is the base model with the adapter switched off",
-    "value_model": "leave it out: the critic is a value head on the policy's own trunk",
-    "data_collator": "leave it out: the trainer tokenizes and pads prompts",
-    "config": "it is called `args` now",
-    "tokenizer": "it is called `processing_class` now",
-    "policy": "it is called `model` now",
+    "ref_model": "remove it: the reference is the base model with the adapter switched off",
+    "value_model": "remove it: the critic is a value head on the policy's own trunk",
+    "data_collator": "remove it: the trainer tokenizes and pads prompts",
+    "config": "renamed to `args`",
+    "tokenizer": "renamed to `processing_class`",
+    "policy": "renamed to `model`",
 }
 
 
 def as_list(value: Any) -> list:
-    """Turn one value, several or none into a list."""
+    """Turn a value, a list or None into a list."""
     return list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
 
 

@@ -1,4 +1,4 @@
-"""Configuration of a run, and the rules that its fields obey."""
+"""Configuration of a run, and checks of its fields."""
 
 import inspect
 import json
@@ -244,7 +244,7 @@ class PPOConfig(TrainingArguments):
             if self.gradient_accumulation_steps not in ({1, steps} if self.deepspeed is None else {steps}):
                 raise ValueError(
                     f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of "
-                    f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; leave one of the two out."
+                    f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; remove one of the two."
                 )
             self.gradient_accumulation_steps = steps
         completions = BatchPlan.from_config(self, self.world_size).completions
@@ -309,7 +309,7 @@ class PPOConfig(TrainingArguments):
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("`kl_target` scales `kl_coef`, which must not start at 0; try `kl_coef=0.05`.")
         if self.kl_target is None and self.kl_horizon != 10000:
-            raise ValueError(f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or leave it out.")
+            raise ValueError(f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or remove it.")
         kl = self.kl_estimator, self.kl_placement
         if self.kl_coef and kl in _WEAK_KL:
             logger.warning("`kl_estimator=%r` with `kl_placement=%r` hardly limits the policy: %s.", *kl, _WEAK_KL[kl])
@@ -318,7 +318,7 @@ class PPOConfig(TrainingArguments):
         estimator = self.advantage_estimator
         if (estimator == "gae") == (self.critic == "none"):
             raise ValueError(
-                f"`advantage_estimator={estimator!r}` does not go with `critic={self.critic!r}`; use 'gae' with a "
+                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' with a "
                 "critic, and 'grpo', 'dr_grpo', 'rloo' or 'reinforce' without."
             )
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
@@ -351,7 +351,7 @@ class PPOConfig(TrainingArguments):
             if name in _OF_THE_POLICY:
                 raise ValueError(
                     f"`generation_kwargs` holds `{name}`, on which log-probs and shapes depend; set the field of "
-                    "`PPOConfig` if it has one, else leave it out (`num_generations` repeats prompts)."
+                    "`PPOConfig` if it has one, else remove it (`num_generations` repeats prompts)."
                 )
 
     def __init_subclass__(cls, **kwargs):
@@ -459,7 +459,7 @@ _CONTINUOUS_BATCHING = set(
     "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "
     "use_async_batching default_compile_level auto_switch_to_flash".split()
 )
-# values that the annotations do not allow and the code does
+# values that are valid despite their annotations
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
     "reward_on_error": str | float,
@@ -470,7 +470,7 @@ _TYPES: dict[str, Any] = {
 
 
 def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
-    """Raise a `ValueError` if a field's value is not of its type: a YAML file may set anything."""
+    """Raise a `ValueError` if a value has another type than its field, e.g. from a YAML file."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         name, value = field.name, getattr(config, field.name, None)
@@ -484,7 +484,7 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
             types = (Literal[tuple(choices)],)
         try:
             type_validator(name, value, Union[tuple(map(_accepted, types))])  # noqa: UP007
-        except TypeError:  # whose text would show secrets
+        except TypeError:  # its text would show secrets
             needed = " or ".join(map(_needed, types))
             # in YAML 1.1 `eval_strategy: no` is a boolean
             quotes = " In YAML, no, off, yes and on are booleans: quote them." if isinstance(value, bool) else ""
@@ -493,11 +493,11 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
             raise ValueError(f"`{name}` must be finite, got {value}.")
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str) and ("\0" in text or text != text.encode(errors="replace").decode()):
-                raise ValueError(f"`{name}` holds a NUL or half a surrogate pair, which no file name can; remove it.")
+                raise ValueError(f"`{name}` contains a NUL or an unpaired surrogate, invalid in a path; remove it.")
 
 
 def _accepted(hint: Any) -> Any:
-    """Type that is accepted for an annotation: also whole numbers for floats, paths for text, tuples for lists."""
+    """Widen an annotation: integers for floats, paths for text, tuples for lists."""
     if get_origin(hint) is list:
         entry: Any = _accepted(get_args(hint)[0])
         return list[entry] | tuple[entry, ...]

@@ -1,4 +1,4 @@
-"""Settings and values as logs, errors and files may show them: without secrets, and short."""
+"""Settings and values for logs, errors and files: without secrets, and short."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def without_secrets(settings: Any, name: str = "") -> Any:
 
 
 def shown(name: str, value: Any) -> str:
-    """A value for an error message: one short line, only the type of what may be a secret."""
+    """Value for an error message, in one short line; only its type if it may be a secret."""
     if is_secret(name) or isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__}"
     return f"{shortened(repr(value), 80)} ({type(value).__name__})"

@@ -206,7 +206,7 @@ class PPOTrainer(Trainer):
         if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
             distributed.shard(actor_critic, actor_critic.policy.get_base_model(), self.accelerator)
 
-        # 5. Assemble what collects rollouts, and what learns from them.
+        # 5. Assemble the collector of rollouts, and the updates.
         self.actor_critic = actor_critic
         self.plan = BatchPlan.from_config(args, args.world_size)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
@@ -228,7 +228,7 @@ class PPOTrainer(Trainer):
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
-        self._samples: Samples | None = None  # of the last batch, to be shown with the next log
+        self._samples: Samples | None = None  # last batch, logged with the next metrics
         self._takes_step = True
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals = resume.StopSignals()
@@ -295,7 +295,7 @@ class PPOTrainer(Trainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not see it
+        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
             return torch.zeros((), device=self.accelerator.device)
         return super()._clip_grad_norm(model)
 
@@ -306,7 +306,7 @@ class PPOTrainer(Trainer):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        if self.accelerator.scaler is None:  # a gradient scaler checks itself, and adapts by its step
+        if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
             finite = math.isfinite(float(grad_norm))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", torch.tensor(skipped, device=self.accelerator.device))
@@ -321,9 +321,9 @@ class PPOTrainer(Trainer):
         return grad_norm
 
     def _skip_step(self, model: nn.Module) -> None:
-        """Skip the optimizer step whose gradient is computed; the learning rate moves on as after any step."""
+        """Skip the current optimizer step, but not the step of the learning rate."""
         model.zero_grad()
-        if self.is_deepspeed_enabled:  # it has skipped the step, and the Trainer would keep the learning rate
+        if self.is_deepspeed_enabled:  # it has skipped the step; the Trainer must still step the learning rate
             self.optimizer.optimizer.overflow = False
         # Accelerate then ignores `optimizer.step()`, as within gradient accumulation
         self.accelerator.gradient_state._set_sync_gradients(False)
@@ -342,8 +342,8 @@ class PPOTrainer(Trainer):
         """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
         plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
         if dataset is None:
-            raise ValueError("`train_dataset` must be given to PPOTrainer to train, got None.")
-        self.updates.reset()  # drop what an earlier `train()` left unfinished
+            raise ValueError("`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer.")
+        self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 
         def steps() -> tuple[int, int]:
@@ -364,7 +364,7 @@ class PPOTrainer(Trainer):
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, which is tokenized if it was not given to the constructor."""
+        """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
         if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         return super().get_eval_dataloader(eval_dataset)
@@ -375,15 +375,15 @@ class PPOTrainer(Trainer):
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Sample and score, and add to the metrics."""
-        gradient_state, counted = self.accelerator.gradient_state, len(inputs)
+        gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
-            counted = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, counted)
+            num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
+        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
-        """Run the Trainer's loop with its own random numbers, and add the metrics of what was sampled."""
+        """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
         with _fixed_seed(self.args.seed + self.args.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
@@ -437,7 +437,7 @@ class PPOTrainer(Trainer):
             output = super().train(checkpoint, *args, **kwargs)
         if self.preempted:
             if self.args.world_size > 1:
-                self.end()  # a rank that leaves the group in silence may abort the others, and change their exit code
+                self.end()  # otherwise a rank that exits may abort the others, and change their exit code
             raise SystemExit(resume.PREEMPTED)
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
@@ -456,7 +456,7 @@ class PPOTrainer(Trainer):
             groups = [(group, list(group["params"])) for group in optimizer.param_groups]
         model, train_dataloader = prepare(max_steps, train_dataloader, None)
         for group, parameters in groups:
-            # Accelerate finds parameters by address, and all empty shards of a rank have the same
+            # Accelerate finds parameters by address, and all empty shards of a rank share one
             group["params"] = parameters
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
@@ -468,7 +468,7 @@ class PPOTrainer(Trainer):
                     self.is_fsdp_enabled = True
                 distributed.shard_optimizer_state(optimizer)
             else:
-                # not strict: the frozen base is not in it
+                # not strict: the checkpoint omits the frozen base
                 model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return model, train_dataloader
@@ -522,11 +522,11 @@ class PPOTrainer(Trainer):
         self.guard.skipped = int(parts["guard"]["skipped"])
 
     def _finalize_training(self, *args, **kwargs) -> Any:
-        """Finalize training, without deleting what was saved on a signal, and without a damaged best checkpoint."""
+        """Finalize training; keep the checkpoint of a signal, and skip a damaged best checkpoint."""
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if self._validity.get(Path(self.args.output_dir, step)) is None:
-                self._save_checkpoint(self.model, None)  # with `save_strategy="best"` an evaluation decides otherwise
+                self._save_checkpoint(self.model, None)  # e.g. with `save_strategy="best"`, it is not saved yet
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self._finish_current_push()
             self.is_in_train = False
@@ -549,8 +549,8 @@ class PPOTrainer(Trainer):
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""
         self.accelerator.wait_for_everyone()
-        # DDP's reducer must not be the last to hold the process group: it would take the group down while it holds the
-        # interpreter's lock, and wait for threads that need it
+        # DDP's reducer must not hold the last reference to the process group: it would destroy the group while holding
+        # the GIL, and deadlock
         self.model_wrapped = self.model
         self.accelerator.free_memory()
         super().end()
@@ -579,7 +579,7 @@ class PPOTrainer(Trainer):
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write everything the run needs to continue bit for bit: aside first, then renamed."""
+        """Write a checkpoint from which the run continues bit for bit: aside first, then renamed."""
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self.store_flos()
@@ -662,7 +662,7 @@ class _StepCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """Restore the run state, now that the Trainer has set up its own."""
+        """Restore the run state, after the Trainer has set up its own."""
         if self.trainer._resumed:
             self.trainer._load_run_state()
 

@@ -1,4 +1,4 @@
-"""A reward model behind `trl-ppo serve-reward`; the variable REWARD_SERVER says where, if not on this machine."""
+"""A reward model behind `trl-ppo serve-reward`. REWARD_SERVER is its address, by default on this machine."""
 
 import os
 

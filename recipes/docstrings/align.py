@@ -34,9 +34,9 @@ def align(
     **settings,
 ) -> list[dict[str, float]]:
     """
-    Train an adapter on the supervised model with PPO, evaluates it on held-out signatures, and saves it.
+    Train an adapter on the supervised model with PPO, evaluate it on held-out signatures, and save it.
 
-    A run that was interrupted goes on from its last checkpoint; one that was complete is repeated.
+    An interrupted run resumes from its last checkpoint; a complete run is repeated.
 
     Args:
         corpus (`list[dict[str, str]]`):
@@ -50,11 +50,11 @@ def align(
         output_dir (`str` or `os.PathLike`):
             Directory to save the adapter to.
         **settings:
-            Fields of [`PPOConfig`] that differ from this recipe's.
+            Fields of [`PPOConfig`] that override this recipe's.
 
     Returns:
         `list[dict[str, float]]`:
-            What was logged.
+            Logged metrics, one dictionary per log.
     """
     defaults = {
         "use_cpu": True,
@@ -73,7 +73,7 @@ def align(
         "max_completion_length": 48,
         "missing_eos_penalty": 2.0,
         "kl_coef": 0.05,
-        "cliprange_value": 0.2,  # without it, docstrings end shorter and more alike
+        "cliprange_value": 0.2,  # without it, docstrings become shorter and less diverse
     }
     known = {word for word, count in first_words(corpus).items() if count >= 2}
 
@@ -91,7 +91,7 @@ def align(
         train_dataset=prompts(corpus),
         eval_dataset=prompts(held_out),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        monitor_funcs=ruff,  # watched, never optimised
+        monitor_funcs=ruff,  # monitored, never optimized
         callbacks=[OneLine()],
     )
     trainer.remove_callback(PrinterCallback)  # it prints all metrics
@@ -104,7 +104,7 @@ def align(
 
 
 class OneLine(TrainerCallback):
-    """Print the metrics to watch, a line a log."""
+    """Print the main metrics, one line per log."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and "reward" in logs:

@@ -1,4 +1,4 @@
-"""The corpus: summary lines of the docstrings that are already on this machine, read with `ast`, nothing imported."""
+"""Corpus: summary lines of the docstrings on this machine, read with `ast`, without imports."""
 
 import ast
 import hashlib
@@ -29,14 +29,14 @@ def harvest(cache_file: str | os.PathLike) -> list[dict[str, str]]:
     Returns:
         `list[dict[str, str]]`:
             One dictionary per function, with the keys `signature`, `docstring` and `module`, in an order that depends
-            on the files alone. Neither a docstring nor a signature occurs twice.
+            only on the files. No docstring and no signature occurs twice.
     """
     cache_file = Path(cache_file)
     if not cache_file.exists():
         with multiprocessing.Pool(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
-            found = pool.map(read_file, source_files(), chunksize=64)
-        corpus = unique(row for rows in found for row in rows)
-        # A rename is atomic: the cache is there completely or not at all.
+            files = pool.map(read_file, source_files(), chunksize=64)
+        corpus = unique(row for rows in files for row in rows)
+        # a rename is atomic, so a cache is always complete
         partial = cache_file.with_suffix(".partial")
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text("".join(json.dumps(row) + "\n" for row in corpus))
@@ -59,15 +59,15 @@ def source_files() -> list[tuple[str, str]]:
 
 
 def read_file(file: tuple[str, str]) -> list[dict[str, str]]:
-    """Read the documented functions of one source file, or nothing where it does not parse."""
+    """Read the documented functions of one source file; an empty list if it does not parse."""
     root, path = file
     module = path.removesuffix(".py").replace(os.sep, ".")
     source = Path(root, path).read_bytes()
-    if b'"""' not in source and b"'''" not in source:  # spares the parsing of a fifth of the files
+    if b'"""' not in source and b"'''" not in source:  # a fifth of the files need no parsing
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes and the like in other people's sources
+            warnings.simplefilter("ignore")  # e.g. invalid escapes in installed packages
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return []
@@ -80,7 +80,7 @@ def read_file(file: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def functions(node: ast.AST):
-    """Yield the functions below `node`, looking into statements only, never into expressions."""
+    """Yield the functions below `node`, in statements, not in expressions."""
     for block in BLOCKS:
         for child in getattr(node, block, ()):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -89,7 +89,7 @@ def functions(node: ast.AST):
 
 
 def summary_line(docstring: str | None) -> str | None:
-    """Return the first paragraph of a docstring if it is one plain ASCII line of prose, and `None` otherwise."""
+    """Return the first paragraph of a docstring if it is one plain ASCII line of prose, else `None`."""
     if docstring is None:
         return None
     line = docstring.strip().split("\n\n")[0].rstrip()
@@ -99,7 +99,7 @@ def summary_line(docstring: str | None) -> str | None:
 
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Render the head of a function on one line: no annotations, and the last parameters cut where it gets long."""
+    """Render the head of a function on one line, without annotations; truncate long parameter lists."""
     arguments = function.args
     every = arguments.posonlyargs + arguments.args + arguments.kwonlyargs + [arguments.vararg, arguments.kwarg]
     for argument in every:
@@ -128,7 +128,7 @@ def split(corpus: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict
     """
     Split the corpus into a training part and a held-out tenth.
 
-    The hash of the signature alone decides, so that a function stays on its side whatever else is installed.
+    Only the hash of the signature decides, so that a function stays in its part with any installed packages.
     """
     train, held_out = [], []
     for row in corpus:

@@ -1,4 +1,4 @@
-"""What a policy writes for held-out signatures, and the measures of it: ruff's verdict first, then the rest."""
+"""Sample docstrings for held-out signatures, and measure them with ruff and the reward model."""
 
 import os
 
@@ -25,7 +25,7 @@ def sample(model_dir: str | os.PathLike, signatures: list[str], batch_size: int 
 
     Returns:
         `list[str | None]`:
-            One completion per signature, `None` where the model did not come to an end.
+            One completion per signature, `None` if it has no EOS.
     """
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
@@ -34,7 +34,7 @@ def sample(model_dir: str | os.PathLike, signatures: list[str], batch_size: int 
     for start in range(0, len(signatures), batch_size):
         prompts = [to_prompt(signature) for signature in signatures[start : start + batch_size]]
         inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-        # `generate` cuts the distribution to its 50 likeliest tokens unless it is told not to.
+        # the defaults of `generate` keep only the 50 likeliest tokens
         outputs = model.generate(
             **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS
         )
@@ -51,11 +51,11 @@ def measure(
     known_first_words: set[str],
 ) -> dict[str, float]:
     """
-    Measure completions. Those that did not come to an end fail the verdict and have neither score nor length.
+    Measure completions. Those without EOS fail the verdict and have neither score nor length.
 
     Args:
         completions (`list[str | None]`):
-            Completions as [`sample`] returns them.
+            Completions returned by [`sample`].
         signatures (`list[str]`):
             Their signatures.
         reward_dir (`str` or `os.PathLike`):

@@ -1,6 +1,6 @@
 """
-Two judges of a summary line against PEP 257, which know nothing of each other: a small check drawn from the corpus,
-which labels the pairs of the reward model, and ruff, which gives the verdict at the end.
+Two independent checks of a summary line against PEP 257: a small one learned from the corpus, which labels the pairs
+of the reward model, and ruff, for the evaluation.
 """
 
 import json
@@ -27,7 +27,7 @@ def third_person(verb: str) -> str:
 
 def bare_verbs(corpus: list[dict[str, str]]) -> set[str]:
     """
-    Find the bare verbs of a corpus by how people use them.
+    Find the bare verbs of a corpus from their use.
 
     A word that opens docstrings counts as a verb if its third person opens docstrings too. It also counts if it opens
     function names, and its third person occurs somewhere. Nouns may pass either test ("Names of ...", `name_of(...)`),
@@ -35,7 +35,7 @@ def bare_verbs(corpus: list[dict[str, str]]) -> set[str]:
 
     Args:
         corpus (`list[dict[str, str]]`):
-            Rows as [`harvest`] returns them.
+            Rows returned by [`harvest`].
 
     Returns:
         `set[str]`:
@@ -56,23 +56,23 @@ def bare_verbs(corpus: list[dict[str, str]]) -> set[str]:
         opens_names = names[word] >= MIN_COUNT and words[inflected] >= 1 and determined[word] >= 0.1 * count
         if word.isalpha() and count >= MIN_COUNT and (opens_inflected or opens_names):
             verbs.add(word)
-    # "Returns the ..." passes the second test as soon as somebody writes "returnses".
+    # "Returns the ..." passes the second test if "returnses" occurs anywhere.
     return verbs - {third_person(verb) for verb in verbs} - DETERMINERS
 
 
 def follows_pep257(docstring: str, verbs: set[str]) -> bool:
     """
-    Tell whether a summary line is one sentence in the imperative mood, from its capital letter to its period.
+    Check that a summary line is one sentence in the imperative mood, with a capital letter and a period.
 
     Args:
         docstring (`str`):
             The summary line.
         verbs (`set[str]`):
-            Bare verbs as [`bare_verbs`] returns them.
+            Bare verbs returned by [`bare_verbs`].
 
     Returns:
         `bool`:
-            Whether the line follows the convention.
+            True if the line follows the convention.
     """
     words = docstring.split()
     if not words:
@@ -85,10 +85,10 @@ def follows_pep257(docstring: str, verbs: set[str]) -> bool:
 
 def verdict(completions: list[str], known_first_words: set[str]) -> list[bool]:
     """
-    Ask ruff's pydocstyle rules about summary lines.
+    Check summary lines with ruff's pydocstyle rules.
 
-    Ruff lets pass what it does not know as a word, so that a garbled first word would count as imperative: the verdict
-    also asks for a first word that opens real docstrings. A line that is empty or longer than one line fails.
+    Ruff accepts unknown words, so a garbled first word would count as imperative. The first word must therefore open
+    real docstrings, too. A line that is empty or longer than one line fails.
 
     Args:
         completions (`list[str]`):
@@ -98,14 +98,14 @@ def verdict(completions: list[str], known_first_words: set[str]) -> list[bool]:
 
     Returns:
         `list[bool]`:
-            Whether each line passes.
+            True for each line that passes.
     """
     # Two source lines per completion, so that the row of a diagnostic names the completion.
     source = "".join(f'def f_{i}():\n    """{escape(text)}"""\n' for i, text in enumerate(completions))
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", RUFF_RULES]
     command += ["--output-format", "json", "--stdin-filename", "completions.py", "-"]
     result = subprocess.run(command, input=source, capture_output=True, text=True)
-    if result.returncode not in (0, 1):  # 1: there are diagnostics
+    if result.returncode not in (0, 1):  # 1: some lines fail
         raise RuntimeError(f"ruff failed: {result.stderr}")
     failed = set()
     for diagnostic in json.loads(result.stdout):
@@ -119,5 +119,5 @@ def verdict(completions: list[str], known_first_words: set[str]) -> list[bool]:
 
 
 def escape(text: str) -> str:
-    """Write a text so that it stays one line between triple quotes: every special character is escaped."""
+    """Escape special characters, so that a text stays one line between triple quotes."""
     return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')

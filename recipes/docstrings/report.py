@@ -1,4 +1,4 @@
-"""The report: a table of measures, completions side by side, and a picture of the curves."""
+"""Report: a table of measures, completions side by side, and a plot of the curves."""
 
 import os
 import textwrap
@@ -35,14 +35,14 @@ def print_samples(signatures: list[str], before: list[str | None], after: list[s
         signatures (`list[str]`):
             Signatures.
         before (`list[str | None]`):
-            Completions before PPO, `None` where there was no end.
+            Completions before PPO, `None` without EOS.
         after (`list[str | None]`):
             Completions after PPO.
         width (`int`, *optional*, defaults to `56`):
             Width of a column, in characters.
     """
     for signature, *texts in zip(signatures, before, after, strict=True):
-        cells = [textwrap.wrap(text or "(no end)", width) or ["(empty)"] for text in texts]
+        cells = [textwrap.wrap(text or "(no EOS)", width) or ["(empty)"] for text in texts]
         print(signature)
         for i in range(max(map(len, cells))):
             left, right = (cell[i] if i < len(cell) else "" for cell in cells)
@@ -51,13 +51,13 @@ def print_samples(signatures: list[str], before: list[str | None], after: list[s
 
 def plot_curves(log_history: list[dict[str, float]], path: str | os.PathLike) -> None:
     """
-    Draw the curves of a training run.
+    Plot the curves of a training run.
 
     Args:
         log_history (`list[dict[str, float]]`):
             The `state.log_history` of a trainer.
         path (`str` or `os.PathLike`):
-            File to write the picture to.
+            File of the plot.
     """
     curves = {key: [(row["step"], row[key]) for row in log_history if key in row] for key in CURVES}
     curves = {key: points for key, points in curves.items() if points}

@@ -1,4 +1,4 @@
-"""Stage 2: a reward model that learns from pairs of real docstrings which of the two follows PEP 257."""
+"""Stage 2: a reward model, trained on pairs of real docstrings of which one follows PEP 257."""
 
 import os
 import random
@@ -18,8 +18,8 @@ def pairs(corpus: list[dict[str, str]], verbs: set[str], num_pairs: int) -> list
     """
     Pair real docstrings that follow PEP 257 with real docstrings that do not, each after its own signature.
 
-    Both sides of a pair are about equally long. People who leave out the period tend to write shorter lines, and a
-    reward model that learnt to like long ones would be pushed there by PPO.
+    Both sides of a pair are about equally long. Lines without a period tend to be shorter, so otherwise the reward
+    model would learn to prefer long ones, and PPO would exploit it.
 
     Args:
         corpus (`list[dict[str, str]]`):
@@ -49,7 +49,7 @@ def train_reward_model(
     corpus: list[dict[str, str]], sft_dir: str | os.PathLike, output_dir: str | os.PathLike
 ) -> None:
     """
-    Train the reward model, starting from the weights of the supervised model, and saves it with its tokenizer.
+    Train the reward model, starting from the weights of the supervised model, and save it with its tokenizer.
 
     Args:
         corpus (`list[dict[str, str]]`):
@@ -73,7 +73,7 @@ def train_reward_model(
         ddp_find_unused_parameters=False,
         gradient_checkpointing=False,
         save_strategy="steps",
-        save_steps=200,  # an interrupted stage goes on from here
+        save_steps=200,  # an interrupted stage resumes from here
         save_total_limit=1,
         logging_steps=50,
         disable_tqdm=True,
@@ -101,7 +101,7 @@ def score(reward_dir: str | os.PathLike, texts: list[str], batch_size: int = 64,
         batch_size (`int`, *optional*, defaults to `64`):
             Number of texts per forward pass.
         **kwargs:
-            Passed to `from_pretrained`, for example `quantization_config`.
+            Passed to `from_pretrained`, e.g. `quantization_config`.
 
     Returns:
         `list[float]`:

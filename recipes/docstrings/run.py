@@ -1,5 +1,5 @@
 """
-The whole of RLHF on the docstrings of this machine: supervised training, reward model, PPO, and a verdict by ruff.
+All stages of RLHF on the docstrings of this machine: supervised training, reward model, PPO, evaluation with ruff.
 
     python recipes/docstrings/run.py
     accelerate launch --config_file recipes/accelerate/cpu_2_processes.yaml recipes/docstrings/run.py
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here: nothing is to be looked up
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the recipe needs nothing from the Hub
 
 import datasets
 from accelerate import PartialState
@@ -30,12 +30,12 @@ NUM_EVALUATED = 512
 
 
 def main() -> None:
-    """Run the stages that have not been completed yet, then PPO and the verdict."""
+    """Run incomplete stages, then PPO and the evaluation."""
     parser = argparse.ArgumentParser(description="RLHF on docstrings, from scratch.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/docstrings"))
     output_dir = parser.parse_args().output_dir
-    if find_spec("ruff") is None:  # found missing now rather than at the end
-        parser.error("ruff gives the verdict: `pip install ruff`")
+    if find_spec("ruff") is None:  # fail now, not at the end
+        parser.error("ruff is needed for the evaluation: `pip install ruff`")
     sft_dir, reward_dir, ppo_dir = (output_dir / name for name in ("sft", "reward_model", "ppo"))
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
@@ -46,13 +46,13 @@ def main() -> None:
     ):
         corpus = harvest(output_dir / "corpus.jsonl")
     train, held_out = split(corpus)
-    say(f"{len(corpus):,} docstrings, {len(held_out):,} of them held out")
+    print_main(f"{len(corpus):,} docstrings, {len(held_out):,} of them held out")
 
     with timed("Stage 1: supervised training from scratch"):
         once(sft_dir, lambda: train_sft(train, sft_dir))
     with timed("Stage 2: reward model"):
         once(reward_dir, lambda: train_reward_model(train, sft_dir, reward_dir))
-    # The rows of a module stand side by side: every n-th row gives all packages their share.
+    # rows are sorted by module, so every n-th row covers all packages
     evaluated = held_out[:: max(len(held_out) // NUM_EVALUATED, 1)][:NUM_EVALUATED]
     with timed("Stage 3: PPO"):
         log_history = align(train, evaluated, sft_dir, reward_dir, ppo_dir)
@@ -64,9 +64,9 @@ def main() -> None:
 
 
 def give_verdict(corpus: list[dict], rows: list[dict], output_dir: Path, log_history: list[dict]) -> None:
-    """Sample from the models before and after PPO, prints the comparison and saves it in `output_dir`."""
+    """Sample from the models before and after PPO, print the comparison, and save it in `output_dir`."""
     reward_dir = output_dir / "reward_model"
-    # Words that open one docstring only are too often typing errors.
+    # words that open only one docstring are often typing errors
     known = {word for word, count in first_words(corpus).items() if count >= 2}
     signatures = [row["signature"] for row in rows]
     texts = {
@@ -75,7 +75,7 @@ def give_verdict(corpus: list[dict], rows: list[dict], output_dir: Path, log_his
         "PPO": sample(output_dir / "ppo", signatures),
     }
     measures = {name: measure(completions, signatures, reward_dir, known) for name, completions in texts.items()}
-    kl = "KL to the reference (nats a completion)"
+    kl = "KL to the reference (nats per completion)"
     measures["SFT"][kl] = 0.0  # it is the reference
     measures["PPO"][kl] = next(row["eval_kl_per_completion"] for row in reversed(log_history) if "eval_kl" in row)
     print_table(measures)
@@ -89,13 +89,13 @@ def give_verdict(corpus: list[dict], rows: list[dict], output_dir: Path, log_his
 
 
 def once(directory: Path, train: Callable[[], None]) -> None:
-    """Run a training stage unless it has been completed. One that was interrupted goes on from its last checkpoint."""
+    """Run a training stage unless it is complete. An interrupted one resumes from its last checkpoint."""
     marker = directory / "complete"
     if marker.exists():
-        say(f"already complete: {directory}")
+        print_main(f"already complete: {directory}")
         return
     train()
-    # Every process has looked for the marker before the main process sets it.
+    # every process must have checked the marker before the main process sets it
     PartialState(cpu=True).wait_for_everyone()
     if PartialState(cpu=True).is_main_process:
         marker.touch()
@@ -104,14 +104,14 @@ def once(directory: Path, train: Callable[[], None]) -> None:
 
 @contextmanager
 def timed(title: str):
-    """Say what happens and how long it took."""
-    say(f"\n== {title}")
+    """Print a title and the elapsed time."""
+    print_main(f"\n== {title}")
     start = time.monotonic()
     yield
-    say(f"== done in {time.monotonic() - start:.0f} s")
+    print_main(f"== done in {time.monotonic() - start:.0f} s")
 
 
-def say(text: str) -> None:
+def print_main(text: str) -> None:
     """Print on the main process."""
     if PartialState(cpu=True).is_main_process:
         print(text, flush=True)

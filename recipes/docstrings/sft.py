@@ -15,7 +15,7 @@ MAX_LENGTH = 96
 
 
 def to_prompt(signature: str) -> str:
-    """Turn a signature into the text after which the model writes the docstring."""
+    """Turn a signature into a prompt."""
     return signature + OPENING
 
 
@@ -23,7 +23,7 @@ def train_tokenizer(corpus: list[dict[str, str]]) -> PreTrainedTokenizerFast:
     """
     Train a byte-level BPE tokenizer on signatures and docstrings.
 
-    The opening quotes are one token of their own: nothing merges with them, so that the tokens of a prompt always open
+    The opening quotes are one token that merges with nothing, so that the tokens of a prompt always open
     the tokens of prompt and completion.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -62,7 +62,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def train_sft(corpus: list[dict[str, str]], output_dir: str | os.PathLike) -> None:
     """
-    Train the supervised model and saves it with its tokenizer.
+    Train the supervised model and save it with its tokenizer.
 
     Args:
         corpus (`list[dict[str, str]]`):
@@ -86,7 +86,7 @@ def train_sft(corpus: list[dict[str, str]], output_dir: str | os.PathLike) -> No
         warmup_steps=50,
         weight_decay=0.01,
         max_length=MAX_LENGTH,
-        # the loss on the signature too: there is little text, and it is written in the same words
+        # the loss covers the signature too: the corpus is small, and signatures use the same words
         completion_only_loss=False,
         train_sampling_strategy="group_by_length",
         bf16=False,
@@ -94,7 +94,7 @@ def train_sft(corpus: list[dict[str, str]], output_dir: str | os.PathLike) -> No
         ddp_find_unused_parameters=False,
         gradient_checkpointing=False,
         save_strategy="steps",
-        save_steps=200,  # an interrupted stage goes on from here
+        save_steps=200,  # an interrupted stage resumes from here
         save_total_limit=1,
         logging_steps=200,
         disable_tqdm=True,

@@ -1,30 +1,30 @@
-"""Grade-school maths with an answer that can be checked: prompts and rewards."""
+"""GSM8K: prompts and verifiable rewards."""
 
 import re
 
-INSTRUCTION = "Think step by step. End with the answer alone, as a number, after ####."
+INSTRUCTION = "Think step by step. End with only the answer, as a number, after ####."
 _ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 
 
 def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
-    """A question as a chat message."""
+    """Turn a question into a chat message."""
     return {"prompt": [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]}
 
 
 def number(text: str) -> float | None:
-    """The number after the last ####, if there is one."""
-    found = _ANSWER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    """Return the number after the last ####, or None."""
+    matches = _ANSWER.findall(text)
+    return float(matches[-1].replace(",", "")) if matches else None
 
 
 def correct(completions: list, answer: list[str], **kwargs) -> list[float]:
-    """1 where the number is that of the solution in the dataset, else 0."""
-    pairs = [(number(text), number(right)) for text, right in zip(_texts(completions), answer)]
-    return [float(found is not None and found == right) for found, right in pairs]
+    """Return 1 if the number is that of the dataset's solution, else 0."""
+    pairs = [(number(text), number(solution)) for text, solution in zip(_texts(completions), answer)]
+    return [float(result is not None and result == expected) for result, expected in pairs]
 
 
 def answered(completions: list, **kwargs) -> list[float]:
-    """1 where there is a number in the form that was asked for: watched, never optimised."""
+    """Return 1 if the answer has the requested format, else 0; monitored, never optimized."""
     return [float(number(text) is not None) for text in _texts(completions)]
 
 

@@ -1,4 +1,4 @@
-"""From a film review to the beginning of one."""
+"""Prompts from the beginnings of film reviews."""
 
 import re
 
@@ -6,6 +6,6 @@ WORDS = 6
 
 
 def to_prompt(row: dict) -> dict[str, str]:
-    """The first words of a review, without the line breaks that are written as HTML."""
+    """Keep the first words of a review, without HTML line breaks."""
     words = re.sub(r"<br\s*/?>", " ", row["text"]).split()
     return {"prompt": " ".join(words[:WORDS]) or "This film"}

@@ -64,7 +64,7 @@ WHOLE = (
         *[({name: 0}, rf"`{name}` must be at least 1, got 0") for name in WHOLE],
         *[({name: 1.5}, rf"`{name}` must be int.*, got 1.5 \(float\)") for name in WHOLE],
         ({"generation_kwargs": {"temperature": 0.5}}, r"`generation_kwargs` holds `temperature`.*set the field"),
-        ({"generation_kwargs": {"penalty_alpha": 0.6}}, r"`generation_kwargs` holds `penalty_alpha`.*leave it out"),
+        ({"generation_kwargs": {"penalty_alpha": 0.6}}, r"`generation_kwargs` holds `penalty_alpha`.*remove it"),
         ({"auto_find_batch_size": True}, r"`auto_find_batch_size=True` is not.*set `per_device_train_batch_size`"),
         ({"remove_unused_columns": True}, r"`remove_unused_columns` must be False"),
         (
@@ -77,7 +77,7 @@ WHOLE = (
         ),
         (
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
-            r"`gradient_accumulation_steps` must be 6 for a `generation_batch_size` of 96, got 5; leave one",
+            r"`gradient_accumulation_steps` must be 6 for a `generation_batch_size` of 96, got 5; remove one",
         ),
         (
             {"num_generations": 3},
@@ -242,8 +242,8 @@ KNOWN_FROM_ARGUMENTS = [
     ),
     case("args as a dict", TypeError, r"`args` must be a `trl_ppo_ext.PPOConfig`, got dict", args={}),
     case("reward_model", TypeError, r"no argument `reward_model`.*pass it in `reward_funcs`", reward_model=None),
-    case("ref_model", TypeError, r"no argument `ref_model`.*leave it out: the reference is", ref_model=None),
-    case("value_model", TypeError, r"no argument `value_model`.*leave it out: the critic is", value_model=None),
+    case("ref_model", TypeError, r"no argument `ref_model`.*remove it: the reference is", ref_model=None),
+    case("value_model", TypeError, r"no argument `value_model`.*remove it: the critic is", value_model=None),
     case("tokenizer", TypeError, r"no argument `tokenizer`.*called `processing_class` now", tokenizer=tokenizer),
     case("config", TypeError, r"no argument `config`.*called `args` now", config=None),
     case("unknown argument", TypeError, r"PPOTrainer has no argument `max_length`", max_length=3),
@@ -382,12 +382,12 @@ def test_arguments_are_checked_before_a_model_is_resolved(tmp_path):
 def test_script_for_the_old_trainer_raises_with_what_changed(tmp_path):
     """As TRL 1.12 was called: without `reward_funcs`, which did not exist."""
     old = dict.fromkeys(["ref_model", "reward_model", "value_model"])
-    with pytest.raises(TypeError, match=r"`ref_model` \(TRL's old PPOTrainer had\): leave it out"):
+    with pytest.raises(TypeError, match=r"`ref_model` \(TRL's old PPOTrainer had\): remove it"):
         PPOTrainer(args=config(tmp_path), processing_class=tokenizer(), model=llama(), train_dataset=prompts(), **old)
 
 
 def test_training_needs_a_dataset(tmp_path):
-    with pytest.raises(ValueError, match=r"`train_dataset` must be given to PPOTrainer to train, got None"):
+    with pytest.raises(ValueError, match=r"`train_dataset` must be a dataset to train on, got None"):
         build(tmp_path, {"train_dataset": None}).train()
 
 

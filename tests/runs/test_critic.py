@@ -522,7 +522,7 @@ REFUSED = [
     ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
     (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo' or 'reinforce' without"),
     (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not go with `critic='head'`; use 'gae' with"),
-    (ADAPTER | {"advantage_estimator": "reinforce"}, "does not go with `critic='adapter'`"),
+    (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(
         (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`num_generations` .*'{name}'`.* got 1;")
         for name in ("grpo", "dr_grpo", "rloo")

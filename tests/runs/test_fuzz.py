@@ -151,7 +151,7 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
         ({"fsdp_config": "nowhere.json"}, r"`fsdp_config` must be a mapping"),
         ({"lr_scheduler_type": "sine"}, r"`lr_scheduler_type` must be one of 'linear', .*got 'sine'"),
         ({"log_level": "loud"}, r"`log_level` must be one of"),
-        ({"output_dir": "runs\0"}, r"`output_dir` holds a NUL"),
+        ({"output_dir": "runs\0"}, r"`output_dir` contains a NUL"),
         ({"reward_funcs": {"a": 1}}, r"`reward_funcs` must be list\[str\] or None, got a dict"),
         ({"reward_funcs": [1]}, r"`reward_funcs` must be list\[str\] or None, got a list"),
         ({"lora_r": "eight"}, "lora_r"),

@@ -23,7 +23,7 @@ from trl_ppo_ext.rewards import (
     read_scores,
     score_all,
 )
-from trl_ppo_ext.rewards.scoring import ask
+from trl_ppo_ext.rewards.scoring import collect_scores
 
 NAN = float("nan")
 ALONE = {"all_sum": lambda total: total, "device": torch.device("cpu")}
@@ -46,7 +46,7 @@ def test_asynchronous_functions_of_a_batch_run_together():
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    assert [scores.totals.tolist() for scores in ask([FunctionReward(slow)] * 5, batch())] == [[1.0] * 3] * 5
+    assert [scores.totals.tolist() for scores in collect_scores([FunctionReward(slow)] * 5, batch())] == [[1.0] * 3] * 5
     assert time.perf_counter() - start < 0.5
 
 
@@ -55,7 +55,7 @@ def test_asynchronous_functions_run_inside_a_running_loop():
         return [2.0] * len(completions)
 
     async def notebook():
-        return ask([FunctionReward(reward)], batch())
+        return collect_scores([FunctionReward(reward)], batch())
 
     (scores,) = asyncio.run(notebook())
     assert scores.totals.tolist() == [2.0] * 3

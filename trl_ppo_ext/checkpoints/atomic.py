@@ -90,7 +90,7 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
-    """The latest checkpoint that passes verification; a damaged one is kept, and named in a warning."""
+    """The latest checkpoint that passes verification. Damaged ones are kept, with a warning."""
     restore_replaced(output_dir)
     candidates = checkpoints(output_dir)
     for path in candidates:
@@ -117,7 +117,8 @@ def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Pat
     validity |= {path: find_damage(path) is None for path in candidates if path not in validity}
     kept = {latest.resolve(), Path(best or latest).resolve()}
     others = [path for path in candidates if path.resolve() not in kept]
-    # by time, not by step: a run that went back writes lower steps later; the sort keeps ties latest step first
+    # by time, not by step: a run resumed from an earlier step writes lower steps later. The sort is stable, so ties
+    # stay ordered by step.
     others.sort(key=lambda path: (validity[path], path.stat().st_mtime), reverse=True)
     for path in others[max(limit - (len(candidates) - len(others)), 0) :]:
         shutil.rmtree(path, ignore_errors=True)

@@ -43,7 +43,7 @@ def _write(tensors: dict[str, Tensor], path: str) -> None:
 
 @contextmanager
 def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
-    """Weights in a file; an error within the context that they do not fit the model names the file."""
+    """Read the weights of a file; a `ValueError` within the context then names the file."""
     path = os.path.join(directory, file)
     if not os.path.isfile(path):
         raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint written by PPOTrainer.")
@@ -90,7 +90,7 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, T
 
 
 def save_actor_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the policy's adapter, and the critic beside it; sharded weights must be given."""
+    """Write the policy's adapter, and the critic beside it; pass `weights` if they are sharded."""
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
     save_critic(actor_critic, output_dir, weights)
@@ -105,7 +105,7 @@ def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Ten
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
-    """Load what [`save_actor_critic`] saved."""
+    """Load the weights written by [`save_actor_critic`]."""
     kind, saved_kind = _critic_kind(actor_critic), "none"
     if os.path.isfile(os.path.join(directory, VALUE_HEAD)):
         saved_kind = "adapter" if os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG)) else "head"
@@ -128,7 +128,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
 
 # ---- state and settings ----
 
-# fields of TrainingArguments that change what is learned
+# fields of TrainingArguments that change the result
 TRAINER_SETTINGS = (
     "adam_beta1 adam_beta2 adam_epsilon bf16 data_seed fp16 gradient_accumulation_steps learning_rate "
     "lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps num_train_epochs optim optim_args "

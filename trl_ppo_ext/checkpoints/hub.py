@@ -1,4 +1,4 @@
-"""Push a run to the Hub: its folder at the end, and while it trains in the background."""
+"""Push a run to the Hub, in the background during training and at its end."""
 
 import os
 import re
@@ -30,7 +30,7 @@ PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", STAGING, REPLACED, f"{PUSHING}*", RUN_LOG, TRAINING_ARGS_NAME)
 REMEDIES = {
     401: "The token is missing or invalid: log in with `hf auth login`, or set HF_TOKEN or `hub_token`",
-    403: "The token has no right to write to it: grant it, or set another repository in `hub_model_id`",
+    403: "The token has no write access: grant it, or set another repository in `hub_model_id`",
     404: "The repository does not exist, or the token cannot read it: check `hub_model_id` and the token",
 }
 
@@ -41,7 +41,7 @@ class PushError(RuntimeError):
 
 @contextmanager
 def push_errors(repo: str, folder: str, token: str | None) -> Iterator[None]:
-    """Turn any error into a [`PushError`] with a remedy, without tokens and signed addresses."""
+    """Turn any error into a [`PushError`] with a remedy, without tokens and signed URLs."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def push_errors(repo: str, folder: str, token: str | None) -> Iterator[None]:
 
 
 def create_repository(args: Any) -> None:
-    """Create the run's repository, or find it, before anything is loaded for it."""
+    """Create the run's repository if it does not exist, before models are loaded."""
     if args.process_index == 0:
         folder, token = args.output_dir, args.hub_token
         repo = args.hub_model_id or Path(folder).absolute().name
@@ -82,20 +82,20 @@ def push_run(
     """Save the run and push its folder, as [`~transformers.Trainer.push_to_hub`] does. All processes call it."""
     args = trainer.args
     folder, token, revision = args.output_dir, token or args.hub_token, revision or args.hub_revision
-    # 1. everything is on the disk before the Hub is asked for anything
+    # 1. write everything to disk before the first request to the Hub
     trainer.save_model(_internal_call=True)
     if trainer.is_world_process_zero():
         _write_report(folder)
     if trainer.hub_model_id is None:
         with push_errors(args.hub_model_id or Path(folder).absolute().name, folder, token):
             trainer.init_hf_repo(token, private)
-    # 2. the card: a tracker names its page in the model's tags when a push begins
+    # 2. write the card; when a push begins, trackers add their page to the model's tags
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     if not trainer.is_world_process_zero():
         return None
     tags = [*as_list(metadata.get("tags")), *as_list(getattr(trainer.model, "model_tags", None))]
     trainer.create_model_card(**{"model_name": trainer.hub_model_id.split("/")[-1]} | metadata | {"tags": tags})
-    # 3. the upload, after those of checkpoints
+    # 3. upload, after the pushes of checkpoints
     trainer._finish_current_push()
 
     def push() -> Any:
@@ -110,13 +110,13 @@ def push_run(
 
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
-    """Push what a checkpoint holds, as `hub_strategy` says; a failure is a warning, and training continues."""
+    """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
     args = trainer.args
     strategy, folder, token, revision = args.hub_strategy, args.output_dir, args.hub_token, args.hub_revision
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return  # other processes have no repository
     state, repo = trainer.state, trainer.hub_model_id
-    # 1. a checkpoint is not pushed if an earlier one still is
+    # 1. skip the push while an earlier one is in progress
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
         for copy_of_killed_run in Path(folder).glob(f"{PUSHING}*"):
             shutil.rmtree(copy_of_killed_run, ignore_errors=True)
@@ -142,11 +142,11 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
 
     with failure_as_warning():
         trainer.callback_handler.on_push_begin(args, state, trainer.control)
-        # 2. `save_model` would gather sharded weights, and the other processes are not here: files are copied
+        # 2. copy files: `save_model` would gather sharded weights, which needs all processes
         _copy_saved(Path(checkpoint_folder), Path(folder))
         trainer.processing_class.save_pretrained(folder)
         _write_report(folder)
-        # 3. the upload reads a copy, since the run overwrites and deletes its files meanwhile
+        # 3. upload a copy, because the run overwrites and deletes its files meanwhile
         copy = TemporaryDirectory(prefix=PUSHING, dir=folder, ignore_cleanup_errors=True)
         skip = shutil.ignore_patterns(*NOT_PUSHED)
         shutil.copytree(folder, f"{copy.name}/run", ignore=lambda at, names: skip(at, names) if at == folder else ())
@@ -178,7 +178,7 @@ def _write_report(output_dir: str) -> None:
     from ..tracking.report import write_report  # imports plots
 
     if not os.path.isfile(os.path.join(output_dir, RUN_LOG)):
-        return  # nothing was trained here
+        return  # no run log
     try:
         write_report([output_dir], os.path.join(output_dir, REPORT))
     except (ValueError, OSError) as error:

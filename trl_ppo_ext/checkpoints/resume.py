@@ -1,4 +1,4 @@
-"""Resume a run: finding and writing checkpoints on all ranks, and a clean exit on a signal."""
+"""Find and write checkpoints on all ranks, and exit cleanly on a signal."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def run_state_file(rank: int) -> str:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT ask a run to save and exit; a second one, at least a second later, makes it exit at once."""
+    """Handlers of SIGTERM and SIGINT: save and exit; a second one, at least a second later, exits at once."""
 
     def __init__(self):
         self.received: int | None = None
@@ -106,8 +106,8 @@ def find_checkpoint(
         return load_file(path)
 
     try:
-        found = on_every_rank(find, *READ_ERRORS)
-        places = sorted({path for path in gather_object([found]) if path is not None})
+        path = on_every_rank(find, *READ_ERRORS)
+        places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
         directory = places[0]
@@ -122,7 +122,7 @@ def write_checkpoint(
     """Write a checkpoint aside on all ranks, and rename it when it is complete.
 
     `write` gets the directory to write to. With `ranks_meet` it reduces over ranks itself, and a rank that fails
-    raises alone.
+    raises by itself.
     """
     staged = final.parent / STAGING / final.name
 

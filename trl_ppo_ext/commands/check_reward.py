@@ -1,4 +1,4 @@
-"""`trl-ppo check-reward MODEL DATASET`: does a quantized reward model rank as it does in full precision?
+"""`trl-ppo check-reward MODEL DATASET`: compare a reward model in full precision and quantized.
 
 Scores the same preference pairs with both, using the scorer of a run.
 """
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     """Check a reward model, print the table and the verdict, and write the numbers to `--json`."""
     if options.json is not None and not Path(options.json).absolute().parent.is_dir():  # before the scoring
-        raise ValueError(f"--json {options.json} is in a folder that does not exist; create it, or give another one.")
+        raise ValueError(f"--json {options.json} is in a folder that does not exist; create it, or use another one.")
     # warns for each layer of each forward that 8-bit layers take float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     report = check_reward(**{name: x for name, x in vars(options).items() if name not in ("command", "run", "json")})
@@ -71,7 +71,7 @@ def check_reward(
     reward_label: int | None = None,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Score preference pairs with a reward model in full precision and quantized, and compare."""
+    """Compare a reward model in full precision and quantized on preference pairs."""
     for name, value in (("max_pairs", max_pairs), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
@@ -80,7 +80,7 @@ def check_reward(
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{model} is saved quantized, so there is no full precision to compare with; give the original model."
+            f"{model} is saved quantized, so it cannot be compared with full precision; use the original model."
         )
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -116,7 +116,7 @@ def _load_rows(dataset: str | Sequence[dict[str, Any]], split: str | None, max_p
         default = next((name for name in ("test", "validation", "train") if name in splits), "test")
         rows = get_split(splits, split or default, "--split")
     if not len(rows):
-        raise ValueError(f"{dataset if isinstance(dataset, str) else 'The dataset'} has no rows; give at least one.")
+        raise ValueError(f"{dataset if isinstance(dataset, str) else 'The dataset'} has no rows; pass at least one.")
     return [rows[index] for index in spread_indices(len(rows), max_pairs)]
 
 
@@ -227,7 +227,7 @@ def compare(full: np.ndarray, quantized: np.ndarray) -> dict[str, float | None]:
 
 
 def verdict(quantization: str, report: dict[str, Any]) -> str:
-    """One line on whether a run can load the model quantized."""
+    """Verdict in one line: keep the quantization, or load the model otherwise."""
     bits, others = ("8-bit", "'none'") if quantization == "int8" else ("4-bit", "'int8' or 'none'")
     agreement, flipped = report["rank_agreement"], report["disagreement"]
     full, quantized = (report[load]["accuracy"] for load in ("full", "quantized"))

@@ -1,4 +1,4 @@
-"""Console script `trl-ppo`. A subcommand's module is imported when it is chosen: `--help` does not load torch."""
+"""Console script `trl-ppo`. Only the chosen subcommand's module is imported, so `--help` does not load torch."""
 
 import argparse
 import sys

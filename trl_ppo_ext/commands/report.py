@@ -1,4 +1,4 @@
-"""`trl-ppo report` and `compare`: one run, or several runs over each other, as one HTML file."""
+"""`trl-ppo report` and `compare`: one run, or several runs in the same plots, as one HTML file."""
 
 import argparse
 import os

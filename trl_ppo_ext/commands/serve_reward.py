@@ -30,7 +30,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[st
     parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
     parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
     parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the model run code of its own")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> None:
         read_key(options.api_key_env)
     elif not is_loopback(options.host):
         raise ValueError(
-            f"--host {options.host} lets other machines in; pass --api-key-env NAME with the variable that holds a "
+            f"--host {options.host} accepts other machines; pass --api-key-env NAME with the variable that holds a "
             "key, or use --host 127.0.0.1."
         )
     device, dtype = choose_device(options.device, options.dtype)
@@ -95,9 +95,9 @@ def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int
 
     async def score(request: "Request") -> "Response":
         if api_key_env is not None:
-            given = request.headers.get("authorization", "").encode()
+            authorization = request.headers.get("authorization", "").encode()
             # in constant time, so that the delay does not reveal how much of a guess is right
-            if not hmac.compare_digest(given, f"Bearer {read_key(api_key_env)}".encode()):
+            if not hmac.compare_digest(authorization, f"Bearer {read_key(api_key_env)}".encode()):
                 raise HTTPException(401, "wrong or missing key; send it as `Authorization: Bearer KEY`")
         content = bytearray()
         async for chunk in request.stream():
@@ -111,13 +111,13 @@ def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         async with one_at_a_time:
-            if await request.is_disconnected():  # the client gave up while it waited, and has probably asked again
+            if await request.is_disconnected():  # the client timed out, and has probably retried
                 raise HTTPException(408, "the client has disconnected")
             try:
                 return JSONResponse({"scores": await asyncio.to_thread(reward.score, batch)})  # NaN is not JSON
             except Exception as error:  # the cause stays in the server's log
                 logger.exception("Scoring failed")
-                cause = f"scoring failed with {type(error).__name__}; the server's log says why"
+                cause = f"scoring failed with {type(error).__name__}; see the server's log"
                 raise HTTPException(500, cause) from None
 
     return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
@@ -139,7 +139,7 @@ def parse_batch(content: bytes) -> "ScoringBatch":
     chats = all(entry and is_conversational({"prompt": entry}) for entry in entries)
     if not (is_valid and (chats or all(isinstance(entry, str) for entry in entries))):
         raise ValueError(
-            "prompts and completions must all be text, or all be lists of messages with a role, as many of each, got "
-            f"{len(prompts)} prompts for {len(completions)} completions"
+            "prompts and completions must have the same length, and be all text or all lists of messages with a role, "
+            f"got {len(prompts)} prompts for {len(completions)} completions"
         )
     return ScoringBatch(prompts, completions, [])

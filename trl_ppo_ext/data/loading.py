@@ -21,7 +21,7 @@ def load_splits(
 ) -> Mapping[str, Any]:
     """Load all splits of a dataset."""
     path = Path(name)
-    # the Hub is not asked for what can only be a path
+    # a name that can only be a path is not looked up on the Hub
     is_path = name.startswith(("/", "./", "../")) or path.suffix in (*FILE_FORMATS, ".csv", ".txt")
     if is_path and not path.exists():
         raise ValueError(f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. {_REMEDY}")
@@ -53,6 +53,6 @@ def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
 
 
 def spread_indices(length: int, count: int) -> list[int]:
-    """Row numbers at equal distances: the rows of one source are often adjacent, and each source keeps its share."""
+    """Row numbers at equal distances, so that a dataset sorted by source is sampled evenly."""
     count = min(count, length)
     return [index * length // count for index in range(count)]

@@ -39,7 +39,7 @@ def encode(
     if isinstance(prompt, str):
         try:
             return tokenizer(prompt)["input_ids"]
-        except (TypeError, ValueError) as error:  # half a surrogate pair is text only in Python
+        except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
             raise PromptError(f"The tokenizer cannot read {described(prompt)}: {shortened(error)}") from error
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
@@ -106,7 +106,7 @@ def tokenize_prompts(
         )
     for column in _REWARD_ARGUMENTS & set(columns):
         raise PromptError(
-            f"`{name}` has a column {column!r}, but reward functions are given an argument of that name; rename it "
+            f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
     # 2. Lengths
@@ -134,18 +134,18 @@ def tokenize_prompts(
 
 
 class Rows(UserList):
-    """Collator of [`PPOTrainer`]: a batch as it is, which nothing walks through to pin or move tensors."""
+    """Collator of [`PPOTrainer`]: a batch without tensors, which is neither pinned nor moved."""
 
     def pin_memory(self) -> "Rows":
-        """Return itself; torch would walk every token id of every row in Python."""
+        """Return itself, because torch would traverse every token id in Python."""
         return self
 
 
 class RolloutSampler(Sampler[int]):
-    """Row numbers of the prompts of one rollout after the other, each rollout repeated for its micro-batches.
+    """Row numbers of prompts, rollout by rollout; each rollout is repeated for its micro-batches.
 
-    The Trainer asks its dataloader for a batch per micro-batch; a rollout needs its prompts once. So each rollout's
-    row numbers come `plan.micro_steps` times. An incomplete last rollout is filled from the next permutation: no
+    The Trainer draws a batch per micro-batch, but a rollout needs its prompts only once. So each rollout's row numbers
+    are yielded `plan.micro_steps` times. An incomplete last rollout is filled from the next permutation: no
     prompt is dropped, and a dataset may be smaller than a rollout.
 
     The epoch follows from the optimizer steps so far (`global_step`), so that resuming needs no state. From

@@ -28,7 +28,7 @@ class PTXError(PromptError):
 
 
 def _form(dataset: Any) -> tuple[str, ...]:
-    """Columns of a dataset that are learned from: one of `FORMS`."""
+    """Supervised columns of a dataset: one of `FORMS`."""
     if not isinstance(dataset, Dataset):
         raise PTXError(
             "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got "
@@ -76,16 +76,16 @@ def tokenize_ptx(
     def encode_row(row: dict) -> dict[str, list]:
         entries = [row[column] for column in form]
         _check_entries(entries, form)
-        # 1. Tokens of the whole row. A chat template ends its own chats; text gets an EOS.
+        # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
         tools = row.get("tools") or None
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
         except ValueError as error:
             raise PTXError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
         template_kwargs = {"tools": tools, **(chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-        whole = entries[0] if len(entries) == 1 else entries[0] + entries[1]
-        ids = encode(whole, tokenizer, template_kwargs, opening=False)
-        if isinstance(whole, str) and eos is not None and ids[-1:] != [eos]:
+        sequence = entries[0] if len(entries) == 1 else entries[0] + entries[1]
+        ids = encode(sequence, tokenizer, template_kwargs, opening=False)
+        if isinstance(sequence, str) and eos is not None and ids[-1:] != [eos]:
             ids = [*ids, eos]
         # 2. The completion begins where the tokens of the prompt end or, if some merge with it, where the two differ.
         # The first token is never learned, because nothing predicts it.
@@ -115,8 +115,8 @@ def tokenize_ptx(
 class PTXSampler:
     """Draws the supervised rows of each rollout (https://huggingface.co/papers/2203.02155).
 
-    All processes together walk through one random permutation of the dataset after the other. A draw depends only on
-    the seed and the rollout's number, so no state is saved, and a resumed run continues with the same rows.
+    All processes share one random permutation of the dataset per pass. A draw depends only on the seed and the
+    rollout's number, so no state is saved, and a resumed run continues with the same rows.
     """
 
     dataset: Dataset
@@ -129,7 +129,7 @@ class PTXSampler:
 
     @classmethod
     def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
-        """Sampler of as many rows per rollout as it has completions."""
+        """Build a sampler with one row per completion of a rollout."""
         seed = args.seed if args.data_seed is None else args.data_seed
         rows, processes = plan.completions_per_process, plan.num_processes
         return cls(dataset, rows, args.process_index, processes, seed, pad_token_id, args.device)

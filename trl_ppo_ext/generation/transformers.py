@@ -22,7 +22,7 @@ BLOCK = 256  # tokens by which a layer of the cache grows
 
 
 class Generator(Protocol):
-    """Anything that samples a completion for each prompt, as token ids."""
+    """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
 
@@ -40,8 +40,8 @@ def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[i
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
-    of_model = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id} | set(of_model if isinstance(of_model, list) else [of_model])
+    model_stops = getattr(generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id} | set(model_stops if isinstance(model_stops, list) else [model_stops])
     return sorted(ids - {None})
 
 
@@ -58,7 +58,7 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> No
         raise ValueError(
             f"The tokenizer has no pad token, and its EOS {tokenizer.eos_token!r} is the only token that ends a "
             "completion, so it should not serve as padding too. Choose one: `tokenizer.pad_token = "
-            "tokenizer.unk_token`, or any token that is never sampled; set it on purpose to the EOS if you must."
+            "tokenizer.unk_token`, or any token that is never sampled."
         )
     tokenizer.pad_token = tokenizer.eos_token
 
@@ -119,17 +119,17 @@ class TransformersGenerator:
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def _sample(self, batch: Sequences, criteria: list[StoppingCriteria]) -> Tensor:
-        """Sequences of ids, those of the prompts included."""
-        given = (batch.input_ids, batch.attention_mask, self.config, criteria)
-        # a layer is gathered for all processes: they sample until the last of them is done
-        together = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
+        """Token ids of prompts and completions."""
+        inputs = (batch.input_ids, batch.attention_mask, self.config, criteria)
+        # layers are gathered for all processes, so all of them sample until the last one is done
+        options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
-            return self.actor_critic.generate(*given, **together)
+            return self.actor_critic.generate(*inputs, **options)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
-        # not beside a static cache: what transformers compiles would be compiled anew for each rollout
+        # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
-            return self.actor_critic.generate(*given, past_key_values=cache, **together)
+            return self.actor_critic.generate(*inputs, past_key_values=cache, **options)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""
@@ -180,7 +180,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
-    """Check if the cache of `generate` would hold a key and a value per token, and nothing else."""
+    """Check if the cache of `generate` would hold only a key and a value per token."""
     base = actor_critic.policy.get_base_model()
     # a cache that the user configured is created by `generate`
     if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
@@ -205,7 +205,7 @@ _PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8
 
 
 def _is_plain(layer: Any) -> bool:
-    """Check if a layer is its base plus one low-rank product, and nothing else."""
+    """Check if a layer is exactly its base plus one low-rank product."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
         return False
     if "forward" in vars(layer):  # replaced already, e.g. by a hook that moves weights

@@ -1,4 +1,4 @@
-"""Guards against NaN and inf: they never reach the weights, and are reported."""
+"""Guards against NaN and inf: exclude them from the update, and report them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
 
-Suspects = Mapping[str, list[int]]  # rows by the name of what is not finite there
+Suspects = Mapping[str, list[int]]  # rows by the name of the non-finite tensor
 _NAMES = {
     "logprobs": "log-prob",
     "ref_logprobs": "reference log-prob",
@@ -27,11 +27,11 @@ _NAMES = {
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when nothing of a rollout is finite, or too many gradients in a row are not."""
+    """Raised when no completion of a rollout is finite, or too many gradients in a row are not."""
 
 
 def finite_rows(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Rows in which every number of all tensors is finite, `[batch]`."""
+    """Rows that are finite in all tensors, `[batch]`."""
     return torch.stack([x.isfinite().flatten(1).all(1) for x in tensors if x is not None]).all(0)
 
 
@@ -56,20 +56,20 @@ class NonFiniteGuard:
         self.skipped = 0  # optimizer steps in a row
 
     def find_nonfinite(
-        self, sequences: Sequences, tokens: TokenScores, counted: Tensor, metrics: Metrics, step: int | None
+        self, sequences: Sequences, tokens: TokenScores, valid: Tensor, metrics: Metrics, step: int | None
     ) -> Tensor | None:
         """Find completions with a non-finite score, `[batch]`; `None` if no rank has one.
 
-        Raises [`NonFiniteError`] if all counted completions of all ranks are, unless `step` is `None` (evaluation).
+        Raises [`NonFiniteError`] if all valid completions of all ranks have one, unless `step` is `None` (evaluation).
         """
         scores = {name: x for name, x in tokens._asdict().items() if x is not None}
-        bad = {name: ~finite_rows([x]) & counted for name, x in scores.items()}
+        bad = {name: ~finite_rows([x]) & valid for name, x in scores.items()}
         nonfinite = ~finite_rows(scores.values())
-        affected = nonfinite & counted
+        affected = nonfinite & valid
         metrics.total("nonfinite_completions", affected)
-        # one reduction that every rank reaches, so that all go on or stop together
+        # one reduction that every rank reaches, so that all continue or stop together
         *by_name, excluded, completions = self.all_sum(
-            torch.stack([x.sum() for x in (*bad.values(), affected, counted)])
+            torch.stack([x.sum() for x in (*bad.values(), affected, valid)])
         ).tolist()
         if not excluded:
             return None
@@ -90,11 +90,11 @@ class NonFiniteGuard:
         return nonfinite
 
     def stand_ins(self, sequences: Sequences, excluded: Tensor) -> Sequences:
-        """Sequences to train on, with a harmless one in place of each that is excluded.
+        """Sequences to train on; each excluded one is replaced by a finite one.
 
-        A mask of 0 is not enough: a non-finite number in a forward makes the gradient NaN whatever it is multiplied
-        with, also at padding. The stand-in is the first two tokens of a finite sequence: no later token influences
-        their hidden states, so they are finite, too.
+        A mask of 0 is not enough: 0 · inf is NaN, so any non-finite number in a forward, also at padding, makes the
+        gradient NaN. The stand-in is the first two tokens of a finite sequence: no later token influences their hidden
+        states, so they are finite, too.
         """
         row = int((~excluded).long().argmax())
         ids = sequences.input_ids[row][sequences.attention_mask[row].bool()][:2]
@@ -127,8 +127,8 @@ class NonFiniteGuard:
         if self.skipped < self.max_skipped_steps:
             return
         rows = {name: (~finite_rows([x])).nonzero()[:, 0].tolist() for name, x in tensors.items()}
-        found = {name.replace("_", " "): numbers for name, numbers in rows.items() if numbers}
-        report = self._write(sequences, tensors, step, {**suspects, **found})
+        nonfinite = {name.replace("_", " "): numbers for name, numbers in rows.items() if numbers}
+        report = self._write(sequences, tensors, step, {**suspects, **nonfinite})
         raise NonFiniteError(
             f"{self.skipped} optimizer steps in a row had a non-finite gradient; the weights are those before them. "
             f"{message}. {report} Lower the learning rate, or check the rewards."

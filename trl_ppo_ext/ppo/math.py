@@ -1,7 +1,7 @@
 """The mathematics of PPO for language models: advantages, losses, KL, group baselines, controllers.
 
-Tensors are `[batch, response]` unless noted otherwise, and `response_mask` is 1 where the policy sampled a token that
-counts. Masked positions may hold anything finite: they never influence a result.
+Tensors are `[batch, response]` unless noted otherwise, and `response_mask` is 1 at sampled tokens that count. Masked
+positions may hold any finite number, which never influences a result.
 
 Statistics take an optional `all_sum`, which sums a tensor over ranks: with it they are statistics of the global batch.
 """
@@ -71,7 +71,7 @@ def gae(
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
-    r"""GAE's λ per response, closer to 1 the longer the response, so that its first tokens see the reward at its end.
+    r"""GAE's λ per response. It grows with the length, so that the first tokens receive the reward at the end.
 
     λ = 1 − 1/(α·length), where length is the number of tokens that count; 0 for responses shorter than 1/α. The sum of
     GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
@@ -208,7 +208,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    r"""KL(π ‖ π_ref) from the whole distributions: Σₐ π(a)·(log π(a) − log π_ref(a)).
+    r"""KL(π ‖ π_ref) from the full distributions: Σₐ π(a)·(log π(a) − log π_ref(a)).
 
     Args:
         logprobs (`Tensor` of shape `[..., vocabulary]`): Normalized log-probs under the policy.
@@ -283,8 +283,8 @@ def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Te
     """
     _same_shape(x=x, y=y, mask=mask)
     x, y = (_masked(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
-    together, of_x, of_y = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
-    return together / (of_x * of_y).sqrt().clamp(min=1e-12)
+    covariance, x_variance, y_variance = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
+    return covariance / (x_variance * y_variance).sqrt().clamp(min=1e-12)
 
 
 def explained_variance(
@@ -319,7 +319,7 @@ def aggregate_loss(
         mode (`str`): `"token"`, `"sequence_mean"` or `"sequence_sum"`.
         denominator (`float` or `Tensor`, *optional*):
             Divisor of the sum: tokens for `"token"`, sequences otherwise. Defaults to their number in this tensor.
-            With the number over the whole optimizer step, the loss does not depend on micro-batches and ranks.
+            With the number over the full optimizer step, the loss does not depend on micro-batches and ranks.
 
     Returns:
         `Tensor`: Scalar loss.
@@ -373,7 +373,7 @@ def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor
         raise ValueError(f"These tensors must have one shape [batch], got {shapes}.")
     if group_size < 1 or len(scores) % group_size:
         raise ValueError(
-            f"`scores` must hold whole groups of {group_size} (`group_size`, at least 1), got {len(scores)} "
+            f"`scores` must hold complete groups of {group_size} (`group_size`, at least 1), got {len(scores)} "
             "completions; all completions of a prompt must be in consecutive rows."
         )
     scores, counts = scores.reshape(-1, group_size), counts.bool().reshape(-1, group_size)
@@ -445,10 +445,10 @@ class Coefficient:
         self.value = value
 
     def update(self, measured: float, completions: int) -> None:
-        """Take in a measurement over a number of completions."""
+        """Update by a measurement over a number of completions."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
+        """Return the state for a checkpoint."""
         return {name: float(getattr(self, name)) for name in self._state}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -489,7 +489,7 @@ class AdaptiveKL(Coefficient):
 
     def update(self, measured: float, completions: int) -> None:
         """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
-        # raised at the first update, before an error of the wrong sign comes
+        # raise at the first update, not only when the coefficient turns negative
         if completions * self.MAX_ERROR >= self.horizon:
             raise ValueError(
                 f"`horizon` must be above {completions * self.MAX_ERROR:g} for updates of {completions} completions, "
@@ -518,7 +518,7 @@ class AdaptiveEntropy(Coefficient):
     Source: https://huggingface.co/papers/2505.22312
     """
 
-    MAX_VALUE = 1.0  # a target out of reach must not let the bonus grow without bound
+    MAX_VALUE = 1.0  # bounds the bonus if the target is out of reach
     _state = ("coefficient", "applied")
 
     def __init__(self, value: float, target: float, step: float = 0.005):

@@ -85,34 +85,34 @@ def log_rewards(
     metrics: Metrics,
     names: Sequence[str],
     scored: Scored,
-    counted: Tensor,
+    valid: Tensor,
     all_sum: Callable[[Tensor], Tensor],
 ) -> None:
-    """Log each reward over the completions it applies to, and their sum; `counted` is `[batch]`."""
+    """Log each reward over the completions it applies to, and their sum; `valid` is `[batch]`."""
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
-        applies = counted & ~scores.isnan() & ~failed
+        applies = valid & ~scores.isnan() & ~failed
         metrics.mean(f"rewards/{name}/mean", scores, applies)
         metrics.mean(f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt())
-        metrics.total(f"rewards/{name}/failed", failed & counted)
-    counted = counted & scored.usable
-    metrics.mean("reward", scored.totals, counted)
-    metrics.mean("reward_std", ppo_math.masked_var(scored.totals, counted, all_sum).sqrt())
+        metrics.total(f"rewards/{name}/failed", failed & valid)
+    valid = valid & scored.usable
+    metrics.mean("reward", scored.totals, valid)
+    metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
 def log_completions(
-    metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, counted: Tensor
+    metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, valid: Tensor
 ) -> None:
-    """Log KL, entropy, and lengths; `stopped` and `counted` are `[batch]`."""
-    mask, lengths = completion_mask & counted[:, None], completion_mask.sum(1)
+    """Log KL, entropy, and lengths; `stopped` and `valid` are `[batch]`."""
+    mask, lengths = completion_mask & valid[:, None], completion_mask.sum(1)
     kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
     metrics.mean("kl", kl, mask)
-    metrics.mean("kl_per_completion", (kl * mask).sum(1), counted)
+    metrics.mean("kl_per_completion", (kl * mask).sum(1), valid)
     metrics.mean("entropy", tokens.entropies, mask)
-    metrics.mean("completions/mean_length", lengths, counted)
-    metrics.maximum("completions/max_length", lengths, counted)
-    metrics.minimum("completions/min_length", lengths, counted)
-    metrics.mean("completions/clipped_ratio", ~stopped, counted)
-    metrics.mean("completions/mean_terminated_length", lengths, stopped & counted)
+    metrics.mean("completions/mean_length", lengths, valid)
+    metrics.maximum("completions/max_length", lengths, valid)
+    metrics.minimum("completions/min_length", lengths, valid)
+    metrics.mean("completions/clipped_ratio", ~stopped, valid)
+    metrics.mean("completions/mean_terminated_length", lengths, stopped & valid)
 
 
 def log_reward_hacking(
@@ -121,26 +121,26 @@ def log_reward_hacking(
     lengths: Tensor,
     scored: Scored,
     monitors: Mapping[str, Tensor],
-    counted: Tensor,
+    valid: Tensor,
     all_sum: Callable[[Tensor], Tensor],
     gather: Callable[[Tensor], Tensor],
 ) -> None:
-    """Log signs that the reward rises without its purpose: length, repetition, disagreement, monitors."""
+    """Log signs of reward hacking: length, repetition, disagreement, monitors."""
     metrics.mean(
-        "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), counted, all_sum)
+        "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
     )
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
-    everyone = gather(torch.tensor(numbers, device=counted.device))[gather(counted)]
+    everyone = gather(torch.tensor(numbers, device=valid.device))[gather(valid)]
     repeated = 1 - len(everyone.unique()) / max(len(everyone), 1)
-    metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=counted.device))
+    metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=valid.device))
     if scored.rewards.shape[1] > 1:
         applies = (~scored.rewards.isnan()).sum(1)
         mean = scored.rewards.nanmean(1, keepdim=True)
         squares = ((scored.rewards - mean) ** 2).nansum(1) / (applies - 1).clamp(min=1)
-        metrics.mean("rewards/disagreement", squares.sqrt(), counted & (applies > 1))
+        metrics.mean("rewards/disagreement", squares.sqrt(), valid & (applies > 1))
     for name, scores in monitors.items():
-        applies = counted & ~scores.isnan()
+        applies = valid & ~scores.isnan()
         metrics.mean(f"monitor/{name}/mean", scores, applies)
         metrics.mean(f"monitor/{name}/gap", scored.totals - scores, applies)

@@ -37,7 +37,7 @@ class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
 
     sequences: Sequences
-    stopped: Tensor  # [batch], 1 if the completion ended by itself
+    stopped: Tensor  # [batch], 1 if the completion has a stop token
     batch: ScoringBatch  # input of the rewards
     scored: Scored  # output of the rewards
     monitored: Tensor  # [batch, monitors]
@@ -48,10 +48,10 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled sequences with all that the updates need; tensors are `[batch, response]`."""
+    """Sampled sequences with all inputs of the updates; tensors are `[batch, response]`."""
 
     sequences: Sequences
-    response_mask: Tensor  # 1 where the policy sampled a token that counts
+    response_mask: Tensor  # 1 at sampled tokens that are trained
     old_logprobs: Tensor  # under the policy that sampled
     ref_logprobs: Tensor  # under the reference
     advantages: Tensor
@@ -62,7 +62,7 @@ class Rollout:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors but the token ids, by name."""
+        """All tensors except the token ids, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
@@ -94,7 +94,7 @@ class Rollout:
         return self._with(sequences, lambda x: x[on_device, :end])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything in the rollout as named tensors, for a checkpoint."""
+        """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
         coefficients = torch.tensor([self.kl_coef, self.entropy_coef], dtype=torch.float64)
         return (
@@ -167,12 +167,12 @@ class RolloutCollector:
         rows: Sequence[dict],
         metrics: Metrics,
         state: TrainerState,
-        counted: int | None = None,
+        num_valid: int | None = None,
         training: bool = False,
     ) -> Samples:
-        """Sample and score a completion for each row of the dataset; only the first `counted` enter metrics."""
+        """Sample and score a completion for each row of the dataset; only the first `num_valid` enter metrics."""
         args, device = self.args, self.accelerator.device
-        if not self.logits_are_checked:  # not in a constructor, where device and dtype are not settled
+        if not self.logits_are_checked:  # not in a constructor, before device and dtype are final
             with self.accelerator.autocast():
                 self.actor_critic.check_logits()
             self.logits_are_checked = True
@@ -203,24 +203,24 @@ class RolloutCollector:
             )
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
 
-        is_counted = torch.arange(len(rows), device=device) < (len(rows) if counted is None else counted)
+        valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
-        excluded = self.guard.find_nonfinite(sequences, tokens, is_counted, metrics, step)
+        excluded = self.guard.find_nonfinite(sequences, tokens, valid, metrics, step)
         if excluded is not None:
             tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
             scored = scored._replace(usable=usable, tokens=token_scores)
-        log_rewards(metrics, [reward.name for reward in self.rewards], scored, is_counted, self.all_sum)
-        is_counted = is_counted & scored.usable
+        log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
+        valid = valid & scored.usable
         completion_mask = sequences.completion_mask
-        log_completions(metrics, tokens, completion_mask, stopped, is_counted)
+        log_completions(metrics, tokens, completion_mask, stopped, valid)
         log_reward_hacking(
             metrics,
             batch.completions,
             completion_mask.sum(1),
             scored,
             {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))},
-            is_counted,
+            valid,
             self.all_sum,
             self.accelerator.gather,
         )
@@ -241,9 +241,7 @@ class RolloutCollector:
             self._warn_about_far_scores(scored)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-        kl_coef = (
-            self.kl_coef.value
-        )  # read first: it follows earlier rollouts only; the entropy's follows this one, too
+        kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
         if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
             self._update_coefficients(tokens, response_mask, usable)
         score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
@@ -290,7 +288,7 @@ class RolloutCollector:
 
     @torch.no_grad()
     def score_tokens(self, sequences: Sequences) -> TokenScores:
-        """Score tokens with the code, micro-batches and dtype of the updates.
+        """Compute log-probs and values with the code, micro-batches and dtype of the updates.
 
         So the ratio of the first optimizer step is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
@@ -374,10 +372,10 @@ class RolloutCollector:
         return advantages[first : first + len(scores)]
 
     def _warn_about_far_scores(self, scored: Scored) -> None:
-        """Warn if scores are far from 0 while a new critic still predicts 0.
+        """Warn if scores are far from 0, the first prediction of a new critic.
 
-        With λ < 1 a token sees the score at the completion's end through the values in between, which are 0 at first:
-        only the last tokens see it.
+        With λ < 1 the score at the end reaches earlier tokens through the values in between, which start at 0. So only
+        the last tokens receive it.
         """
         args = self.args
         shifted = args.normalize_rewards or args.reward_baseline is not None
@@ -395,8 +393,8 @@ class RolloutCollector:
         if trained and self.accelerator.is_main_process:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
-                "their mean, only a completion's last tokens see it, and ending looks %s than continuing: completions "
-                "%s, whatever the reward is for. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
+                "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "
+                "completions %s, for any reward. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
                 "start from a `critic_init` (see `trl-ppo pretrain-critic`).",
                 mean,
                 deviation,

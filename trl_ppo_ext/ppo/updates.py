@@ -1,4 +1,4 @@
-"""Learn from a rollout: minibatches, the loss, and when an optimizer step is taken."""
+"""Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def ppo_loss(
 
 
 class Updates:
-    """The optimizer steps of a rollout: its micro-batches, their losses, and whether a step is taken."""
+    """Optimizer steps of a rollout: its micro-batches, their losses, and skipped steps."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Updates:
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         if micro_batch.ptx is not None and micro_batch.ptx_denominator is not None:
-            # negative log-likelihood, at temperature 1 whatever completions are sampled at; 0 at padding
+            # negative log-likelihood, at temperature 1 for any sampling temperature; 0 at padding
             nll = -model(micro_batch.ptx, with_values=False).logprobs
             self.metrics.mean("loss/ptx", nll, micro_batch.ptx.completion_mask)
             loss = loss + self.args.ptx_coef * nll.sum() / micro_batch.ptx_denominator.clamp(min=1)
@@ -237,12 +237,12 @@ class Updates:
         self.kl_sum = torch.zeros_like(self.kl_sum)
         empty = not self.stopped_early and self.is_empty[self.step]
         self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.device))
-        counted = empty and self.args.process_index == 0  # totals are summed over ranks
-        self.metrics.total("empty_steps", torch.full((), float(counted), device=self.device))
+        is_logged = empty and self.args.process_index == 0  # totals are summed over ranks
+        self.metrics.total("empty_steps", torch.full((), float(is_logged), device=self.device))
         return not (self.stopped_early or empty)
 
     def suspects(self) -> dict[str, list[int]]:
-        """Rows whose forward was not finite in the last optimizer step, by the name of what was not."""
+        """Rows with a non-finite forward in the last optimizer step, by the name of the non-finite tensor."""
         suspects: dict[str, list[int]] = {}
         for rows, finite in zip(self.rows[self.step], self.finite):
             for name, is_finite in finite.items():
@@ -275,7 +275,7 @@ class Updates:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
 ) -> None:
-    """Give some parameters of an optimizer that has not stepped yet their own learning rate."""
+    """Move parameters to a group with their own learning rate, before the optimizer's first step."""
     chosen = {id(parameter) for parameter in parameters.values()}
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if id(parameter) in chosen]

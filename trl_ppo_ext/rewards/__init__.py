@@ -1,6 +1,6 @@
 """Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards.
 
-`http` is imported where it is used: it loads an HTTP client, which a run without judges does not need.
+`http` is imported only when it is needed, because it loads an HTTP client.
 """
 
 from .build import FunctionReward, RewardFunc, build_rewards, check_reward_arguments, check_reward_columns

@@ -1,4 +1,4 @@
-"""From the arguments of a trainer to rewards, of which functions have TRL's signature."""
+"""Build rewards from the arguments of a trainer; functions have TRL's signature."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ def _name(function: Callable) -> str:
 
 
 def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
-    """Check that a function can be called, with any columns or the given ones."""
+    """Check that a function can be called with these columns, or with some columns if there are none."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none

@@ -1,7 +1,7 @@
-"""Rewards over HTTP: language models that judge completions, and servers that score batches.
+"""Rewards over HTTP: judges, and servers that score batches.
 
 Requests are bounded in time, size and concurrency. Retries, back-off and connections are those of the `openai` client.
-Import this module only where it is used.
+Import this module only when it is needed.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, n
 
 
 class _BoundedClient(httpx2.AsyncClient):
-    """Reads whole answers within the timeout and `MAX_RESPONSE_BYTES`."""
+    """HTTP client that bounds the time and the size of a complete answer."""
 
     async def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
         """Send a request once. An `OpenAIError` is not retried."""
@@ -66,7 +66,7 @@ class _BoundedClient(httpx2.AsyncClient):
                 try:
                     if response.headers.get("content-encoding", "identity").lower() != "identity":
                         # a few compressed bytes can grow to gigabytes
-                        raise openai.OpenAIError("it answered with compressed content, which was not asked for")
+                        raise openai.OpenAIError("it answered with compressed content, which was not requested")
                     async for chunk in response.aiter_raw():
                         content += chunk
                         if len(content) > MAX_RESPONSE_BYTES:
@@ -91,7 +91,7 @@ class HttpReward:
 
     Each attempt ends within `timeout`. The `openai` client retries 408, 409, 429, 5xx, failed connections, timeouts
     and answers that are not JSON. After `max(8, concurrency)` such failures in a row, the rest of the batch fails at
-    once: a dead server would take hours otherwise. Redirects are not followed: the key would go with them.
+    once: a dead server would take hours otherwise. Redirects are not followed, because they would receive the key.
     """
 
     url: str
@@ -146,7 +146,7 @@ class HttpReward:
         raise NotImplementedError  # a ValueError is the cause of a failure
 
     async def _post_all(self, bodies: list[dict[str, Any]], sizes: list[int]) -> list[list]:
-        # explicit, so that credentials of OpenAI's in the environment are never sent
+        # explicit, so that OpenAI credentials in the environment are never sent
         authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
         options: openai.RequestOptions = {"headers": {"Authorization": authorization}}
         url = httpx2.URL(self.url)
@@ -168,10 +168,10 @@ class HttpReward:
         outage: list[str] = []  # causes of the last failures in a row
 
         async def post(body: dict[str, Any], size: int) -> list:
-            async with slots:  # held during retries: a server in trouble gets no further requests meanwhile
+            async with slots:  # held during retries, so that a failing server gets no further requests
                 try:
                     if len(outage) >= max(8, self.concurrency):
-                        raise ValueError(f"not asked any more, since all requests before failed: {outage[-1]}")
+                        raise ValueError(f"skipped, because all requests before it failed: {outage[-1]}")
                     response = await client.post(self.url, cast_to=httpx2.Response, body=body, options=options)
                     outage.clear()
                     scores = self._read(response.json())
@@ -294,8 +294,8 @@ class Judge(HttpReward):
         except (LookupError, TypeError, AttributeError):
             raise ValueError(f"it answered {self._excerpt(answer)}, which is not a chat completion") from None
         shown, reason = self._excerpt(text), choice.get("finish_reason")
-        if reason in ("length", "content_filter"):  # the last number of half an answer may be anything
-            remedy = "; raise `max_tokens`, or ask for a shorter answer" if reason == "length" else ""
+        if reason in ("length", "content_filter"):  # the last number of a truncated answer is meaningless
+            remedy = "; raise `max_tokens`, or request a shorter answer" if reason == "length" else ""
             raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {shown}')
         matches = list(re.finditer(self.pattern, text))
         if not matches:
@@ -310,8 +310,8 @@ class Judge(HttpReward):
 class RemoteReward(HttpReward):
     """Server that takes `{"prompts": [...], "completions": [...]}` and answers `{"scores": [...]}`.
 
-    A score is a number, or null if the reward does not apply. Prompts and completions are sent as in the dataset:
-    text or chat messages. `trl-ppo serve-reward MODEL` starts such a server.
+    A score is a number, null if the reward does not apply, or a list of per-token rewards. Prompts and completions
+    are sent as in the dataset: text or chat messages. `trl-ppo serve-reward MODEL` starts such a server.
 
     Args:
         url (`str`): Address to post to. An address without a path gets `/score`.
@@ -361,10 +361,10 @@ def readable(text: Any, with_roles: bool = True) -> str:
         return text
     turns = []
     for message in text:
-        said = readable_content(message.get("content"))
+        content = readable_content(message.get("content"))
         if message.get("tool_calls"):
-            said = f"{said}\n{json.dumps(message['tool_calls'], ensure_ascii=False, default=str)}".strip()
-        turns.append(f"{str(message['role']).capitalize()}: {said}" if with_roles else said)
+            content = f"{content}\n{json.dumps(message['tool_calls'], ensure_ascii=False, default=str)}".strip()
+        turns.append(f"{str(message['role']).capitalize()}: {content}" if with_roles else content)
     return "\n\n".join(turns)
 
 

@@ -1,4 +1,4 @@
-"""Rewards that are frozen sequence classifiers: models, in 4-bit by default, or adapters on the policy's base."""
+"""Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's base."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,7 @@ def checked_label(name: str, num_labels: int, label: int | None) -> int:
 
 
 def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
-    """Replace "auto" by what a run on this machine would choose."""
+    """Resolve "auto" to the device and dtype of a run on this machine."""
     gpu = torch.cuda.is_available()
     if device.startswith("cuda") and not gpu:
         raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
@@ -79,7 +79,7 @@ def load_classifier(
 class SequenceScorer:
     """Scores prompt and completion as one text, at its last token.
 
-    The text is tokenized anew as in TRL's `RewardTrainer`: text gets special tokens and an EOS at the end, chat
+    The text is tokenized as in TRL's `RewardTrainer`: text gets special tokens and an EOS at the end, chat
     messages the chat template.
     """
 
@@ -128,7 +128,7 @@ class SequenceScorer:
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the hidden state of the last real token, on whichever side and with whichever token rows are padded."""
+    """Return the hidden state of the last real token, for any padding side and token."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     outputs = trunk(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
@@ -136,7 +136,7 @@ def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 class ClassifierReward(SequenceScorer):
-    """Sequence classifier. With `offload_from`, it is on that device only while it scores."""
+    """Sequence classifier. With `offload_from`, it is moved to that device only for scoring."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From completions to the score that is optimized: all rewards, their failures, and the shaping of their sum."""
+"""Score completions: all rewards, their failures, and the shaping of their sum."""
 
 import asyncio
 import inspect
@@ -66,7 +66,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
     """Check the scores that a reward returned, or its exception, and place them at their tokens."""
     expected = len(lengths)
     entries = scores.tolist() if hasattr(scores, "tolist") else scores
-    # all completions fail if entries cannot be assigned to them
+    # if entries cannot be assigned to completions, all of them fail
     if isinstance(scores, RewardError):
         entries = [scores] * expected
     elif isinstance(scores, Exception):
@@ -144,7 +144,7 @@ class Scored(NamedTuple):
         return self.tokens.sum(1)
 
 
-def ask(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
+def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
     """Score a batch with each reward. Asynchronous rewards run together, and exceptions become failures."""
     results: list[Any] = []
     for reward in rewards:
@@ -174,9 +174,9 @@ def score_all(
     device: torch.device,
 ) -> Scored:
     """Score a batch with each reward, and sum the scores."""
-    all_scores = ask(rewards, batch)
+    all_scores = collect_scores(rewards, batch)
 
-    # 1. Failures end the run, or are counted.
+    # 1. Count failures, or end the run.
     failed = torch.zeros(len(batch), len(rewards), dtype=torch.bool)
     for column, scores in enumerate(all_scores):
         failed[list(scores.failures), column] = True
@@ -193,7 +193,7 @@ def score_all(
                 f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
 
-    # 2. Their completions are skipped, or get a number.
+    # 2. Skip failed completions, or replace their scores.
     usable = ~failed.any(1)
     if on_error not in ("raise", "skip"):
         usable = torch.ones_like(usable)
@@ -202,7 +202,7 @@ def score_all(
                 length = len(batch.completion_ids[index])
                 scores.tokens[index] = _at_tokens(float(on_error), length, scores.tokens.shape[1])
 
-    # 3. The others need at least one score.
+    # 3. Sum the scores; every completion needs at least one.
     totals = torch.stack([scores.totals for scores in all_scores], 1).to(device)
     unscored = (totals.isnan().all(1) & usable).nonzero()
     if len(unscored):
@@ -217,7 +217,7 @@ def score_all(
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
-    return torch.stack([scores.totals for scores in ask(monitors, batch)], 1).to(device)
+    return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device)
 
 
 class RunningMoments:
@@ -232,7 +232,7 @@ class RunningMoments:
 
     def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> None:
         """Add a batch."""
-        # float64 where the device has it: the sums must not depend on the batches
+        # float64 where the device has it: the sums must not depend on batch sizes
         x, weight = x.double(), mask.double()
         total, count = all_sum(torch.stack([(x * weight).sum(), weight.sum()])).tolist()
         if not count:

@@ -1,4 +1,4 @@
-"""The plots of a report: which metrics belong together, what to look for, and how Bokeh draws them."""
+"""Plots of a report: groups of metrics, hints, and Bokeh's figures."""
 
 import glob
 import re
@@ -116,7 +116,7 @@ def _trained(name: str, names: Iterable[str]) -> str:
 
 
 def _columns(run: Run, name: str, panel: Panel) -> dict[str, np.ndarray] | None:
-    """The data of a line, if there are any: thinned, with a moving average, or smoothed over another metric."""
+    """Data of a line, or None: thinned, with a moving average, or smoothed over another metric."""
     curve = run.curves.get(name)
     if curve is None or not len(curve.finite().values):
         return None
@@ -163,7 +163,7 @@ def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
 
 
 def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict[int, str]]) -> Plot | None:
-    """Draw a panel, if there is something to draw."""
+    """Draw a panel; None without data."""
     lines = _lines(panel, runs, names)
     if not lines or (panel.kind == "scaled" and len(lines) <= len(runs)):  # one curve has nothing to be compared with
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RUN_LOG = "run_log.jsonl"  # in the output directory of a run
-REPORT = "report.html"  # beside it by default
+REPORT = "report.html"  # next to it by default
 TRAINER_STATE = "trainer_state.json"
 PPO_STATE = "ppo_state.json"  # in the same checkpoint: the settings of the algorithm
 MOST_DRAWN = 1_000  # points per curve in a report
@@ -70,7 +70,7 @@ class Sheet(NamedTuple):
 
 @dataclass
 class Run:
-    """Everything that a run logged."""
+    """Metrics, completions and settings that a run logged."""
 
     name: str
     directory: str

@@ -39,11 +39,11 @@ SUMMARY = {
 
 
 def write_report(directories: Sequence[str | os.PathLike], output: str | os.PathLike) -> Path:
-    """Write the report of one run, or of several runs over each other."""
+    """Write the report of one run, or of several runs in the same plots."""
     path = Path(output)
     page = render(read_runs(directories))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Rename a finished file, so that a browser that reloads the report never sees half of it.
+    # Rename a finished file, so that a browser never loads a partial report.
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(page, encoding="utf-8", errors="replace", newline="\n")
     return partial.replace(path)
@@ -55,7 +55,7 @@ def _with_code(text: str) -> Markup:
 
 
 def _scores(scores: Any) -> list[tuple[str, str]]:
-    """Names and numbers as text; every type in a log can be wrong."""
+    """Names and numbers as text; a log may hold any type."""
     items = scores.items() if isinstance(scores, dict) else ()
     valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
     return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
@@ -66,8 +66,8 @@ def _from_to(run: Run, name: str) -> tuple[str, str] | None:
     if name not in run.curves or not len(run.curves[name].finite().values):
         return None
     values = run.curves[name].finite().values
-    goes = trend(run.curves[name])
-    start, end = (values[0], values[-1]) if goes is NO_TREND else (goes.start, goes.end)
+    course = trend(run.curves[name])
+    start, end = (values[0], values[-1]) if course is NO_TREND else (course.start, course.end)
     return number(start), number(end)
 
 
@@ -84,7 +84,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _table(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Settings by row, runs by column."""
-    columns = [_flat(of_run) for of_run in settings]
+    columns = [_flat(run_settings) for run_settings in settings]
     cells = {name: [column.get(name, "–") for column in columns] for names in columns for name in names}
     return [
         {"name": name, "cells": row, "differs": len(set(row)) > 1 and name not in NAMES_ONLY}
@@ -105,7 +105,7 @@ def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
 
 
 def render(runs: list[Run]) -> str:
-    """Render the page of one run, or of several runs over each other."""
+    """Render the page of one run, or of several runs in the same plots."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -116,13 +116,13 @@ def render(runs: list[Run]) -> str:
     environment.filters["with_code"] = _with_code
     environment.filters["scores"] = _scores
     environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
-    # Keys stay in Bokeh's order: an object is defined before it is referred to.
+    # Keys stay in Bokeh's order: an object is defined before it is referenced.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
     # 1. Advice, and the steps to mark in the plots of a single run; `""` stands for all metrics.
     advice = [advise(run) for run in runs]
     marks: dict[str, dict[int, str]] = {}
-    if len(runs) == 1:  # among several, a mark could not show which run it belongs to
+    if len(runs) == 1:  # with several runs, a mark would be ambiguous
         marks[""] = dict.fromkeys(runs[0].resumed_at, RESUMED)
         for item in advice[0]:
             if item.step is not None:
@@ -147,7 +147,7 @@ def render(runs: list[Run]) -> str:
     bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
-        runs=[{"run": run, "color": color, "advice": found} for run, color, found in zip(runs, cycle(COLORS), advice)],
+        runs=[{"run": run, "color": color, "advice": rows} for run, color, rows in zip(runs, cycle(COLORS), advice)],
         fewest=FEWEST,
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=plots,
@@ -161,6 +161,6 @@ def render(runs: list[Run]) -> str:
         logged_columns=sum(len(run.sheets) for run in runs),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in [*bokeh, (TEMPLATES / "page.js").read_text(encoding="utf-8")]],
-        nonce=secrets.token_urlsafe(),  # the browser runs only scripts that have it, which no logged text can know
+        nonce=secrets.token_urlsafe(),  # the browser runs only scripts with it, and logged text cannot guess it
         now=datetime.now(UTC).timestamp(),
     )

@@ -369,7 +369,7 @@ def test_max_pairs_are_spread_over_the_dataset(model):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "has no rows; give at least one"),
+        ([], "has no rows; pass at least one"),
         (
             [{"question": "q", "chosen": "a"}],
             r"Pair 0 has .*'question'.*'chosen', 'rejected' and, .* must all be text",
@@ -426,7 +426,7 @@ def test_invalid_models_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="chat template does not take pair 0: ask first; drop or reshape it"):
         check_reward(strict, conversation, device="cpu")
     load_by_hand(model, "nf4").save_pretrained(tmp_path / "quantized")
-    with pytest.raises(ValueError, match="saved quantized, so there is no full precision to compare with"):
+    with pytest.raises(ValueError, match="saved quantized, so it cannot be compared with full precision"):
         check_reward(str(tmp_path / "quantized"), ROWS, device="cpu")
 
 

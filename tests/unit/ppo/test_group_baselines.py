@@ -145,7 +145,7 @@ def test_equal_scores_have_exactly_no_advantage_in_float32(function, score):
 @pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize(("batch", "group_size"), [(7, 3), (2, 4), (4, 0), (4, -2)])
 def test_batch_not_divisible_into_groups_raises(function, batch, group_size):
-    with pytest.raises(ValueError, match=rf"whole groups of {group_size} .*got {batch} completions; .*consecutive"):
+    with pytest.raises(ValueError, match=rf"complete groups of {group_size} .*got {batch} completions; .*consecutive"):
         function(torch.zeros(batch), torch.ones(batch).bool(), group_size)
 
 

@@ -185,7 +185,7 @@ def test_dead_server_is_given_up_for_the_rest_of_a_batch(port):
     with ends_within(3):
         errors = asked.score(batch(["abc"] * 500))
     assert all(isinstance(error, RewardError) for error in errors)
-    assert "not asked any more, since all requests before failed: it answered 500" in str(errors[-1])
+    assert "skipped, because all requests before it failed: it answered 500" in str(errors[-1])
     assert attempts(asked) <= 2 * 16
 
 
