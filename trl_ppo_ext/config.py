@@ -365,6 +365,11 @@ class PPOConfig(TrainingArguments):
 
     __str__ = __repr__
 
+    @property
+    def prompt_seed(self) -> int:
+        """Seed of the order of prompts."""
+        return self.seed if self.data_seed is None else self.data_seed
+
     def to_dict(self) -> dict[str, Any]:
         """Settings that are safe to log.
 

@@ -208,11 +208,11 @@ class PPOTrainer(Trainer):
 
         # 5. Assemble the collector of rollouts, and the updates.
         self.actor_critic = actor_critic
-        self.plan = BatchPlan.from_config(args, args.world_size)
+        self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {"train": Metrics(), "eval": Metrics()}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(
-            args.output_dir, args.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
+            args.output_dir, self.accelerator.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
         )
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         self.collector = RolloutCollector(
@@ -222,9 +222,9 @@ class PPOTrainer(Trainer):
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
-        self.averaged_policy: AveragedWeights | None = None
-        if args.ema_decay is not None:
-            self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), args.ema_decay)
+        ema_decay, self.averaged_policy = args.ema_decay, cast(AveragedWeights | None, None)
+        if ema_decay is not None:
+            self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), ema_decay)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
@@ -357,8 +357,7 @@ class PPOTrainer(Trainer):
             sampler = RolloutSampler(num_rows, plan, False, 0, steps)
         else:
             self._train_rows, num_rows = dataset, len(dataset)
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, seed, steps)
+            sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, self.args.prompt_seed, steps)
         return self._get_dataloader(
             cast(Dataset, range(num_rows)), "Training", plan.completions_per_process, lambda _: sampler, True
         )
@@ -384,7 +383,7 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        with _fixed_seed(self.args.seed + self.args.process_index, self.accelerator.device):
+        with _fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -430,13 +429,13 @@ class PPOTrainer(Trainer):
                 resume_from_checkpoint,
                 self.args.output_dir,
                 self.args.should_save,
-                self.args.process_index,
+                self.accelerator.process_index,
                 lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
             )
         with self.signals.watched():
             output = super().train(checkpoint, *args, **kwargs)
         if self.preempted:
-            if self.args.world_size > 1:
+            if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
             raise SystemExit(resume.PREEMPTED)
         if self.signals.received is not None:  # after the last step, when no step could handle it
@@ -589,7 +588,7 @@ class PPOTrainer(Trainer):
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
         fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
-        is_writer, wait = args.should_save, self.accelerator.wait_for_everyone
+        is_writer, run_state = args.should_save, resume.run_state_file(self.accelerator.process_index)
 
         def write(directory: str) -> None:
             if is_writer:
@@ -599,9 +598,11 @@ class PPOTrainer(Trainer):
                 self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
             self._save_scaler(directory)
             self._save_rng_state(directory)
-            save_file(self._run_state(), os.path.join(directory, resume.run_state_file(args.process_index)))
+            save_file(
+                self._run_state(), os.path.join(directory, resume.run_state_file(self.accelerator.process_index))
+            )
 
-        resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, wait)
+        resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
         self._validity[final] = True
         if is_writer:
             rotate(final, args.save_total_limit, state.best_model_checkpoint, self._validity)
@@ -640,7 +641,8 @@ class PPOTrainer(Trainer):
     def create_model_card(self, **metadata: Any) -> None:
         """Write the model card of the run to its output directory; `metadata` are fields of the card."""
         if self.is_world_process_zero():
-            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
+            directory = self.args.output_dir
+            self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
 
     def push_to_hub(
         self,
@@ -672,7 +674,7 @@ class _StepCallback(TrainerCallback):
         if trainer.averaged_policy is not None:
             trainer.averaged_policy.update()
         received = trainer.signals.received is not None
-        if args.world_size > 1:
+        if trainer.accelerator.num_processes > 1:
             anywhere = torch.tensor(float(received), device=trainer.accelerator.device)
             received = trainer.accelerator.reduce(anywhere, reduction="sum").item() > 0
         if received:

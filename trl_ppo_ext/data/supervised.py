@@ -130,9 +130,8 @@ class PTXSampler:
     @classmethod
     def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
         """Build a sampler with one row per completion of a rollout."""
-        seed = args.seed if args.data_seed is None else args.data_seed
         rows, processes = plan.completions_per_process, plan.num_processes
-        return cls(dataset, rows, args.process_index, processes, seed, pad_token_id, args.device)
+        return cls(dataset, rows, args.process_index, processes, args.prompt_seed, pad_token_id, args.device)
 
     def draw(self, rollout: int) -> Sequences:
         """Rows of a rollout."""
