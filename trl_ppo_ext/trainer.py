@@ -588,7 +588,7 @@ class PPOTrainer(Trainer):
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
         fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
-        is_writer, run_state = args.should_save, resume.run_state_file(self.accelerator.process_index)
+        is_writer = args.should_save
 
         def write(directory: str) -> None:
             if is_writer:
