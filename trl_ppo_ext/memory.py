@@ -283,7 +283,7 @@ class MemoryEstimate:
         args, values = copy(self.args), {name: value for setting in settings for name, value in setting.items()}
         base = replace(self.base, quantization="4bit double") if values.pop("load_in_4bit", False) else self.base
         rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
-        vars(args).update(values)
+        args.__dict__.update(values)
         return replace(self, args=args, base=base, rewards=rewards, settings=settings)
 
 
@@ -344,9 +344,10 @@ def estimate_memory(
 
     # 2. Read sizes of models and adapters.
     quantization = quantization_config or getattr(config, "quantization_config", None)
-    base = on_meta(config, trust_remote_code=args.trust_remote_code)
+    trusted, loaded_as = args.trust_remote_code, str(args.reward_quantization)
+    base = on_meta(config, trust_remote_code=trusted)
     funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
-    rewards = [_reward_sizes(reward, args, base, width) for reward in funcs]
+    rewards = [_reward_sizes(reward, base, width, loaded_as, trusted) for reward in funcs]
     return MemoryEstimate(
         args=args,
         base=model_sizes(base, width, _quantization(quantization) if quantization else None),
@@ -369,7 +370,9 @@ def _quantization(config: Any) -> str:
     return "int8" if settings.get("load_in_8bit") else in_4_bits
 
 
-def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: int) -> ModelSizes | AdapterSizes | None:
+def _reward_sizes(
+    reward: Any, base: PreTrainedModel, width: int, loaded_as: str, trusted: bool
+) -> ModelSizes | AdapterSizes | None:
     """Sizes of a reward; functions, judges and remote rewards take no memory."""
     quantization = None
     if isinstance(reward, RewardAdapter):
@@ -377,14 +380,13 @@ def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: in
         peft_config.modules_to_save = None  # the score head, which is counted apart
         return adapter_sizes(base, peft_config)
     if isinstance(reward, str):
-        reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
-        quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
+        reward = AutoConfig.from_pretrained(reward, trust_remote_code=trusted)
+        quantization = {"none": None, "int8": "int8"}.get(loaded_as, "4bit double")
     elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
         width = getattr(torch, str(reward.dtype or "float32").removeprefix("torch.")).itemsize
     else:
         return None
-    classifier = on_meta(getattr(reward, "config", reward), True, args.trust_remote_code)
-    return model_sizes(classifier, width, quantization)
+    return model_sizes(on_meta(getattr(reward, "config", reward), True, trusted), width, quantization)
 
 
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
