@@ -42,8 +42,8 @@ QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 
 _EIGHT_BITS = 1 + 4 / 256  # a constant per block of 256
 OPTIMIZERS = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adagrad": 4.0, "rmsprop": 4.0, "lion_32bit": 4.0}
 OPTIMIZERS |= {"adamw_8bit": 2 * _EIGHT_BITS, "adamw_bnb_8bit": 2 * _EIGHT_BITS, "lion_8bit": _EIGHT_BITS}
-_STATELESS = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
-OPTIMIZERS |= dict.fromkeys(_STATELESS, 0.0)
+_NONE_ON_GPU = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
+OPTIMIZERS |= dict.fromkeys(_NONE_ON_GPU, 0.0)
 # implementations of attention, and whether they take a mask
 MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

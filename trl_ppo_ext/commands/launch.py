@@ -218,7 +218,7 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
     if mixture.datasets:
         for option in ("dataset_name", "dataset_config", "dataset_streaming"):
             if getattr(script, option):
-                raise ValueError(f"Both `datasets` and `{option}` are set; leave one of them out.")
+                raise ValueError(f"Both `datasets` and `{option}` are set; omit one.")
         splits = dict(trl.get_dataset(mixture))
     elif mixture.streaming or mixture.test_split_size is not None:
         remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
