@@ -42,8 +42,8 @@ QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 
 _EIGHT_BITS = 1 + 4 / 256  # a constant per block of 256
 OPTIMIZERS = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adagrad": 4.0, "rmsprop": 4.0, "lion_32bit": 4.0}
 OPTIMIZERS |= {"adamw_8bit": 2 * _EIGHT_BITS, "adamw_bnb_8bit": 2 * _EIGHT_BITS, "lion_8bit": _EIGHT_BITS}
-_STATELESS = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
-OPTIMIZERS |= dict.fromkeys(_STATELESS, 0.0)
+_NONE_ON_GPU = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
+OPTIMIZERS |= dict.fromkeys(_NONE_ON_GPU, 0.0)
 # implementations of attention, and whether they take a mask
 MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -283,7 +283,7 @@ class MemoryEstimate:
         args, values = copy(self.args), {name: value for setting in settings for name, value in setting.items()}
         base = replace(self.base, quantization="4bit double") if values.pop("load_in_4bit", False) else self.base
         rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
-        vars(args).update(values)
+        args.__dict__.update(values)
         return replace(self, args=args, base=base, rewards=rewards, settings=settings)
 
 
@@ -344,9 +344,10 @@ def estimate_memory(
 
     # 2. Read sizes of models and adapters.
     quantization = quantization_config or getattr(config, "quantization_config", None)
-    base = on_meta(config, trust_remote_code=args.trust_remote_code)
+    trusted, loaded_as = args.trust_remote_code, str(args.reward_quantization)
+    base = on_meta(config, trust_remote_code=trusted)
     funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
-    rewards = [_reward_sizes(reward, args, base, width) for reward in funcs]
+    rewards = [_reward_sizes(reward, base, width, loaded_as, trusted) for reward in funcs]
     return MemoryEstimate(
         args=args,
         base=model_sizes(base, width, _quantization(quantization) if quantization else None),
@@ -369,7 +370,9 @@ def _quantization(config: Any) -> str:
     return "int8" if settings.get("load_in_8bit") else in_4_bits
 
 
-def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: int) -> ModelSizes | AdapterSizes | None:
+def _reward_sizes(
+    reward: Any, base: PreTrainedModel, width: int, loaded_as: str, trusted: bool
+) -> ModelSizes | AdapterSizes | None:
     """Sizes of a reward; functions, judges and remote rewards take no memory."""
     quantization = None
     if isinstance(reward, RewardAdapter):
@@ -377,14 +380,13 @@ def _reward_sizes(reward: Any, args: PPOConfig, base: PreTrainedModel, width: in
         peft_config.modules_to_save = None  # the score head, which is counted apart
         return adapter_sizes(base, peft_config)
     if isinstance(reward, str):
-        reward = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
-        quantization = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
+        reward = AutoConfig.from_pretrained(reward, trust_remote_code=trusted)
+        quantization = {"none": None, "int8": "int8"}.get(loaded_as, "4bit double")
     elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
         width = getattr(torch, str(reward.dtype or "float32").removeprefix("torch.")).itemsize
     else:
         return None
-    classifier = on_meta(getattr(reward, "config", reward), True, args.trust_remote_code)
-    return model_sizes(classifier, width, quantization)
+    return model_sizes(on_meta(getattr(reward, "config", reward), True, trusted), width, quantization)
 
 
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:

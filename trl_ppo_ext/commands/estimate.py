@@ -100,7 +100,7 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> dict[str, 
         return numbers
     print(f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. Each of these alone:")
     alone, first = estimate.proposals(memory)
-    proposals = [
+    proposals: list[dict[str, Any]] = [
         {"settings": list(x.settings), "needed": round(x.needed), "fits": x.fits(memory)}
         for x in (*alone, *([first] if first else []))
     ]

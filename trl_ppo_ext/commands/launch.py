@@ -139,7 +139,7 @@ def parse(
     argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
     if "--config" in argv:
         file = "".join(argv[argv.index("--config") + 1 :][:1])
-        if not os.path.isfile(file):
+        if not os.path.exists(file) or os.path.isdir(file):
             hint = f"give its path. The working directory is {os.getcwd()}."
             raise ValueError(f"`--config` must be a YAML file, got {file!r}; {hint}")
         sys.path.append(os.path.dirname(os.path.abspath(file)))  # of the functions beside it
@@ -163,7 +163,8 @@ def parse(
 
 def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
     """Message about the first of the remaining strings, with a suggested field."""
-    name, _, value = strings[0].lstrip("-").replace("-", "_").partition("=")
+    name, _, value = strings[0].lstrip("-").partition("=")
+    name = name.replace("-", "_")
     following = "".join(strings[1:2])
     if not value and strings[0].startswith("-") and not following.startswith("-"):
         value = following
@@ -217,7 +218,7 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
     if mixture.datasets:
         for option in ("dataset_name", "dataset_config", "dataset_streaming"):
             if getattr(script, option):
-                raise ValueError(f"Both `datasets` and `{option}` are set; leave one of them out.")
+                raise ValueError(f"Both `datasets` and `{option}` are set; omit one.")
         splits = dict(trl.get_dataset(mixture))
     elif mixture.streaming or mixture.test_split_size is not None:
         remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"

@@ -39,7 +39,7 @@ Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_p
 
 
 def check_can_pretrain(critic: str, push_to_hub: bool) -> None:
-    """Raise for configs without a critic, and for those that would push something else."""
+    """Raise for a run without a critic, or one that pushes the policy."""
     if critic == "none":
         raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'head' or 'adapter'.")
     if push_to_hub:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> None:
     if trainer.args.push_to_hub:
         names = [script.dataset_name, *(entry.path for entry in mixture.datasets)]
         ids = [name for name in dict.fromkeys(names) if name and name.count("/") < 2 and not os.path.exists(name)]
+        metadata: dict[str, Any] = {"datasets": ids} if ids else {}
         try:
-            trainer.push_to_hub(**({"datasets": ids} if ids else {}))
+            trainer.push_to_hub(**metadata)
         except PushError as error:  # nothing of the run is lost, and the error has a remedy
             raise ValueError(str(error)) from error
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
