@@ -13,9 +13,9 @@ def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
     """Raise a `ValueError` that names the first tensor whose name or shape differs."""
     for key, tensor in expected.items():
         shape = unsharded_shape(tensor)
-        if key not in weights or weights[key].shape != shape:
-            found = tuple(weights[key].shape) if key in weights else "missing"
-            raise ValueError(f"`{key}` is {found}, the model has {shape}.")
+        actual = tuple(weights[key].shape) if key in weights else "missing"
+        if actual != shape:
+            raise ValueError(f"`{key}` is {actual}, the model has {shape}.")
     for key in weights.keys() - expected.keys():
         raise ValueError(f"the model has no `{key}`.")
 
@@ -34,9 +34,9 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
 
 def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
     """Map the names of an adapter's weights in a file to their names in the model."""
-    names = {id(parameter): key for key, parameter in policy.named_parameters()}
-    saved = adapter_weights(policy, name, dict(policy.named_parameters()))
-    return {key: names[id(parameter)] for key, parameter in saved.items()}
+    parameters = dict(policy.named_parameters())
+    names = {id(parameter): key for key, parameter in parameters.items()}
+    return {key: names[id(parameter)] for key, parameter in adapter_weights(policy, name, parameters).items()}
 
 
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
