@@ -6,13 +6,13 @@ from copy import copy
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from ..distributed import set_weights, unsharded_shape
+from ..distributed import set_weights
 
 
 def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Raise a `ValueError` that names the first tensor whose name or shape differs."""
     for key, tensor in expected.items():
-        shape = unsharded_shape(tensor)
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # over all ranks under ZeRO-3
         actual = tuple(weights[key].shape) if key in weights else "missing"
         if actual != shape:
             raise ValueError(f"`{key}` is {actual}, the model has {shape}.")
@@ -70,6 +70,5 @@ def copy_adapter(policy: PeftModel, source: str, target: str) -> None:
     """Copy the weights of one adapter into another of the same config."""
     weights = dict(policy.named_parameters())
     for key in adapter_parameters(policy, source):
-        parts = key.split(".")
-        last = len(parts) - 1 - parts[::-1].index(source)  # a module may have the adapter's name, too
-        weights[".".join([*parts[:last], target, *parts[last + 1 :]])].data.copy_(weights[key].data)
+        before, _, after = f"{key}.".rpartition(f".{source}.")  # a module may have the adapter's name, too
+        weights[f"{before}.{target}.{after}".removesuffix(".")].data.copy_(weights[key].data)
