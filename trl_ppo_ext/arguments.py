@@ -28,8 +28,8 @@ REMOVED_ARGUMENTS = {
 
 
 def as_list(value: Any) -> list:
-    """Turn a value, a list or None into a list."""
-    return list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+    """Turn one value, several or none into a list."""
+    return list(value) if isinstance(value, list | tuple | set) else [value] if value is not None else []
 
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:

@@ -26,9 +26,6 @@ FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # their state has the sh
 QUANTIZED = "A quantized base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every rank."
 
 
-# ---- several ranks ----
-
-
 class OtherRankError(OSError):
     """Raised when a step succeeded on this rank and failed on another."""
 
@@ -61,17 +58,9 @@ def forget_evaluation(trainer: Any) -> None:
     trainer.model.__dict__.pop("forward", None)  # autocast around it
 
 
-# ---- sharded parameters ----
-
-
 def is_sharded(parameter: Tensor) -> bool:
     """Check if this rank holds only a shard of a parameter (ZeRO-3, FSDP)."""
     return hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
-
-
-def unsharded_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of a parameter over all ranks."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
@@ -108,9 +97,6 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return weight
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
-
-
-# ---- DeepSpeed ----
 
 
 def uses_deepspeed(args: Any) -> bool:
@@ -159,9 +145,6 @@ def loading_unsharded() -> Iterator[None]:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-# ---- FSDP2 ----
-
-
 def uses_fsdp(args: Any) -> bool:
     """Check if the config or the launcher enables FSDP; on CPUs Accelerate itself does not see it."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -182,7 +165,6 @@ def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
 def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
     """Raise a `ValueError` for settings that do not work with FSDP2."""
     plugin, optim = _fsdp_plugin(args), args.optim
-    quantized = quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})
     unsupported = {
         "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP: FSDP must shard each layer by itself, or every "
         "forward would gather the whole base.": plugin.auto_wrap_policy != transformer_auto_wrap_policy,
@@ -204,7 +186,7 @@ def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_
         ),
         f"`optim={str(getattr(optim, 'value', optim))!r}` is untested on sharded parameters; use one of "
         f"{', '.join(map(repr, FSDP_OPTIMIZERS))}, or ZeRO-3.": optim not in FSDP_OPTIMIZERS,
-        QUANTIZED: quantized,
+        QUANTIZED: quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}),
     }
     for message, applies in unsupported.items():
         if applies:
@@ -221,7 +203,8 @@ def enable_fsdp_on_cpu(trainer: Any) -> None:
             "FSDP needs several processes to shard over, got one; start them with `accelerate launch --num_processes "
             "N`, or disable FSDP."
         )
-    state.distributed_type, state.fsdp_plugin, trainer.is_fsdp_enabled = DistributedType.FSDP, _fsdp_plugin(args), True
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(args)
+    trainer.is_fsdp_enabled = True
 
 
 def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:

@@ -272,7 +272,7 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
         ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; give one for each"),
         (
             {"model_init_kwargs": {"dtype": "float32"}},
-            r"`args.model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",
+            r"`model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",
         ),
         (
             {"max_completion_length": 64},

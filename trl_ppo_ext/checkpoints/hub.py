@@ -15,11 +15,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress, logging
 
+from ..arguments import as_list
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
 from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
-from .model_card import as_list
 
 logger = logging.get_logger(__name__)
 

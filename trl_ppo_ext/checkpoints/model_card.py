@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from ..arguments import as_list
 from ..modeling import ActorCritic
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-ADAPTER = ("r", "lora_alpha", "target_modules")
 METRICS = (
     "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
     "value/explained_variance"
@@ -39,11 +40,6 @@ def _text(text: Any) -> str:
     return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
 
 
-def _code(text: str) -> str:
-    """A name as a Python string."""
-    return json.dumps(text, ensure_ascii=not text.isprintable())
-
-
 class Measured(NamedTuple):
     """A dataset on which metrics were measured."""
 
@@ -52,20 +48,12 @@ class Measured(NamedTuple):
     ids: list[str]  # of the datasets on the Hub that it was loaded from
 
 
-def as_list(names: str | list[str] | None) -> list[str]:
-    """One name or several as a list."""
-    return [names] if isinstance(names, str) else list(names or [])
-
-
 def is_hub_id(name: str | None) -> bool:
     """Return `True` if a name is an id on the Hub, and not the path of a directory."""
-    if not name or os.path.exists(name):
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    with suppress(HFValidationError):
+        validate_repo_id(name or "")
+        return not os.path.exists(name or "")
+    return False
 
 
 def hub_datasets(dataset: Any) -> list[str]:
@@ -77,14 +65,13 @@ def hub_datasets(dataset: Any) -> list[str]:
 
 def provenance(actor_critic: ActorCritic, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The base's architecture and the datasets of a run: `architecture` and `measured` of [`model_card`]."""
-    text = actor_critic.config.get_text_config()
-    name = type(actor_critic.policy.get_base_model()).__name__
+    text, name = actor_critic.config.get_text_config(), type(actor_critic.policy.get_base_model()).__name__
     sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    datasets = [("", "train", train_dataset)]
-    datasets += [(f"eval_{key}_" if key else "eval_", key or "eval", dataset) for key, dataset in evaluated.items()]
     # by their role, since the Hub's index merges results of one split
-    measured = [Measured(prefix, role, hub_datasets(x)) for prefix, role, x in datasets if x is not None]
+    roles = {f"eval_{key}_" if key else "eval_": (key or "eval", dataset) for key, dataset in evaluated.items()}
+    datasets = {"": ("train", train_dataset)} | roles
+    measured = [Measured(prefix, role, hub_datasets(x)) for prefix, (role, x) in datasets.items() if x is not None]
     return {"architecture": f"{name}, {sizes}", "measured": measured}
 
 
@@ -103,16 +90,16 @@ def model_card(
 ) -> ModelCard:
     """Build the card of a trained adapter; it contains no path of this machine."""
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    base_model = metadata.pop("finetuned_from", base_model)
+    base_model = metadata.pop("finetuned_from", base_model) or ""
     on_hub, adapter_on_hub = is_hub_id(base_model), is_hub_id(adapter)
     shown = adapter if adapter_on_hub else os.path.basename(os.path.normpath(adapter))
     model_name = metadata.pop("model_name", shown.split("/")[-1])
 
     # 1. datasets, under any name that the Trainer and TRL use; without one, those that the datasets were loaded from
     fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
-    named = [name for field in fields for name in as_list(metadata.pop(field, None))]
-    named = named or [name for entry in measured for name in entry.ids]
-    datasets = [name for name in dict.fromkeys(named) if is_hub_id(name)]
+    names = [name for field in fields for name in as_list(metadata.pop(field, None))]
+    names = names or [name for entry in measured for name in entry.ids]
+    datasets = [name for name in dict.fromkeys(names) if is_hub_id(name)]
 
     # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN
     logged = {name: value for entry in log_history for name, value in entry.items()}
@@ -134,9 +121,9 @@ def model_card(
     ]
 
     # 3. the card
-    table = settings | {name: getattr(peft_config, name, None) for name in ADAPTER}
-    targets = table["target_modules"]
-    table["target_modules"] = sorted(targets) if isinstance(targets, set) else targets  # a set has no order
+    table = settings | {name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")}
+    if isinstance(table["target_modules"], set):  # a set has no order
+        table["target_modules"] = sorted(table["target_modules"])
     card_data = ModelCardData(
         base_model=base_model if on_hub else None,
         datasets=datasets or None,
@@ -151,12 +138,12 @@ def model_card(
         card_data,
         template_path=str(TEMPLATE),
         model_name=_text(model_name),
-        base_model=_code(str(base_model) if on_hub else BASE_COPY),
-        base_name=_text(base_model or ""),
-        base_link=quote(base_model or ""),
+        base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
+        base_name=_text(base_model),
+        base_link=quote(base_model),
         on_hub=on_hub,
         architecture=_text(architecture),
-        adapter=_code(shown),
+        adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),
         adapter_on_hub=adapter_on_hub,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),

@@ -1,5 +1,6 @@
 """Sampling with continuous batching of transformers: a completion that ends makes room for the next one."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,43 +32,42 @@ class ContinuousBatchingGenerator:
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
     ):
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-        sharded_by_fsdp = getattr(accelerator.state, "fsdp_plugin", None) is not None
-        if sharded_by_fsdp or (plugin is not None and plugin.zero_stage == 3):
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None) is not None
+        if fsdp or (plugin is not None and plugin.zero_stage == 3):
             raise ValueError(
                 "`generation_backend='continuous_batching'` runs a different number of forwards per rank, but "
-                f"{'FSDP' if sharded_by_fsdp else 'ZeRO-3'} gathers weights for all processes in step, so they would "
-                "deadlock; use 'transformers', or do not shard the base."
+                f"{'FSDP' if fsdp else 'ZeRO-3'} gathers weights for all processes in step, so they would deadlock; "
+                "use 'transformers', or do not shard the base."
             )
-        self.actor_critic = actor_critic
+        self.base: Any = actor_critic.policy.get_base_model()
         self.device = accelerator.device
         self.batch_size = args.per_device_generation_batch_size
         self.kwargs = dict(args.generation_kwargs or {})
         self.show_progress = not args.disable_tqdm and accelerator.is_main_process
         self.config = sampling_config(actor_critic, tokenizer, args)
         self.stop_token_ids = frozenset(self.config.eos_token_id)
-        self._check()
 
-    def _check(self) -> None:
-        """Raise errors of transformers about the model or the settings now, before the first rollout."""
+        # transformers raises errors about the model or the settings now, before the first rollout
         try:
-            with self._manager(ContinuousBatchingConfig(**self._settings([[0]])), copies=1):
+            with self._manager([[0]], copies=1):
                 pass
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 "`generation_backend='continuous_batching'` does not go with this model or these `generation_kwargs` "
                 f"(the backend 'transformers' may support the model): {error}"
             ) from error
-        base = self.actor_critic.policy.get_base_model()
-        if not reads_paged_cache(base):
+        if not reads_paged_cache(self.base):
             raise ValueError(
-                f"`generation_backend='continuous_batching'` does not go with {type(base).__name__}: its layers "
+                f"`generation_backend='continuous_batching'` does not go with {type(self.base).__name__}: its layers "
                 "attend in a way of their own, which ignores the paged cache; use 'transformers'."
             )
 
-    def _settings(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Fields of `ContinuousBatchingConfig` for these prompts."""
-        settings = {
-            "max_requests_per_batch": min(self.batch_size or len(prompts), len(prompts)),
+    @contextmanager
+    def _manager(self, prompts: list[list[int]], copies: int, **settings: Any) -> Iterator[Any]:
+        """Start a manager; afterwards restore the model's attention."""
+        requests = len(prompts) * copies
+        defaults: dict[str, Any] = {
+            "max_requests_per_batch": min(self.batch_size or requests, requests),
             # otherwise transformers may download a kernel and sample with another attention
             "auto_switch_to_flash": False,
             # the config rejects unsupported settings, so none may be dropped silently
@@ -75,52 +75,41 @@ class ContinuousBatchingGenerator:
         }
         if self.device.type == "cpu":  # other programs need main memory too: take no more than the rollout needs
             page = self.kwargs.get("page_size", ContinuousBatchingConfig().page_size)
-            settings["num_blocks"] = sum(-(-(len(ids) + self.config.max_new_tokens) // page) for ids in prompts)
-            settings["max_batch_tokens"] = CPU_BATCH_TOKENS
-            settings["safety_margin"] = 0.0  # everything fits, so no request has to wait
-        return settings | self.kwargs
-
-    @contextmanager
-    def _manager(self, settings: ContinuousBatchingConfig, copies: int) -> Iterator[Any]:
-        """Start a manager; afterwards restore the model's attention."""
-        base = self.actor_critic.policy.get_base_model()
-        attention = base.config._attn_implementation
-        config = copy(self.config)
+            lengths = [len(ids) + self.config.max_new_tokens for ids in prompts]
+            defaults["num_blocks"] = sum(math.ceil(length / page) for length in lengths) * copies
+            defaults["max_batch_tokens"] = CPU_BATCH_TOKENS
+            defaults["safety_margin"] = 0.0  # everything fits, so no request has to wait
+        batching = ContinuousBatchingConfig(**defaults | self.kwargs, **settings)
+        attention, config, manager = self.base.config._attn_implementation, copy(self.config), None
         config.num_return_sequences = copies
         try:
-            manager = base.init_continuous_batching(config, settings)
-            try:
-                yield manager
-            finally:
+            manager = self.base.init_continuous_batching(config, batching)
+            yield manager
+        finally:
+            if manager is not None:
                 if manager.is_running():  # after an error or a signal
                     manager.stop(hard_stop=True)
                 manager.destroy()
-        finally:
-            if base.config._attn_implementation != attention:
-                base.set_attn_implementation(attention)
+            if self.base.config._attn_implementation != attention:
+                self.base.set_attn_implementation(attention)
 
     def _sample(self, prompts: list[list[int]], copies: int, seed: int, bar: tqdm) -> list[list[list[int]]]:
         """Sample some completions of each prompt."""
-        settings = ContinuousBatchingConfig(
-            **self._settings([ids for ids in prompts for _ in range(copies)]),
-            seed=seed,
-            # a prompt that is cached except for its last token would be a forward of no tokens before it is copied,
-            # on which transformers 5.23 fails
-            allow_block_sharing=copies == 1,
-        )
         done: dict[str, list[int]] = {}
-        with self._manager(settings, copies) as manager:
+        # a prompt that is cached except for its last token would be a forward of no tokens before it is copied, on
+        # which transformers 5.23 fails
+        with self._manager(prompts, copies, seed=seed, allow_block_sharing=copies == 1) as manager:
             # add all requests before the start: which tokens share a forward, and thus the noise of each, must not
             # depend on the speed of this thread
             requests = manager.add_requests(prompts)
             manager.start()
             while len(done) < len(prompts) * copies:
                 result = manager.get_result(timeout=1)
-                if result is not None and result.error is None and result.is_finished():
+                if getattr(result, "error", None) is not None:
+                    raise RuntimeError(f"Continuous batching failed: {result.error}")
+                if result is not None and result.is_finished():
                     done[result.request_id] = result.generated_tokens
                     bar.update()
-                elif result is not None and result.error is not None:
-                    raise RuntimeError(f"Continuous batching failed: {result.error}")
                 elif not manager.is_running():
                     raise RuntimeError("Continuous batching stopped before all completions were sampled.")
             manager.stop()
@@ -129,38 +118,34 @@ class ContinuousBatchingGenerator:
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        first, which = distinct(prompts)
-        repeats = set(Counter(which).values())
+        first_rows, groups = distinct(prompts)
         # prompts are shared only if all have the same number of completions, because a manager takes one number
-        shared = len(repeats) == 1 and min(map(len, prompts)) > 1
-        copies, rows = (repeats.pop(), first) if shared else (1, range(len(prompts)))
+        if len(set(Counter(groups).values())) > 1 or min(map(len, prompts)) == 1:
+            first_rows = groups = list(range(len(prompts)))
+        copies = len(prompts) // len(first_rows)
         # transformers seeds the global generators: draw its seed from the run's stream, and restore the stream
         seed = int(torch.randint(2**31, ()))
-        devices = [self.device] if self.device.type == "cuda" else []
         with (
-            torch.random.fork_rng(devices),
+            torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
             tqdm(total=len(prompts), desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar,
         ):
-            sampled = self._sample([prompts[row] for row in rows], copies, seed, bar)
-        taken = [iter(completions) for completions in sampled]
-        order = which if shared else rows
-        return [cut_at_stop(next(taken[number]), self.stop_token_ids) for number in order]
+            sampled = self._sample([prompts[row] for row in first_rows], copies, seed, bar)
+        return [cut_at_stop(sampled[group].pop(0), self.stop_token_ids) for group in groups]
 
 
 def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Find the prompts that rows repeat."""
+    """First row of each distinct prompt, and the number of the prompt in each row."""
     numbers: dict[tuple[int, ...], int] = {}
-    which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-    return [which.index(number) for number in range(len(numbers))], which
+    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+    return [groups.index(number) for number in range(len(numbers))], groups
 
 
 @torch.no_grad()
 def reads_paged_cache(base: PreTrainedModel) -> bool:
-    """Run two tokens with a stand-in for the cache, and see whether it arrives at the attention, once for a layer.
+    """Check that a stand-in for the cache arrives at the attention of two tokens, once per layer.
 
-    transformers hands the cache over by its attention interface. Layers with attention of their own pass over it
-    without an error: sequences that share a forward would attend to one another. Layers that attend twice write to it
-    twice.
+    transformers passes the cache through its attention interface. Layers with their own attention ignore it without
+    an error: sequences in one forward would attend to one another. Layers that attend twice write to it twice.
     """
     cache, layers = object(), []
 
@@ -174,7 +159,7 @@ def reads_paged_cache(base: PreTrainedModel) -> bool:
         base.set_attn_implementation(_PROBE)
         base(input_ids=ids, cache=cache, use_cache=False)
     except (TypeError, ValueError, RuntimeError):
-        pass  # it knows no such argument, or expects more of an attention than zeros: what was called counts
+        pass  # such an argument is unknown, or zeros are no valid attention: the calls so far count
     finally:
         base.set_attn_implementation(own)
     return bool(layers) and None not in layers and len({*layers}) == len(layers)

@@ -95,14 +95,11 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     if getattr(config, "bias", "none") != "none":
         raise AdapterFileError(
             f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base, which policy "
-            "and reference share. Train it with `bias='none'`; a reward can be merged into its base and be a model of "
-            "its own."
+            "and reference share. Train it with `bias='none'`, or merge a reward into its base and pass that model."
         )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
-        raise AdapterFileError(
-            f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save the adapter anew."
-        )
+        raise AdapterFileError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
     weights, head = read_weights(weights_file), {}
     for key in list(weights):
         if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:

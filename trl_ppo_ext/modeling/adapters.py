@@ -6,16 +6,16 @@ from copy import copy
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from ..distributed import set_weights, unsharded_shape
+from ..distributed import set_weights
 
 
 def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Raise a `ValueError` that names the first tensor whose name or shape differs."""
     for key, tensor in expected.items():
-        shape = unsharded_shape(tensor)
-        if key not in weights or weights[key].shape != shape:
-            found = tuple(weights[key].shape) if key in weights else "missing"
-            raise ValueError(f"`{key}` is {found}, the model has {shape}.")
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # over all ranks under ZeRO-3
+        actual = tuple(weights[key].shape) if key in weights else "missing"
+        if actual != shape:
+            raise ValueError(f"`{key}` is {actual}, the model has {shape}.")
     for key in weights.keys() - expected.keys():
         raise ValueError(f"the model has no `{key}`.")
 
@@ -34,9 +34,9 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
 
 def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
     """Map the names of an adapter's weights in a file to their names in the model."""
-    names = {id(parameter): key for key, parameter in policy.named_parameters()}
-    saved = adapter_weights(policy, name, dict(policy.named_parameters()))
-    return {key: names[id(parameter)] for key, parameter in saved.items()}
+    parameters = dict(policy.named_parameters())
+    names = {id(parameter): key for key, parameter in parameters.items()}
+    return {key: names[id(parameter)] for key, parameter in adapter_weights(policy, name, parameters).items()}
 
 
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
@@ -70,6 +70,5 @@ def copy_adapter(policy: PeftModel, source: str, target: str) -> None:
     """Copy the weights of one adapter into another of the same config."""
     weights = dict(policy.named_parameters())
     for key in adapter_parameters(policy, source):
-        parts = key.split(".")
-        last = len(parts) - 1 - parts[::-1].index(source)  # a module may have the adapter's name, too
-        weights[".".join([*parts[:last], target, *parts[last + 1 :]])].data.copy_(weights[key].data)
+        before, _, after = f"{key}.".rpartition(f".{source}.")  # a module may have the adapter's name, too
+        weights[f"{before}.{target}.{after}".removesuffix(".")].data.copy_(weights[key].data)

@@ -44,7 +44,7 @@ def check_model_arguments(
                 f"{model!r})` and pass that: the adapter then starts the policy."
             )
     else:
-        settings = {"args.model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
             raise ValueError(
                 f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's "
@@ -116,27 +116,20 @@ def _load_base(
     return AutoModelForCausalLM.from_pretrained(model_id, **kwargs | (args.model_init_kwargs or {}))
 
 
-def _keep_gradients_on_cpu(model: nn.Module) -> None:
-    """Keep 4-bit layers of a trained base on the kernel that has a backward.
-
-    On CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients, and
-    later training forwards lose their gradient in silence.
-    """
+def _prepare_modules(model: nn.Module) -> None:
+    """Disable dropout, and keep 4-bit layers on the kernel that has a backward."""
     for module in model.modules():
+        # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients,
+        # and later training forwards lose their gradient in silence
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         # functional dropout and layer dropout: the rate is an attribute, or read from the config
         config = getattr(module, "config", None)
         for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
-            for name, value in vars(owner).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(owner, name, 0.0)
+            for name in [name for name, x in vars(owner).items() if "drop" in name and isinstance(x, float)]:
+                setattr(owner, name, 0.0)
 
 
 def load_actor_critic(
@@ -157,7 +150,7 @@ def load_actor_critic(
         )
 
     # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
-    reference = critic_adapter = None
+    reference = critic_adapter = head = files = None
     if isinstance(model, PeftModel):
         policy = model
         config = policy.peft_config[policy.active_adapter]
@@ -167,7 +160,7 @@ def load_actor_critic(
         policy = get_peft_model(model, peft_config or default_peft_config())
 
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
-    critic, start, head, files = args.critic, args.critic_init, None, None
+    critic, start = args.critic, args.critic_init
     if start is not None:
         head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
     if critic == "adapter":
@@ -180,8 +173,7 @@ def load_actor_critic(
         # float32 whatever the base's dtype: Adam's steps vanish in bfloat16
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
-    _keep_gradients_on_cpu(policy)
-    _disable_dropout(policy)
+    _prepare_modules(policy)
     actor_critic = ActorCritic(policy, reference, critic != "none", critic_adapter, args.critic_backprop)
 
     if head is not None:

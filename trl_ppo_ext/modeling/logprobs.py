@@ -41,12 +41,9 @@ class _Projection:
         self.weight = weight.to(torch.get_autocast_dtype(device.type)) if autocast else weight
         self.bias, self.temperature = bias, temperature
         self.product = self.weight.new_empty(rows, len(weight))
-        self.logits = self.product if self.product.dtype == torch.float32 else self._buffer()
-        self.log_p = self._buffer()
-        self.log_q = self._buffer() if references else self.log_p
-
-    def _buffer(self) -> Tensor:
-        return torch.empty_like(self.product, dtype=torch.float32)
+        self.logits = self.product if self.product.dtype == torch.float32 else self.product.float()
+        self.log_p = torch.empty_like(self.logits)
+        self.log_q = torch.empty_like(self.logits) if references else self.log_p
 
     def log_softmax(self, hidden: Tensor, out: Tensor) -> Tensor:
         rows = slice(len(hidden))
@@ -59,17 +56,10 @@ class _Projection:
             logits /= self.temperature
         return torch.log_softmax(logits, -1, out=out[rows])
 
-    def probabilities(self, log_p: Tensor) -> Tensor:
-        return torch.exp(log_p, out=self.logits[: len(log_p)])
-
-    def pull_back(self, by_logits: Tensor) -> Tensor:
+    def pull_back(self, dlogits: Tensor) -> Tensor:
         if self.weight.dtype != torch.float32:
-            by_logits = self.product[: len(by_logits)].copy_(by_logits)
-        return (by_logits @ self.weight).float() / self.temperature
-
-
-def _rows_at_a_time(logits_per_row: int, device: torch.device) -> int:
-    return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // logits_per_row)
+            dlogits = self.product[: len(dlogits)].copy_(dlogits)
+        return (dlogits @ self.weight).float() / self.temperature
 
 
 def _expectation_(x: Tensor, p: Tensor, projection: _Projection, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -96,21 +86,21 @@ def _statistics(
 
     Each step overwrites what no later step reads.
     """
-    entropies = kls = by_logprob = by_entropy = by_kl = None
+    entropies = kls = dlogprob = dentropy = dkl = None
     log_p = projection.log_softmax(hidden, projection.log_p)
     logprobs = log_p.gather(1, tokens[:, None])[:, 0]
     if not (needs_grad[0] or with_entropy or ref_hidden is not None):
         return logprobs, None, None, None, None, None
     log_q = None if ref_hidden is None else projection.log_softmax(ref_hidden, projection.log_q)
-    p = projection.probabilities(log_p)
+    p = torch.exp(log_p, out=projection.logits[: len(log_p)])
     if log_q is not None:
-        kls, by_kl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad[2])
+        kls, dkl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad[2])
     if with_entropy:
-        negative, by_negative = _expectation_(log_p, p, projection, needs_grad[1])
-        entropies, by_entropy = -negative, None if by_negative is None else -by_negative
+        negative, dnegative = _expectation_(log_p, p, projection, needs_grad[1])
+        entropies, dentropy = -negative, None if dnegative is None else -dnegative
     if needs_grad[0]:
-        by_logprob = projection.pull_back(p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1])))
-    return logprobs, entropies, kls, by_logprob, by_entropy, by_kl
+        dlogprob = projection.pull_back(p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1])))
+    return logprobs, entropies, kls, dlogprob, dentropy, dkl
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -138,30 +128,30 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         with_kl, trained = ref_hidden is not None, ctx.needs_input_grad[0]
         needs_grad = (trained, trained and with_entropy and entropy_needs_grad, trained and with_kl and kl_needs_grad)
-        wanted = (True, with_entropy, with_kl)
-        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if wants else None for wants in wanted]
+        computed = (True, with_entropy, with_kl)
+        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if needed else None for needed in computed]
         derivatives = [torch.empty_like(hidden, dtype=torch.float32) if needs else None for needs in needs_grad]
-        size = min(len(tokens), _rows_at_a_time(len(weight) * (2 if with_kl else 1), hidden.device))
+        chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
+        size = min(len(tokens), max(1, chunk_logits // (len(weight) * (2 if with_kl else 1))))
         projection = _Projection(weight, bias, temperature, size, with_kl)
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
-            of_rows = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, needs_grad)
-            for whole, part in zip([*outputs, *derivatives], of_rows):
-                if whole is not None and part is not None:
-                    whole[rows] = part
+            chunk = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, needs_grad)
+            for out, part in zip([*outputs, *derivatives], chunk):
+                if out is not None and part is not None:
+                    out[rows] = part
         ctx.save_for_backward(*derivatives)
-        constant = [out for out, needs in zip(outputs, needs_grad) if out is not None and not needs]
-        ctx.mark_non_differentiable(*constant)
+        ctx.mark_non_differentiable(*(x for x, needs in zip(outputs, needs_grad) if x is not None and not needs))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_logprob, *others = ctx.saved_tensors
-        grad = gradients[0][:, None] * by_logprob
-        for gradient, by_hidden in zip(gradients[1:], others):
-            if by_hidden is not None:
-                grad += gradient[:, None] * by_hidden
+        dlogprob, *others = ctx.saved_tensors
+        grad = gradients[0][:, None] * dlogprob
+        for gradient, derivative in zip(gradients[1:], others):
+            if derivative is not None:
+                grad += gradient[:, None] * derivative
         return grad, *(None,) * 8
 
 
@@ -176,33 +166,16 @@ def token_logprobs(
     ref_hidden: Tensor | None = None,
     kl_needs_grad: bool = False,
 ) -> TokenScores:
-    """Log-probabilities of `tokens` under `softmax((hidden @ weight.T + bias) / temperature)`.
+    """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`, entropies and KLs.
 
-    Gradients flow to `hidden` only: the projection is part of the frozen base, and the reference is a constant.
+    Gradients flow to `hidden` `[rows, hidden]` only: the projection `weight` `[vocabulary, hidden]` is part of the
+    frozen base, and the reference is a constant. The KL is computed with `ref_hidden`, the reference's hidden states.
 
     The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
     around 10), so where both nearly agree it may be slightly negative; it is not clamped. With a reference a chunk has
     half the rows, and a product over other rows may round otherwise in its last bit: log-probabilities that must agree
     bit for bit are computed either all with a reference or all without.
-
-    Args:
-        hidden (`Tensor` of shape `[rows, hidden]`): Hidden states that predict the tokens.
-        weight (`Tensor` of shape `[vocabulary, hidden]`): Projection to the vocabulary.
-        tokens (`Tensor` of shape `[rows]`): Token ids.
-        temperature (`float`, *optional*, defaults to 1.0): Divides the logits.
-        bias (`Tensor` of shape `[vocabulary]`, *optional*): Bias of the projection.
-        with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
-        entropy_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the entropies.
-        ref_hidden (`Tensor` of shape `[rows, hidden]`, *optional*):
-            Hidden states of the reference at the same positions. With them the KL is computed.
-        kl_needs_grad (`bool`, *optional*, defaults to `False`): Whether gradients flow through the KL.
-
-    Returns:
-        [`TokenScores`]: Log-probabilities, entropies and KLs; `None` if not computed.
-
-    Raises:
-        `ValueError`: If `ref_hidden` has another shape than `hidden`.
     """
     if ref_hidden is not None and ref_hidden.shape != hidden.shape:
         raise ValueError(

@@ -223,8 +223,8 @@ class AdapterReward(SequenceScorer):
             files = read_adapter(path)
             if adapter.check_base:
                 remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
-                trained_on = files.config.base_model_name_or_path
-                check_same_base(path, trained_on, actor_critic.config._name_or_path, remedy)
+                base = actor_critic.config._name_or_path
+                check_same_base(path, files.config.base_model_name_or_path, base, remedy)
         except AdapterFileError as error:
             raise RewardError(str(error)) from error
 

@@ -158,7 +158,7 @@ def _failures(run: Run) -> Iterator[Advice]:
                 yield Advice(title, seen, remedy, first, (name,))
 
 
-def _trends(run: Run) -> Iterator[Advice]:
+def _trends(run: Run) -> list[Advice]:
     """Rules on the start and the end of curves."""
 
     def of(name: str) -> Trend:
@@ -172,96 +172,87 @@ def _trends(run: Run) -> Iterator[Advice]:
     times = [f"time/{phase}" for phase in ("score", "generate", "forward", "update")]
     parts = fnmatch.filter(run.curves, "rewards/*/mean")
 
-    # condition, title, remedy, step, metrics
-    rules: list[tuple[bool, str, str, int | None, list[str]]] = [
-        *(
-            (
-                reward.rises and of(name).falls and len(parts) > 1,
-                "One reward is traded for the others",
-                "Give it more weight in `reward_weights`.",
-                of(name).turning_point(),
-                [name, "reward"],
-            )
-            for name in parts
-        ),
-        (
-            # unless short completions score as well within a rollout
-            length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2,
-            "Length drift: the reward may favor long completions",
-            "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor "
-            "one that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
-            length.first(above=1.3 * length.start),
-            ["completions/mean_length", "reward", "reward/length_correlation"],
-        ),
-        (
-            spread.end <= equal,
-            "All completions get the same reward",
-            "Use a reward with intermediate values, easier prompts, or a higher `temperature`. If the reward is at "
-            "its maximum, the run is done.",
-            spread.first(below=equal),
-            ["reward_std", "reward"],
-        ),
-        *(
-            (of(name).end >= level, title, remedy, of(name).first(above=level), [name])
-            for name, level, title, remedy in TOO_HIGH
-        ),
-        (
-            entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start,
-            "Entropy collapse: the policy stops exploring",
-            "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`.",
-            entropy.first(below=0.5 * entropy.start),
-            ["entropy"],
-        ),
-        (
-            distinct.falls and distinct.start - distinct.end >= 0.1,
-            "Mode collapse: completions become identical",
-            "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it.",
-            distinct.first(below=distinct.start - 0.05),
-            ["completions/distinct_ratio"],
-        ),
-        (
-            explained.end < 0.1 and len(explained.curve.values) >= FEWEST_FLAT,
-            "The critic does not predict the returns",
-            "Raise `critic_learning_rate`, warm up the critic (`value_warmup_steps` or `trl-ppo pretrain-critic`), or "
-            "set `critic='none'`.",
-            None,
-            ["value/explained_variance"],
-        ),
-        (
-            kl.end < negative,
-            "Negative KL: completions are not sampled from the policy's own distribution",
-            "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`.",
-            kl.first(below=negative),
-            ["kl_per_completion"],
-        ),
-        (
-            enough and reward.falls,
-            "The reward falls",
-            "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates.",
-            None,
-            ["reward"],
-        ),
-        (
-            enough and not reward.falls and not reward.rises and abs(kl.end) < 0.05,
-            "The policy hardly changes",
-            "Raise `learning_rate`, or lower `kl_coef`.",
-            None,
-            ["reward", "kl_per_completion"],
-        ),
-        (
-            of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9),
-            "Scoring takes most of the time",
-            "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
-            "`per_device_reward_batch_size`, or serve the rewards from another GPU (`trl-ppo serve-reward`).",
-            None,
-            times,
-        ),
-    ]
-    for applies, title, remedy, step, metrics in rules:
+    advice: list[Advice] = []
+
+    def rule(applies: bool, title: str, remedy: str, *metrics: str, step: int | None = None) -> None:
         if applies:
             known = [(name, of(name)) for name in metrics if of(name) is not NO_TREND]
             moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
-            yield Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, tuple(metrics))
+            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, metrics))
+
+    for name in parts:
+        rule(
+            reward.rises and of(name).falls and len(parts) > 1,
+            "One reward is traded for the others",
+            "Give it more weight in `reward_weights`.",
+            *(name, "reward"),
+            step=of(name).turning_point(),
+        )
+    rule(
+        # unless short completions score as well within a rollout
+        length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2,
+        "Length drift: the reward may favor long completions",
+        "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor one "
+        "that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
+        *("completions/mean_length", "reward", "reward/length_correlation"),
+        step=length.first(above=1.3 * length.start),
+    )
+    rule(
+        spread.end <= equal,
+        "All completions get the same reward",
+        "Use graded rewards, easier prompts or a higher `temperature`. At the reward's maximum, the run is done.",
+        *("reward_std", "reward"),
+        step=spread.first(below=equal),
+    )
+    for name, level, title, remedy in TOO_HIGH:
+        rule(of(name).end >= level, title, remedy, name, step=of(name).first(above=level))
+    rule(
+        entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start,
+        "Entropy collapse: the policy stops exploring",
+        "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`.",
+        "entropy",
+        step=entropy.first(below=0.5 * entropy.start),
+    )
+    rule(
+        distinct.falls and distinct.start - distinct.end >= 0.1,
+        "Mode collapse: completions become identical",
+        "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it.",
+        "completions/distinct_ratio",
+        step=distinct.first(below=distinct.start - 0.05),
+    )
+    rule(
+        explained.end < 0.1 and len(explained.curve.values) >= FEWEST_FLAT,
+        "The critic does not predict the returns",
+        "Raise `critic_learning_rate` or `value_warmup_steps`, run `trl-ppo pretrain-critic`, or set `critic='none'`.",
+        "value/explained_variance",
+    )
+    rule(
+        kl.end < negative,
+        "Negative KL: completions are not sampled from the policy's own distribution",
+        "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`.",
+        "kl_per_completion",
+        step=kl.first(below=negative),
+    )
+    rule(
+        enough and reward.falls,
+        "The reward falls",
+        "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates.",
+        "reward",
+    )
+    rule(
+        enough and not reward.falls and not reward.rises and abs(kl.end) < 0.05,
+        "The policy hardly changes",
+        "Raise `learning_rate`, or lower `kl_coef`.",
+        *("reward", "kl_per_completion"),
+    )
+    rule(
+        of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9),
+        "Scoring takes most of the time",
+        "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
+        "`per_device_reward_batch_size`, or serve the rewards from another GPU (`trl-ppo serve-reward`).",
+        *times,
+    )
+    return advice
 
 
 def advise(run: Run) -> list[Advice]:
