@@ -108,7 +108,7 @@ def measure(job: tuple[str, int, int, int, Path]) -> tuple[str, int, dict[str, f
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The results as Markdown: means over seeds, with the least and the largest."""
+    """Results as Markdown: means over seeds, with minimum and maximum."""
 
     def over_seeds(runs: list[dict[str, float]], key: str, form: str) -> str:
         values = [run[key] for run in runs if key in run]
@@ -119,7 +119,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
 
     columns = {
         "pass rate": ("pass_rate", ".1%"),
-        "KL, nats a completion": ("kl", ".1f"),
+        "KL, nats per completion": ("kl", ".1f"),
         "reward": ("reward", ".2f"),
         "explained variance, first log": ("explained_variance_first", ".2f"),
         "last": ("explained_variance_last", ".2f"),
@@ -128,7 +128,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     for name in (name for name in ARRANGEMENTS if name in results):
         runs = list(results[name].values())
         cells = [over_seeds(runs, key, form) for key, form in columns.values()]
-        cells.append(f"{min(run['seconds'] for run in runs):.0f}")  # the run that was disturbed least
+        cells.append(f"{min(run['seconds'] for run in runs):.0f}")  # the least disturbed run
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -146,7 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     missing = [name for name in ("corpus.jsonl", "sft", "reward_model") if not (args.runs / name).exists()]
     if missing:
-        parser.error(f"{args.runs} has no {', '.join(missing)}; run `make demo` first, or say --runs")
+        parser.error(f"{args.runs} has no {', '.join(missing)}; run `make demo` first, or set --runs")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = args.only or list(ARRANGEMENTS)
     jobs = [(name, seed, args.steps, args.pretraining, args.runs.resolve()) for seed in args.seeds for name in names]
@@ -158,7 +158,7 @@ def main() -> None:
         for name, seed, result in pool.map(measure, jobs):
             results.setdefault(name, {})[str(seed)] = result
             print(f"{name}, seed {seed}: {result}", file=sys.stderr, flush=True)
-            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # what is measured is not lost
+            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # keep finished measurements
     print(table(results))
 
 

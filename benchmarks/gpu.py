@@ -1,13 +1,13 @@
-"""PPO steps on a CUDA GPU, beside TRL's and against memory bars: `bash benchmarks/gpu.sh`.
+"""PPO steps on a CUDA GPU, compared with TRL's and with memory limits: `bash benchmarks/gpu.sh`.
 
 A step is: generate, score, values and reference, advantages, four epochs of updates. Models have Qwen2.5's shapes and
-random weights; nothing is downloaded but packages that are missing (never torch). Each case runs in a process of its
-own with a time limit, after steps of warm-up; told are medians of the others, peaks of the allocator by phase, and
-`estimate_memory` beside them. benchmarks/results/gpu.json is written after every case, and keeps what was measured
-before. What cannot be run is skipped, and the file says why.
+random weights; only missing packages are downloaded (never torch). Each case runs in its own process with a time
+limit. It reports medians over the steps after the warm-up, peaks of the allocator by phase, and `estimate_memory`.
+benchmarks/results/gpu.json is written after every case, and keeps earlier results. A case that cannot be run is
+skipped, with the reason in the file.
 
     bash benchmarks/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
-    bash benchmarks/gpu.sh --smoke    # tiny models, on whatever is there; nothing is installed, nothing judged
+    bash benchmarks/gpu.sh --smoke    # tiny models, also on a CPU; installs nothing, judges nothing
 """
 
 import argparse
@@ -32,9 +32,9 @@ HERE = Path(__file__).resolve().parent
 ROOT, ENVIRONMENTS = HERE.parent, HERE / ".environments"
 RESULTS, SMOKE_RESULTS = HERE / "results" / "gpu.json", ROOT / "runs" / "gpu_smoke.json"
 GB = 1e9
-ROOM = 22 * GB  # of the weights of all shapes
+ROOM = 22 * GB  # bytes of the weights of all shapes
 TRL = "1.12.0"
-MARK = "RESULT "  # stands before what the process of a case says
+MARK = "RESULT "  # prefix of a result in the output of a case
 PHASES = ("generate", "score", "forward", "update")
 
 
@@ -69,7 +69,7 @@ LONG: dict[str, Any] = {
     "limit": 240,
 }
 QUICK = LONG | {"response": 64}
-# what matters most comes first: the time may be up before the last
+# most important first, because the time limit may end the run
 CASES = {
     "0.5B NF4, NF4 reward": Case("Qwen2.5-0.5B", reward="nf4", **QUICK),
     "0.5B NF4, reward adapter": Case("Qwen2.5-0.5B", reward="adapter", **QUICK),
@@ -87,7 +87,7 @@ CASES = {
 
 
 def tiny(case: Case) -> Case:
-    """The same path, with next to nothing to do."""
+    """The same case with tiny sizes."""
     return replace(case, prompt=6, response=8, batch=2, accumulation=min(case.accumulation, 2), steps=1, limit=60)
 
 
@@ -95,19 +95,19 @@ def tiny(case: Case) -> Case:
 
 
 def name_of(requirement: str) -> str:
-    """Of a package, from what asks for it."""
+    """Name of a required package."""
     return re.split(r"[^a-z0-9-]", requirement)[0]
 
 
 def asked_for() -> list[str]:
-    """What setup.cfg asks for."""
+    """Requirements of setup.cfg."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     return setup["options"]["install_requires"].split("\n")
 
 
 def there(name: str) -> Any:
-    """An installed package, if it is."""
+    """Distribution of an installed package, or None."""
     try:
         return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +115,7 @@ def there(name: str) -> Any:
 
 
 def lacking(requirements: Iterable[str]) -> list[str]:
-    """What of these, and of what they need in turn, is missing or too old; torch is left as it is."""
+    """Requirements, direct and transitive, that are missing or too old; torch is never one."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
@@ -126,24 +126,24 @@ def lacking(requirements: Iterable[str]) -> list[str]:
         name = canonicalize_name(requirement.name)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        if name not in wanted and (found := there(name)) is not None and name != "torch":
-            queue += found.requires or []
-        wanted[name] = wanted.get(name, SpecifierSet()) & requirement.specifier  # of all that ask for it
+        if name not in wanted and (installed := there(name)) is not None and name != "torch":
+            queue += installed.requires or []
+        wanted[name] = wanted.get(name, SpecifierSet()) & requirement.specifier  # intersection over all requirements
     wanted.pop("torch", None)
     return [f"{name}{versions}" for name, versions in wanted.items() if not satisfied(name, versions)]
 
 
 def satisfied(name: str, versions: Any) -> bool:
-    """Whether a package is there in one of these versions."""
-    found = there(name)
-    return found is not None and versions.contains(found.version, prereleases=True)
+    """Check if a package is installed in one of these versions."""
+    installed = there(name)
+    return installed is not None and versions.contains(installed.version, prereleases=True)
 
 
 def install(requirement: str, target: Path, wheels: str | None) -> None:
     """Install one package into a folder."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
     source = ["--no-index", "--find-links", wheels] if wheels else []
-    if not wheels and name_of(requirement) != "trl":  # of which the peer is an older one
+    if not wheels and name_of(requirement) != "trl":  # the peer is an older version
         source = ["--constraint", str(ROOT / "constraints.txt")]
     done = subprocess.run([*pip, *source, "--target", str(target), requirement], capture_output=True, text=True)
     if done.returncode:
@@ -152,12 +152,12 @@ def install(requirement: str, target: Path, wheels: str | None) -> None:
 
 
 def provide(wheels: str | None) -> None:
-    """Install what is missing beside what is there, as far as it is to be had."""
+    """Install missing requirements into a folder of their own, as far as they are available."""
     target, tried = ENVIRONMENTS / "gpu", set()
     sys.path.insert(0, str(target))
-    if importlib.util.find_spec("packaging") is None:  # which reads what packages ask for
+    if importlib.util.find_spec("packaging") is None:  # reads requirements
         install("packaging", target, wheels)
-    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:  # what is new may need more
+    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:  # new packages may have requirements
         for requirement in wanted:
             tried.add(name_of(requirement))
             install(requirement, target, wheels)
@@ -167,7 +167,7 @@ def provide(wheels: str | None) -> None:
 
 
 def why_not(case: Case) -> str | None:
-    """Why a case cannot be run, if it cannot."""
+    """Reason why a case cannot be run, or None."""
     if case.program == "trl" and not (ENVIRONMENTS / "trl" / "trl").is_dir():
         return f"trl {TRL} is not in {(ENVIRONMENTS / 'trl').relative_to(ROOT)}"
     needed = ["torch", "transformers", "accelerate", "peft", "datasets", "trl"]
@@ -180,7 +180,7 @@ def why_not(case: Case) -> str | None:
 
 
 def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, str | None]:
-    """One process; what it printed, its errors, and why it ended before its end, if it did."""
+    """Run one process; return stdout, stderr, and the reason of a failure or None."""
     first = [str(ENVIRONMENTS / "trl")] if program == "trl" else []
     paths = [*first, str(ROOT), str(ENVIRONMENTS / "gpu"), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1"}
@@ -190,13 +190,15 @@ def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, s
             command, env=os.environ | environment, capture_output=True, text=True, timeout=max(limit, 1)
         )
     except subprocess.TimeoutExpired as error:
-        said = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
-        return said[0], said[1], f"it took more than {limit:.0f} s"
+        out, errors = (
+            x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)
+        )
+        return out, errors, f"it took more than {limit:.0f} s"
     return done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else None
 
 
 def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str, dict]:
-    """Cases of one program in one process: what was measured, by name."""
+    """Run cases of one program in one process; return results by name."""
     program = CASES[names[0]].program
     options = [directory, *(["--smoke"] if smoke else [])]
     made = {p.name for p in Path(directory).glob("*") if (p / "adapter" / "adapter_model.safetensors").exists()}
@@ -207,35 +209,35 @@ def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str
         if failed:
             return {name: {"status": "failed", "reason": f"models were not made: {failed}"} for name in names}
     out, errors, failed = start([*options, *names], program, limit)
-    found: dict[str, dict] = {}
-    for said in out.splitlines():
-        if said.startswith(MARK):
-            name, result = json.loads(said.removeprefix(MARK))
-            found[name] = result
+    results: dict[str, dict] = {}
+    for text in out.splitlines():
+        if text.startswith(MARK):
+            name, result = json.loads(text.removeprefix(MARK))
+            results[name] = result
     for name in names:
-        if found.setdefault(name, {"status": "failed"})["status"] != "done":
-            found[name].setdefault("reason", failed or "it said nothing")
-            found[name].setdefault("errors", errors.strip()[-1500:])
-    return found
+        if results.setdefault(name, {"status": "failed"})["status"] != "done":
+            results[name].setdefault("reason", failed or "no output")
+            results[name].setdefault("errors", errors.strip()[-1500:])
+    return results
 
 
-# ---- what came of it ----
+# ---- results ----
 
 
 def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
-    """Each bar, and whether it was met; `None` where nothing can be said: on a CPU, of tiny models, or too early."""
+    """Each limit with True if it was met; None on a CPU, with tiny models, or for an incomplete case."""
     if "estimate" not in result:
         return []
     real = result["status"] == "done" and result["hardware"]["device"] != "cpu" and not smoke
-    peak, told = result["peak_gb"]["allocated"], result["estimate"]["peak_gb"]
-    bars: list[tuple[str, bool]] = [("estimate within 10 % of max_memory_allocated", abs(told / peak - 1) <= 0.1)]
+    peak, estimate = result["peak_gb"]["allocated"], result["estimate"]["peak_gb"]
+    bars: list[tuple[str, bool]] = [("estimate within 10 % of max_memory_allocated", abs(estimate / peak - 1) <= 0.1)]
     if case.bar is not None:
         bars.insert(0, (f"max_memory_allocated at most {case.bar:g} GB", peak <= case.bar))
     return [{"bar": bar, "met": met if real else None} for bar, met in bars]
 
 
 def keep(path: Path, results: dict[str, dict]) -> None:
-    """Write results over those that are there; what was measured before is not lost to a skip."""
+    """Merge results into the file; a skipped case does not replace an earlier result."""
     written = json.loads(path.read_text())["results"] if path.exists() else {}
     for name, result in results.items():
         if result["status"] != "skipped" or written.get(name, {}).get("status") != "done":
@@ -246,13 +248,13 @@ def keep(path: Path, results: dict[str, dict]) -> None:
 
 
 def line(name: str, result: dict, ours: dict | None) -> str:
-    """A row of the table; `ours` is what TRL's is compared with."""
-    told = ""
+    """Row of the table; with `ours`, a row of TRL has the ratio to it."""
+    failure = ""
     if result["status"] != "done":
         last = result.get("errors", "").splitlines()[-1:] if "exit" in result["reason"] else []
-        told = f"{result['status']}: {': '.join([result['reason'], *last])[:160]}"
+        failure = f"{result['status']}: {': '.join([result['reason'], *last])[:160]}"
     if "peak_gb" not in result:
-        return f"{name:26} {told}"
+        return f"{name:26} {failure}"
     estimate = result.get("estimate", {})
     numbers = (result["median_s"], *(result["peak_gb"][x] for x in ("allocated", "reserved")))
     numbers += (estimate.get("peak_gb"), estimate.get("ratio"))
@@ -260,12 +262,12 @@ def line(name: str, result: dict, ours: dict | None) -> str:
     phases = ", ".join(f"{phase} {x:.2f}" for phase, x in result.get("phases_s", {}).items())
     if ours is not None:
         phases = f"{result['median_s'] / ours['median_s']:.2f} times ours"
-    return f"{name:26} {cells}   {phases} {told}".rstrip()
+    return f"{name:26} {cells}   {phases} {failure}".rstrip()
 
 
 def show(names: list[str], results: dict[str, dict]) -> None:
-    """The table, and the bars."""
-    titles = " ".join(f"{x:>8}" for x in ("s a step", "peak GB", "reserved", "estimate", "ratio"))
+    """Print the table and the limits."""
+    titles = " ".join(f"{x:>8}" for x in ("s/step", "peak GB", "reserved", "estimate", "ratio"))
     print(f"\n{'':26} {titles}   phases, s")
     for name in names:
         ours = results.get(name.split(", TRL")[0]) if CASES[name].program == "trl" else None
@@ -278,7 +280,7 @@ def show(names: list[str], results: dict[str, dict]) -> None:
 
 
 def groups(names: list[str], smoke: bool) -> list[list[str]]:
-    """What shares a process: nothing but tiny cases, whose imports would take longest."""
+    """Cases by process: one each, but tiny cases share one, because imports would take longest."""
     if not smoke:
         return [[name] for name in names]
     by_program = ([name for name in names if CASES[name].program == program] for program in ("ours", "trl"))
@@ -290,32 +292,32 @@ def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory
     results: dict[str, dict] = {}
     until, unmet = time.monotonic() + seconds, lacking(asked_for())
     for group in groups(names, smoke):
-        found = {name: {"status": "skipped", "reason": why} for name in group if (why := why_not(CASES[name]))}
-        able = [name for name in group if name not in found]
+        rows = {name: {"status": "skipped", "reason": why} for name in group if (why := why_not(CASES[name]))}
+        able = [name for name in group if name not in rows]
         left, limit = until - time.monotonic(), sum(CASES[name].limit for name in able)
         if able and left < 20:
-            found |= {name: {"status": "skipped", "reason": "the time was up; run it by --cases"} for name in able}
+            rows |= {name: {"status": "skipped", "reason": "the time was up; run it by --cases"} for name in able}
         elif able:
-            found |= run(able, directory, smoke, min(left, limit))
-        for name, result in found.items():
+            rows |= run(able, directory, smoke, min(left, limit))
+        for name, result in rows.items():
             case = tiny(CASES[name]) if smoke else CASES[name]
             date = datetime.now(UTC).isoformat(timespec="seconds")
             result |= {"settings": asdict(case), "smoke": smoke, "date": date, "packages_lacking": unmet}
             result["bars"] = judged(case, result, smoke)
             print(line(name, result, None), flush=True)
-        results |= found
-        keep(path, found)
+        results |= rows
+        keep(path, rows)
     return results
 
 
 def place() -> str | None:
-    """Where the weights lie while it runs: in memory if there is room, else where temporary files do."""
+    """Directory of the weights: in memory if they fit, else None, for temporary files."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
 
 
 def has_gpu() -> bool:
-    """Whether there is a CUDA GPU; asked elsewhere, so that this process takes none of its memory."""
+    """Check for a CUDA GPU in another process, so that this one takes none of its memory."""
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -324,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too")
-    parser.add_argument("--seconds", type=float, default=570, help="after which no case is begun or goes on")
+    parser.add_argument("--seconds", type=float, default=570, help="time limit of all cases")
     parser.add_argument("--results", type=Path, help=f"by default {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     began = time.monotonic()

@@ -26,18 +26,18 @@ GPU = torch.cuda.is_available()
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part."""
-    found = {"python": platform.python_version()}
+    """Versions of the packages."""
+    packages = {"python": platform.python_version()}
     for name in ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes"):
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            packages[name] = "none"
+    return packages
 
 
 def hardware() -> dict[str, Any]:
-    """What it runs on."""
+    """Hardware of the machine."""
     if not GPU:
         return {"device": "cpu", "cores": os.cpu_count()}
     properties = torch.cuda.get_device_properties(0)
@@ -48,32 +48,32 @@ def hardware() -> dict[str, Any]:
 
 
 def drawn(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers, drawn where that is quick."""
+    """Random numbers, drawn on the fastest device."""
     if "norm" in name or name.endswith("bias"):
         return torch.full(shape, float("norm" in name), dtype=dtype)
     return (torch.randn(shape, dtype=dtype, device="cuda" if GPU else "cpu") * 0.02).cpu()
 
 
 def shard_of(name: str) -> str:
-    """The file in which a weight lies: its layer's, or one of its own."""
+    """File of a weight: its layer's, or its own."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return f"{layer[1] if layer else name}.safetensors"
 
 
 def save_folder(folder: Path, made: Any, files: Path) -> None:
-    """What `from_pretrained` reads of a model, whose weights lie elsewhere."""
+    """Write the files of a model for `from_pretrained`, with links to its weights."""
     made.config.architectures = [type(made).__name__]
     made.config.save_pretrained(folder)
     tokenizer(Shape(made.config.vocab_size, 0, 0, 0, 0, 0)).save_pretrained(folder)
-    index = {name: shard_of(name) for name, _ in made.named_parameters()}  # what is tied comes once
+    index = {name: shard_of(name) for name, _ in made.named_parameters()}  # tied weights occur once
     for file in set(index.values()):
         (folder / file).symlink_to(files / file)
-    told = {"metadata": {"total_size": 2 * made.num_parameters()}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+    content = {"metadata": {"total_size": 2 * made.num_parameters()}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
 def save_adapter(folder: Path, scorer: Any) -> None:
-    """A reward adapter that is not trained."""
+    """Reward adapter with random weights."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ def save_adapter(folder: Path, scorer: Any) -> None:
 
 
 def save_models(shape: str, directory: Path) -> None:
-    """A base, a classifier on the same trunk, and a reward adapter on it, of random weights."""
+    """Write a base, a classifier on the same trunk, and a reward adapter on it, with random weights."""
     if (directory / "adapter" / "adapter_model.safetensors").exists():
         return
     from estimate import config_of
@@ -113,7 +113,7 @@ def save_models(shape: str, directory: Path) -> None:
 
 
 def rows(case: Case, directory: Path) -> tuple[Any, list[str]]:
-    """The tokenizer, and prompts for four steps."""
+    """Tokenizer, and prompts for four steps."""
     vocabulary = json.loads((directory / "base" / "config.json").read_text())["vocab_size"]
     shape = Shape(vocabulary, 0, 0, 0, case.prompt, 0)
     return tokenizer(shape), prompts(shape, 4 * case.batch * case.accumulation)
@@ -123,7 +123,7 @@ def rows(case: Case, directory: Path) -> tuple[Any, list[str]]:
 
 
 def arguments(case: Case, directory: Path) -> dict[str, Any]:
-    """What trainer and estimate are both given."""
+    """Arguments of both the trainer and the estimate."""
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
 
@@ -154,7 +154,7 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
 
 
 def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
-    """What rewards the run; of a classifier in bf16 the estimate reads the config."""
+    """Reward of the run; for a classifier in bf16 the estimate reads the config."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from trl_ppo_ext import RewardAdapter
@@ -170,10 +170,10 @@ def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
 
 
 def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu") -> dict[str, Any]:
-    """What `estimate_memory` says of a case."""
+    """Estimate of a case."""
     from trl_ppo_ext import estimate_memory
 
-    said = estimate_memory(
+    estimate = estimate_memory(
         str(directory / "base"),
         reward_funcs=reward_of(case, directory, loaded=False),
         prompt_length=case.prompt,
@@ -181,12 +181,12 @@ def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu
         device=device,
         **arguments(case, directory),
     )
-    by_phase = {phase.name: phase.bytes / GB for phase in said.phases}
-    return {"peak_gb": said.peak / GB, "needed_gb": said.needed / GB, "by_phase": by_phase}
+    by_phase = {phase.name: phase.bytes / GB for phase in estimate.phases}
+    return {"peak_gb": estimate.peak / GB, "needed_gb": estimate.needed / GB, "by_phase": by_phase}
 
 
 def tracker_of_device() -> Any:
-    """Follows peaks by phase, of the allocator of a GPU with what it has reserved."""
+    """Tracks peaks of a GPU's allocator by phase, allocated and reserved."""
     from estimate import CUDATracker, Tracker
 
     class Peaks(CUDATracker):
@@ -200,13 +200,13 @@ def tracker_of_device() -> Any:
 
 
 def watch(trainer: Any, tracker: Any) -> None:
-    """Tell the tracker when a phase begins and ends."""
+    """Report the beginning and the end of a phase to the tracker."""
     from estimate import in_phase
 
     collector, generator = trainer.collector, trainer.collector.generator
     models = [trainer.model, *(getattr(x, "model", None) for x in collector.rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
-        for tensor in [*model.parameters(), *model.buffers()]:  # those from a file were made by no operation
+        for tensor in [*model.parameters(), *model.buffers()]:  # tensors read from a file come from no operation
             tracker.add(tensor)
     for reward in collector.rewards:
         reward.score = in_phase(tracker, "score", reward.score)
@@ -215,7 +215,7 @@ def watch(trainer: Any, tracker: Any) -> None:
 
 
 class Teller(Clock):
-    """Tells what was measured so far at every step: the time may be up before the last."""
+    """Prints the measurements so far at every step, because the time limit may end the run."""
 
     def __init__(self, optimizer_steps: int, tell: Callable[[list[float], list[dict]], None]):
         super().__init__(optimizer_steps)
@@ -228,8 +228,8 @@ class Teller(Clock):
 
 
 def measured(seconds: list[float], logs: list[dict], case: Case, tracker: Any) -> dict[str, Any]:
-    """What the steps after those of warm-up took, or those of warm-up as long as there are no others."""
-    tracker.enter("update")  # in which a step ends
+    """Measurements of the steps after the warm-up, or of the warm-up if there are no others."""
+    tracker.enter("update")  # a step ends in this phase
     logs, peaks = logs[case.warmup :] or logs, {phase: tracker.peaks[phase] / GB for phase in ("load", *PHASES)}
     return {
         **timed(seconds, case),
@@ -251,12 +251,12 @@ def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
     from trl_ppo_ext import PPOTrainer
 
     save_models(case.shape, directory)
-    said, tracker, found = estimated(case, directory), tracker_of_device(), {}
+    estimate, tracker, result = estimated(case, directory), tracker_of_device(), {}
 
     def so_far(seconds: list[float], logs: list[dict]) -> None:
-        found.update(measured(seconds, logs, case, tracker))
-        found["estimate"] = said | {"ratio": said["peak_gb"] / found["peak_gb"]["allocated"]}
-        tell(found)
+        result.update(measured(seconds, logs, case, tracker))
+        result["estimate"] = estimate | {"ratio": estimate["peak_gb"] / result["peak_gb"]["allocated"]}
+        tell(result)
 
     words, texts = rows(case, directory)
     with tracker:
@@ -271,11 +271,11 @@ def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
         )
         watch(trainer, tracker)
         trainer.train()
-    return found
+    return result
 
 
 def timed(seconds: list[float], case: Case) -> dict[str, Any]:
-    """Seconds of the steps after those of warm-up, of which there may be none yet."""
+    """Seconds of the steps after the warm-up; may be empty."""
     seconds = seconds[case.warmup :]
     return {"seconds": seconds, "median_s": statistics.median(seconds) if seconds else None}
 
@@ -330,25 +330,25 @@ def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, 
     return timed(clock.seconds, case) | {"peak_gb": dict(zip(("allocated", "reserved"), peaks, strict=True))}
 
 
-def say(name: str, status: str, found: dict[str, Any]) -> None:
-    """Tell the process that waits; what is told last counts."""
-    told = {"hardware": hardware(), "versions": versions(), "status": status, **found}
-    print(f"\n{MARK}{json.dumps([name, told])}", flush=True)
+def say(name: str, status: str, result: dict[str, Any]) -> None:
+    """Print a result for the parent process; the last one counts."""
+    entry = {"hardware": hardware(), "versions": versions(), "status": status, **result}
+    print(f"\n{MARK}{json.dumps([name, entry])}", flush=True)
 
 
 def run(name: str, directory: Path, smoke: bool) -> None:
-    """A case, or why it failed."""
+    """Run a case; return its result, or the reason of its failure."""
     case = tiny(CASES[name]) if smoke else CASES[name]
     program = {"ours": ours, "trl": trl}[case.program]
     try:
-        say(name, "done", program(case, directory / case.shape, lambda found: say(name, "cut short", found)))
+        say(name, "done", program(case, directory / case.shape, lambda result: say(name, "cut short", result)))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         say(name, "failed", {"reason": reason, "errors": traceback.format_exc()[-1500:]})
 
 
 def make_tiny() -> None:
-    """Every shape becomes a tiny one."""
+    """Replace every shape by a tiny one."""
     from estimate import MODELS
 
     MODELS.update({name: (64, 128, 2, 4, 2, 512, tied) for name, (*_, tied) in MODELS.items()})
@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--make", metavar="SHAPE")
     args = parser.parse_intermixed_args()
-    if args.smoke and (args.make or CASES[args.cases[0]].program == "ours"):  # TRL reads what was made
+    if args.smoke and (args.make or CASES[args.cases[0]].program == "ours"):  # TRL reads these files
         make_tiny()
     if args.make:
         save_models(args.make, args.directory / args.make)

@@ -1,4 +1,4 @@
-"""How far each setting ends from the certified optimum: `python benchmarks/optimum.py`, about a minute each.
+"""Gap of each setting to the known optimum: `python benchmarks/optimum.py`, about a minute each.
 
 The problem of tests/optimum/optimum.py can be enumerated. `gap` is what a setting leaves of the way from the
 reference to the best that exact gradient ascent reaches with the same adapter: 0 is all of it, above 1 is worse than
@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 GROUPS = {"critic": "none", "num_generations": 64}
-# a KL in the loss weighs against advantages as they are: whitening would change what kl_coef means
+# whitening would change the effective kl_coef of a KL in the loss
 IN_LOSS = {"kl_placement": "loss", "whiten_advantages": False}
 
 # name: (settings, tokens of a response); the first ones must be within 0.02
@@ -75,7 +75,7 @@ def measure(job: tuple[str, int, int]) -> tuple[str, int, dict]:
 
 
 def table(results: dict[str, dict[str, dict]]) -> str:
-    """The results as Markdown, in the order of the settings."""
+    """Results as Markdown, in the order of the settings."""
     lines = ["| setting | gap, by seed | mean | seconds |", "|---|---|---|---|"]
     for name in (name for name in ROWS if name in results):
         runs = [results[name][seed] for seed in sorted(results[name])]
@@ -108,7 +108,7 @@ def main() -> None:
         for name, seed, result in pool.map(measure, jobs):
             results.setdefault(name, {})[str(seed)] = result
             print(f"{name}, seed {seed}: gap {result['gap']:.4f}", file=sys.stderr, flush=True)
-            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # what is measured is not lost
+            args.output.write_text(json.dumps(measured, indent=2) + "\n")  # keep finished measurements
     print(table(results))
 
 

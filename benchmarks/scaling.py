@@ -1,4 +1,4 @@
-"""How a PPO step grows with the batch, the completions and the groups: `python benchmarks/scaling.py`.
+"""Scaling of a PPO step with the batch, the completions and the groups: `python benchmarks/scaling.py`.
 
 Micro-batches stay at 8 completions; each row is a process of its own, with one step of warm-up. Prints a table of
 seconds, of seconds a thousand tokens, and of peak resident memory above that after the imports, and writes
@@ -18,7 +18,7 @@ from step import HERE, PEERS, about, installed
 
 MICRO_BATCH, PROMPT = 8, 48
 MODEL = "8192,256,6"  # vocabulary, hidden size, layers
-ROWS = [  # what grows, completions, tokens of a completion, completions of a prompt, sampled at a time
+ROWS = [  # varied size, completions, tokens per completion, completions per prompt, sampled at a time
     *[("batch", batch, 64, 1, batch) for batch in (8, 16, 32, 64)],
     *[("completions", 8, response, 1, 8) for response in (64, 128, 256, 512, 1024)],
     *[("both", batch, response, 1, batch) for batch, response in ((32, 256), (64, 256))],
@@ -58,12 +58,12 @@ def main() -> None:
     rows = []
     for grows, *sizes in (row for row in ROWS if args.only is None or row[0] in args.only):
         batch, response = sizes[:2]
-        found = measure(*sizes, args.dtype, args.steps)
+        result = measure(*sizes, args.dtype, args.steps)
         thousands = batch * (PROMPT + response) / 1000
         row = dict(zip(("completions", "response", "num_generations", "at_a_time"), sizes))
-        measured = {"seconds": found["median"], "peak_mib": found["peak_mib"], "phases": found["phases"]}
+        measured = {"seconds": result["median"], "peak_mib": result["peak_mib"], "phases": result["phases"]}
         rows.append({"grows": grows} | row | measured)
-        numbers = (f"{found['median']:.2f}", f"{found['median'] / thousands:.3f}", f"{found['peak_mib']:.0f}")
+        numbers = (f"{result['median']:.2f}", f"{result['median'] / thousands:.3f}", f"{result['peak_mib']:.0f}")
         table.add_row(grows, *map(str, sizes), *numbers)
     Console(width=120).print(table)
     args.results.write_text(json.dumps(about() | {"dtype": args.dtype, "rows": rows}, indent=1) + "\n")

@@ -65,7 +65,7 @@ def provided(peer: str, place: Path) -> tuple[str, dict[str, str]]:
 
 
 def run(program: str, shape: str, dtype: str, steps: int) -> dict:
-    """One process of a program; what its last line says."""
+    """Run one process of a program; return the result in its last line."""
     worker, more, peer = PROGRAMS[program]
     python, environment = installed(peer)
     command = [python, str(PEERS / worker), shape, dtype, str(steps + 1), *more]
@@ -76,7 +76,7 @@ def run(program: str, shape: str, dtype: str, steps: int) -> dict:
 
 
 def together(runs: list[dict]) -> dict:
-    """What several processes of one program measured."""
+    """Summary of several processes of one program."""
     seconds = [x for each in runs for x in each["seconds"]]
     phases = [each["phases"] for each in runs if "phases" in each]
     summary = {

@@ -24,7 +24,7 @@ BASELINE = resident()
 
 
 def agent_of(shape, dtype: torch.dtype) -> LLMPPO:
-    """An agent with its defaults, but for sizes, epochs and what the other programs have switched off."""
+    """Agent with its defaults, except for sizes, epochs and features that are off in the other programs."""
     with tempfile.TemporaryDirectory() as path:
         model(shape, dtype).save_pretrained(path)
         return LLMPPO(
@@ -48,7 +48,7 @@ def agent_of(shape, dtype: torch.dtype) -> LLMPPO:
 
 
 def observations(shape, generate: str) -> list[list[dict]]:
-    """Four batches of prompts, each as what `get_action` is given: one mapping of all rows, or one a row."""
+    """Four batches of prompts as inputs of `get_action`: one mapping of all rows, or one per row."""
     words = tokenizer(shape)
     rows = torch.tensor([words(text)["input_ids"] for text in prompts(shape, 4 * shape.batch)])
     size = shape.batch if generate == "batch" else 1
@@ -57,7 +57,7 @@ def observations(shape, generate: str) -> list[list[dict]]:
 
 def main(name: str, dtype: str, steps: int, generate: str = "batch") -> None:
     if generate not in ("batch", "each"):
-        raise ValueError(f"GENERATE is {generate!r}; give 'batch' or 'each'")
+        raise ValueError(f"GENERATE is {generate!r}; use 'batch' or 'each'")
     shape = shape_of(name)
     weights = torch.bfloat16 if dtype == "bf16" else torch.float32
     agent = agent_of(shape, weights)

@@ -1,4 +1,4 @@
-"""What all programs of `benchmarks/step.py` share: shapes, models, data, the clock."""
+"""Shapes, models, data and clock of all programs of `benchmarks/step.py`."""
 
 import json
 import os
@@ -43,12 +43,12 @@ SHAPES = {
 
 
 def shape_of(name: str) -> Shape:
-    """By name, or `"vocabulary,hidden,layers,batch,prompt,response"`."""
+    """Shape by name, or from `"vocabulary,hidden,layers,batch,prompt,response"`."""
     return SHAPES[name] if name in SHAPES else Shape(*map(int, name.split(",")))
 
 
 def model(shape: Shape, dtype: torch.dtype, classifier: bool = False, seed: int = 0):
-    """Random weights; a policy or a classifier of that shape."""
+    """Policy or classifier of a shape, with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -67,7 +67,7 @@ def model(shape: Shape, dtype: torch.dtype, classifier: bool = False, seed: int 
 
 
 def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """Tokenizer with one token per word."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     words = [f"w{i}" for i in range(shape.vocabulary - len(special))]
     inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate([*special, *words])}, unk_token="<unk>"))
@@ -91,7 +91,7 @@ def resident() -> float:
 
 
 class Clock(TrainerCallback):
-    """Notes the seconds of each PPO step, of `optimizer_steps` optimizer steps each."""
+    """Records the seconds of each PPO step of `optimizer_steps` optimizer steps each."""
 
     def __init__(self, optimizer_steps: int):
         self.optimizer_steps = optimizer_steps
@@ -109,9 +109,9 @@ class Clock(TrainerCallback):
 
 
 def report(seconds: list[float], baseline: float, warmup: int = 1, **more) -> None:
-    """Print what was measured as the last line: seconds of each step, and MiB above those after the imports."""
+    """Print the measurements as the last line: seconds of each step, and MiB above those after the imports."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - baseline
-    told = {"seconds": seconds[warmup:], "median": statistics.median(seconds[warmup:]), "peak_mib": peak} | more
-    print("\n" + json.dumps(told))
+    result = {"seconds": seconds[warmup:], "median": statistics.median(seconds[warmup:]), "peak_mib": peak} | more
+    print("\n" + json.dumps(result))
     sys.stdout.flush()
-    os._exit(0)  # nothing of the shutdown is measured
+    os._exit(0)  # exclude the shutdown

@@ -364,7 +364,7 @@ def test_served_classifier_scores_as_in_this_process(served, monkeypatch):
         (b"{", f"Bearer {KEY}", 400, "must be JSON"),
         (b"[1]", f"Bearer {KEY}", 400, "must be"),
         (b'{"prompts": ["a"], "completions": []}', f"Bearer {KEY}", 400, "1 prompts for 0 completions"),
-        (b'{"prompts": ["a"], "completions": [3]}', f"Bearer {KEY}", 400, "must all be text"),
+        (b'{"prompts": ["a"], "completions": [3]}', f"Bearer {KEY}", 400, "all text or all lists"),
         (b'{"prompts": [[{"role": 3}]], "completions": [[{"role": 4}]]}', f"Bearer {KEY}", 500, "scoring failed with"),
         (b" " * 5001, f"Bearer {KEY}", 413, "longer than 5000 bytes"),
     ],
