@@ -244,8 +244,8 @@ KNOWN_FROM_ARGUMENTS = [
     case("reward_model", TypeError, r"no argument `reward_model`.*pass it in `reward_funcs`", reward_model=None),
     case("ref_model", TypeError, r"no argument `ref_model`.*remove it: the reference is", ref_model=None),
     case("value_model", TypeError, r"no argument `value_model`.*remove it: the critic is", value_model=None),
-    case("tokenizer", TypeError, r"no argument `tokenizer`.*called `processing_class` now", tokenizer=tokenizer),
-    case("config", TypeError, r"no argument `config`.*called `args` now", config=None),
+    case("tokenizer", TypeError, r"no argument `tokenizer`.*renamed to `processing_class`", tokenizer=tokenizer),
+    case("config", TypeError, r"no argument `config`.*renamed to `args`", config=None),
     case("unknown argument", TypeError, r"PPOTrainer has no argument `max_length`", max_length=3),
 ]
 
