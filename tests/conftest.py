@@ -19,10 +19,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def all_cores():
-    """For the test that trains for a minute, if no other worker needs the cores."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        yield
-        return
+    """For the tests that train for a minute."""
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)

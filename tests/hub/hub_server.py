@@ -73,7 +73,7 @@ class RefusedError(Exception):
 class Hub:
     """The server, its repositories and the requests it got.
 
-    `tokens` maps a token to its user and its right to write.
+    `tokens` maps a token to its user and its write access.
     """
 
     def __init__(self, part_size=64 * 1024):

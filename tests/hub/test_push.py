@@ -156,7 +156,7 @@ def test_run_with_rejected_pushes_warns_and_trains_to_its_end(hub, client):
     assert (folder / "checkpoint-1").is_dir() and (folder / "checkpoint-2" / "manifest.json").is_file()
     assert not list(folder.glob(".pushing*"))
     said = client.output.read_bytes()[printed:].decode()
-    assert "The push of step 2 failed" in said and "403" in said and "right to write" in said and READER not in said
+    assert "The push of step 2 failed" in said and "403" in said and "write access" in said and READER not in said
     assert hub.repositories["me/closed"].messages == ["initial commit"]
 
 

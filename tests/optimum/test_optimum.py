@@ -27,15 +27,13 @@ WITH_CRITIC_OR_GROUPS = {
     "dr_grpo": GROUPS | {"advantage_estimator": "dr_grpo"},
     "rloo": GROUPS | {"advantage_estimator": "rloo"},
 }
-IN_A_MINUTE = ("head", 0)  # the others are part of `make test-all`
 # with seed 0 the best response to one prompt starts at 0.0012: a run may lose it by its random numbers (0.058)
 SEEDS = {"head": (0, 1, 2), "adapter": (1, 2)}
 CASES = [(name, seed) for name in WITH_CRITIC_OR_GROUPS for seed in SEEDS.get(name, (0,))]
 
 
-@pytest.mark.parametrize(
-    "name, seed", [pytest.param(*case, marks=() if case == IN_A_MINUTE else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, seed", CASES)
 def test_training_reaches_the_optimum_of_exact_ascent(name, seed, tmp_path, all_cores):
     result = gap(seed, tmp_path, **WITH_CRITIC_OR_GROUPS[name])
     way = result["best"] - result["reference"]

@@ -134,7 +134,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "no column that the reward needs",
         ValueError,
-        r"`needs_answer` cannot be called: .*'answer'.*`train_dataset` \(`target`\).*add a missing column",
+        r"`needs_answer` cannot be called: .*`answer`.*`train_dataset` \(`target`\).*add a missing column",
         reward_funcs=lambda: needs_answer,
     ),
     case(

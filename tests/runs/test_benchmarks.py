@@ -45,6 +45,7 @@ def main_of(module, monkeypatch, *arguments):
 # ---- gpu.sh ----
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_tiny_models_on_whatever_is_there(tmp_path, monkeypatch):
     path = tmp_path / "results" / "gpu.json"
     monkeypatch.setenv("PYTHON", sys.executable)

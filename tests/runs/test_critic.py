@@ -521,7 +521,7 @@ def test_run_without_a_critic_has_no_values(tmp_path, estimator):
 REFUSED = [
     ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
     (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo' or 'reinforce' without"),
-    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not go with `critic='head'`; use 'gae' with"),
+    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not work with `critic='head'`; use 'gae' with"),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(
         (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`num_generations` .*'{name}'`.* got 1;")

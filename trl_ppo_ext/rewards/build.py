@@ -54,8 +54,9 @@ def check_signature(function: Callable, columns: Iterable[str] | None = None, da
     try:
         signature.bind(**dict.fromkeys([*PASSED, *columns]))
     except TypeError as error:
+        cause = str(error).replace("'", "`")  # Python quotes the parameter
         raise ValueError(
-            f"The reward function `{_name(function)}` cannot be called: {error}. It gets {', '.join(PASSED)} and the "
+            f"The reward function `{_name(function)}` cannot be called: {cause}. It gets {', '.join(PASSED)} and the "
             f"other columns of {dataset}{available}, all by keyword; end its parameters with `**kwargs`, and add a "
             "missing column, or rename the parameter."
         ) from None

@@ -291,7 +291,7 @@ def test_wrong_config_is_refused_with_field_value_and_remedy(there, capsys, chan
 def test_invalid_reward_is_refused_before_weights_are_loaded(there, monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "load_actor_critic", lambda *given: pytest.fail("weights were loaded"))
     assert run(reward_funcs="accuracy_reward") == 2
-    assert "`accuracy_reward` cannot be called: it needs `solution`" in capsys.readouterr().err
+    assert "`accuracy_reward` cannot be called: missing a required argument: `solution`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -158,18 +158,18 @@ def takes_places(prompts, /, **kwargs):
 @pytest.mark.parametrize(
     ("function", "columns", "message"),
     [
-        (takes_texts, None, r"`takes_texts` cannot be called: got an unexpected keyword .*'prompts'.*`\*\*kwargs`"),
-        (takes_texts, [], r"missing a required argument: 'texts'.*rename the parameter"),
-        (needs_target, ["answer"], r"missing a required argument: 'target'\..*\(`answer`\).*add a missing column"),
+        (takes_texts, None, r"`takes_texts` cannot be called: got an unexpected keyword .*`prompts`.*`\*\*kwargs`"),
+        (takes_texts, [], r"missing a required argument: `texts`.*rename the parameter"),
+        (needs_target, ["answer"], r"missing a required argument: `target`\..*\(`answer`\).*add a missing column"),
         (needs_target, [], r"the other columns of the dataset \(none\)"),
         (
             takes_no_columns,
             ["target"],
-            r"unexpected keyword argument 'target'\..*end its parameters with `\*\*kwargs`",
+            r"unexpected keyword argument `target`\..*end its parameters with `\*\*kwargs`",
         ),
-        (takes_places, None, r"`takes_places` cannot be called: .*'prompts'"),
-        (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: .*'target'"),
-        (list, None, r"unexpected keyword argument 'prompts'"),
+        (takes_places, None, r"`takes_places` cannot be called: .*`prompts`"),
+        (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: .*`target`"),
+        (list, None, r"unexpected keyword argument `prompts`"),
     ],
 )
 def test_signature_that_does_not_fit_raises(function, columns, message):
