@@ -151,15 +151,15 @@ def uses_fsdp(args: Any) -> bool:
 
 
 def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
-    plugin_args = args.fsdp_plugin_args or {}
+    settings = args.fsdp_plugin_args or {}
     default = 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)
-    if int(plugin_args.get("fsdp_version", default)) != 2:
+    if int(settings.get("fsdp_version", default)) != 2:
         raise ValueError(
             "FSDP1 and FSDP for XLA are unsupported: log-probs use the output projection from outside. Set "
             "`fsdp_version: 2` in Accelerate's file (`fsdp_config={'version': 2}` in the config), use DeepSpeed's "
             "ZeRO-3, or DDP with a 4-bit base."
         )
-    return FullyShardedDataParallelPlugin(**plugin_args)
+    return FullyShardedDataParallelPlugin(**settings)
 
 
 def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:

@@ -83,12 +83,12 @@ class PPOTrainer(Trainer):
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
-            The base model. A string is loaded in the run's dtype with `args.model_init_kwargs`. The adapter of a
+            The base model. A string is loaded in the run's dtype with `model_init_kwargs`. The adapter of a
             `PeftModel` starts the policy, and a frozen copy of it is the reference.
         reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
             Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if given as a string, see
-            `args.reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
-            with `args.reward_weights`.
+            `reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
+            with `reward_weights`.
         args ([`PPOConfig`], *optional*): Config of the run.
         train_dataset (`Dataset` or `IterableDataset`):
             Rows with a `"prompt"` (text or chat messages); reward functions receive the other columns.
@@ -102,7 +102,7 @@ class PPOTrainer(Trainer):
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
         ptx_dataset (`Dataset`, *optional*):
-            Rows of a supervised loss with weight `args.ptx_coef`: `"text"`, `"messages"`, or `"prompt"` and
+            Rows of a supervised loss with weight `ptx_coef`: `"text"`, `"messages"`, or `"prompt"` and
             `"completion"`. Every optimizer step takes as many rows as completions.
 
     Raises:
@@ -653,7 +653,7 @@ class PPOTrainer(Trainer):
         private: bool | None = None,
         **metadata: Any,
     ) -> Any:
-        """Save adapters, critic, card and report to `args.output_dir`, and push that folder without checkpoints."""
+        """Save adapters, critic, card and report to `output_dir`, and push that folder without checkpoints."""
         return hub.push_run(self, commit_message, blocking, token, revision, private, metadata)
 
 

@@ -249,17 +249,19 @@ def spread_rows(dataset: Any, count: int) -> Any:
 
 def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`] and [`estimate_memory`]: models, adapter and rewards."""
-    name, config, kwargs = model.model_name_or_path, cast(trl.ModelConfig, model), cast(dict, args.model_init_kwargs)
+    name, config, options = model.model_name_or_path, cast(trl.ModelConfig, model), cast(dict, args.model_init_kwargs)
     if name is None:
         raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
     if script.ignore_bias_buffers:
         raise ValueError("`ignore_bias_buffers` only helps models without adapters; omit it.")
-    kwargs, revision = dict(kwargs or {}), None if model.model_revision == "main" else model.model_revision
+    options, revision = dict(options or {}), None if model.model_revision == "main" else model.model_revision
     settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
     for key, value in settings.items():
-        if value is not None and kwargs.setdefault(key, value) != value:
-            raise ValueError(f"`{key}` is {value!r}, and {kwargs[key]!r} in `model_init_kwargs`; omit one of the two.")
-    args.model_init_kwargs = kwargs or None
+        if value is not None and options.setdefault(key, value) != value:
+            raise ValueError(
+                f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`; omit one of the two."
+            )
+    args.model_init_kwargs = options or None
     try:
         if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
             AutoConfig.from_pretrained(name, **hub_kwargs(args))

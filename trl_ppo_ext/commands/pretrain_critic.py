@@ -87,6 +87,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
+    trainer.collector.warns_of_far_scores = False  # they mislead only a policy that learns
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
     rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}

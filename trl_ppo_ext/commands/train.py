@@ -101,10 +101,10 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
 
     # 2. Run the trainer's checks, up to the weights.
-    kwargs = trainer_arguments(script, args, model, splits)
-    ptx = kwargs.pop("ptx_dataset", None) is not None
-    evaluation, name, start = kwargs.pop("eval_dataset", None), kwargs["model"], args.critic_init
-    check_trainer_arguments(**kwargs, reward_processing_classes=[], optimizer=None)
+    arguments = trainer_arguments(script, args, model, splits)
+    ptx = arguments.pop("ptx_dataset", None) is not None
+    evaluation, name, start = arguments.pop("eval_dataset", None), arguments["model"], args.critic_init
+    check_trainer_arguments(**arguments, reward_processing_classes=[], optimizer=None)
     try:
         if start is not None:
             read_critic(start, args.critic, name, args.reward_label)
@@ -112,7 +112,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         raise ValueError(f"`critic_init={start!r}` cannot be used: {error}") from error
     tokenizer, context = load_tokenizer(name, name, None, args)
     length, template_kwargs = args.max_completion_length, cast(dict, args.chat_template_kwargs)
-    for rows, argument in ((evaluation, "eval_dataset"), (kwargs.pop("train_dataset"), "train_dataset")):
+    for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
             prompts = tokenize_prompts(rows, tokenizer, argument, length, context, template_kwargs)[PROMPT_IDS]
     if args.process_index:  # the first process prints for all
@@ -125,7 +125,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     duration = f"{max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
     duration = f"{args.num_train_epochs:g} passes over the dataset" if max_steps < 0 else duration
     print(
-        f"model:   {name}; {'quantized' if kwargs['quantization_config'] else 'not quantized'}\n"
+        f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
         f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)} rows, and up to {length} per "
         f"completion, in a context of {context or 'unknown length'}\n"
@@ -140,7 +140,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     if context is not None:  # longer prompts would be an error
         longest = min(longest, context - length)
     try:
-        estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=longest, device=device.type)
+        estimate = estimate_memory(**arguments, ptx=ptx, prompt_length=longest, device=device.type)
         print(f"memory:  with prompts of {longest} tokens, on each process")
         on_gpu = device.type == "cuda"
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)

@@ -23,7 +23,7 @@ __all__ = [
 def build_generator(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
 ) -> Generator:
-    """The generator of `args.generation_backend`."""
+    """The generator of `generation_backend`."""
     if args.generation_backend == "continuous_batching":
         return ContinuousBatchingGenerator(actor_critic, tokenizer, args, accelerator)
     return TransformersGenerator(actor_critic, tokenizer, args, accelerator)

@@ -42,7 +42,7 @@ class ContinuousBatchingGenerator:
         self.base: Any = actor_critic.policy.get_base_model()
         self.device = accelerator.device
         self.batch_size = args.per_device_generation_batch_size
-        self.kwargs = dict(args.generation_kwargs or {})
+        self.settings = dict(args.generation_kwargs or {})
         self.show_progress = not args.disable_tqdm and accelerator.is_main_process
         self.config = sampling_config(actor_critic, tokenizer, args)
         self.stop_token_ids = frozenset(self.config.eos_token_id)
@@ -74,12 +74,12 @@ class ContinuousBatchingGenerator:
             "drop_unsupported_processors": False,
         }
         if self.device.type == "cpu":  # other programs need main memory too: take no more than the rollout needs
-            page = self.kwargs.get("page_size", ContinuousBatchingConfig().page_size)
+            page = self.settings.get("page_size", ContinuousBatchingConfig().page_size)
             lengths = [len(ids) + self.config.max_new_tokens for ids in prompts]
             defaults["num_blocks"] = sum(math.ceil(length / page) for length in lengths) * copies
             defaults["max_batch_tokens"] = CPU_BATCH_TOKENS
             defaults["safety_margin"] = 0.0  # everything fits, so no request has to wait
-        batching = ContinuousBatchingConfig(**defaults | self.kwargs, **settings)
+        batching = ContinuousBatchingConfig(**defaults | self.settings, **settings)
         attention, config, manager = self.base.config._attn_implementation, copy(self.config), None
         config.num_return_sequences = copies
         try:
@@ -149,8 +149,8 @@ def reads_paged_cache(base: PreTrainedModel) -> bool:
     """
     cache, layers = object(), []
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple:
-        layers.append(id(module) if kwargs.get("cache") is cache else None)
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **inputs: Any) -> tuple:
+        layers.append(id(module) if inputs.get("cache") is cache else None)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, attention)

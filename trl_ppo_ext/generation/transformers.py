@@ -21,6 +21,9 @@ from ..sequences import Sequences
 BLOCK = 256  # tokens by which a layer of the cache grows
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of both configs
+
+
 class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
@@ -71,16 +74,12 @@ def sampling_config(
         **{
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config),
             "use_cache": True,
         }
+        | {name: getattr(args, name) for name in SAMPLING}
         | others
     )
 

@@ -99,8 +99,8 @@ def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
 def hub_kwargs(args: Any) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that locate a model's files."""
     names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
-    kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
-    return {key: value for key, value in kwargs.items() if key in names}
+    settings = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+    return {key: value for key, value in settings.items() if key in names}
 
 
 def _load_base(

@@ -155,6 +155,10 @@ class RolloutCollector:
         if entropy_target is not None:
             self.entropy_coef = ppo_math.AdaptiveEntropy(entropy_coef, entropy_target)
         self.logits_are_checked = False
+        is_shifted = args.normalize_rewards or args.reward_baseline is not None
+        sees_all = args.lam == 1 and args.lam_length_alpha is None
+        is_new = args.critic != "none" and args.critic_init is None
+        self.warns_of_far_scores = is_new and not is_shifted and not sees_all
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -237,7 +241,7 @@ class RolloutCollector:
         response_mask = completion_mask & usable[:, None]
         if args.mask_truncated_completions:
             response_mask = response_mask & samples.stopped[:, None]
-        if state.global_step == 0:
+        if state.global_step == 0 and self.warns_of_far_scores:
             self._warn_about_far_scores(scored)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
@@ -377,11 +381,6 @@ class RolloutCollector:
         With λ < 1 the score at the end reaches earlier tokens through the values in between, which start at 0. So only
         the last tokens receive it.
         """
-        args = self.args
-        shifted = args.normalize_rewards or args.reward_baseline is not None
-        sees_all = args.lam == 1 and args.lam_length_alpha is None
-        if args.critic == "none" or args.critic_init is not None or shifted or sees_all:
-            return
         moments = RunningMoments()
         moments.update(scored.totals, scored.usable, self.all_sum)
         mean, deviation = moments.mean, math.sqrt(moments.squares / max(moments.count - 1, 1))
@@ -389,8 +388,7 @@ class RolloutCollector:
         if moments.count < 8 or not 1e-6 * abs(mean) < deviation < abs(mean) / 3:
             return
         ending, lengths = ("worse", "grow") if mean < 0 else ("better", "shrink")
-        trained = any(x.requires_grad for x in self.actor_critic.policy_parameters().values())
-        if trained and self.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
                 "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "

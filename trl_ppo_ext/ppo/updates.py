@@ -147,12 +147,9 @@ class Updates:
             "cliprange": (low, low if high is None else high),
             # "constant" is a sum over tokens with its own denominator
             "aggregation": "sequence_sum" if self.aggregation == "constant" else self.aggregation,
-            "dual_clip": args.dual_clip,
             "sequence_ratio": args.importance_sampling_level == "sequence",
-            "vf_coef": args.vf_coef,
-            "cliprange_value": args.cliprange_value,
             "kl_estimator": kl_estimator,
-        }
+        } | {name: getattr(args, name) for name in ("dual_clip", "vf_coef", "cliprange_value")}
         self.reset()
 
     def reset(self) -> None:

@@ -3,9 +3,10 @@
 `http` is imported only when it is needed, because it loads an HTTP client.
 """
 
-from .build import FunctionReward, RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
+from .build import RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .scoring import (
+    FunctionReward,
     Reward,
     RewardError,
     RewardShaping,

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, cast
 
@@ -14,30 +13,9 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ..data.prompts import PROMPT_IDS
 from ..modeling import ActorCritic
 from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
-from .scoring import Reward, ScoringBatch
+from .scoring import PASSED, FunctionReward, Reward, function_name
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
-
-# keyword arguments of every function, besides the dataset's columns
-PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
-
-class FunctionReward:
-    """Function with the signature of TRL's reward functions. It may be asynchronous."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self.name = _name(function)
-
-    def score(self, batch: ScoringBatch) -> Any:
-        """Call the function."""
-        return self.function(**{name: getattr(batch, name) for name in PASSED}, **batch.columns)
-
-
-def _name(function: Callable) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
@@ -56,9 +34,9 @@ def check_signature(function: Callable, columns: Iterable[str] | None = None, da
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
         raise ValueError(
-            f"The reward function `{_name(function)}` cannot be called: {cause}. It gets {', '.join(PASSED)} and the "
-            f"other columns of {dataset}{available}, all by keyword; end its parameters with `**kwargs`, and add a "
-            "missing column, or rename the parameter."
+            f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
+            f"{', '.join(PASSED)} and the other columns of {dataset}{available}, all by keyword; end its parameters "
+            "with `**kwargs`, and add a missing column, or rename the parameter."
         ) from None
 
 

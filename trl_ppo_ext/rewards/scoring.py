@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from ..redaction import shortened
 
 T = TypeVar("T")
+
+# keyword arguments of every function, besides the dataset's columns
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class RewardError(ValueError):
@@ -48,6 +52,25 @@ class Reward(Protocol):
 
     def score(self, batch: ScoringBatch) -> Any:
         """Score completions."""
+
+
+class FunctionReward:
+    """Function with the signature of TRL's reward functions. It may be asynchronous."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.name = function_name(function)
+
+    def score(self, batch: ScoringBatch) -> Any:
+        """Call the function."""
+        return self.function(**{name: getattr(batch, name) for name in PASSED}, **batch.columns)
+
+
+def function_name(function: Callable) -> str:
+    """Name of a function or of the class of a callable."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 class Scores(NamedTuple):
