@@ -370,6 +370,11 @@ class PPOConfig(TrainingArguments):
         """Seed of the order of prompts."""
         return self.seed if self.data_seed is None else self.data_seed
 
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the entropy enters the loss."""
+        return self.entropy_coef != 0 or self.entropy_target is not None
+
     def to_dict(self) -> dict[str, Any]:
         """Settings that are safe to log.
 

@@ -184,7 +184,7 @@ class MemoryEstimate:
         # 4. Projections to the vocabulary, and float32 derivatives by hidden states
         forward = base.forward(rows * length, width)
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
-        entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        entropy = args.trains_entropy
         kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss + has_critic) + ptx)
         projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
 
@@ -326,8 +326,8 @@ def estimate_memory(
         raise ValueError(f"`prompt_length` must be at least 1, got {prompt_length}.")
     config = getattr(model, "config", model)
     config = AutoConfig.from_pretrained(config, **hub_kwargs(args)) if isinstance(config, str) else config
-    init_kwargs, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
-    attention, dtype = init_kwargs.get("attn_implementation"), init_kwargs.get("dtype") or compute_dtype(args)
+    options, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
+    attention, dtype = options.get("attn_implementation"), options.get("dtype") or compute_dtype(args)
     dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
     supported: dict[str, tuple[Any, Collection]] = {
         "device": (device, ("cuda", "cpu")),
@@ -335,9 +335,7 @@ def estimate_memory(
         "attn_implementation": (attention, MASKED),
         "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),
         "every_n_layers": (cast(dict, args.gradient_checkpointing_kwargs or {}).get("every_n_layers"), (None,)),
-        "deepspeed": (args.deepspeed or None, (None,)),
-        "fsdp": (args.fsdp or None, (None,)),
-    }
+    } | {name: (getattr(args, name) or None, (None,)) for name in ("deepspeed", "fsdp")}
     for name, (value, values) in supported.items():
         if value not in values:
             raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")

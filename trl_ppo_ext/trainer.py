@@ -52,7 +52,7 @@ from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import RewardFunc, build_rewards
+from .rewards import REWARD_FIELDS, RewardFunc, build_rewards
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -176,14 +176,7 @@ class PPOTrainer(Trainer):
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
-            settings: dict[str, Any] = {
-                "batch_size": args.per_device_reward_batch_size,
-                "label": args.reward_label,
-                "quantization": args.reward_quantization,
-                "offload": args.offload_rewards,
-                "device": args.device,
-                "trust_remote_code": args.trust_remote_code,
-            }
+            settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
 

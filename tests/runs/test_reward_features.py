@@ -223,16 +223,16 @@ def shape(scores, **settings):
 
 
 def test_reference_baseline_is_the_first_rollouts_mean():
-    shaping, first = shape([1.0, 3.0], baseline="reference")
+    shaping, first = shape([1.0, 3.0], reward_baseline="reference")
     assert first.tolist() == [-1.0, 1.0]
     mask = torch.ones(2, dtype=torch.bool)
     assert shaping(torch.tensor([5.0, 6.0]), mask, mask, ALONE["all_sum"]).tolist() == [3.0, 4.0]
 
 
 def test_normalized_scores_use_running_mean_and_deviation():
-    _, first = shape([1.0, 2.0, 3.0], normalize=True)
+    _, first = shape([1.0, 2.0, 3.0], normalize_rewards=True)
     torch.testing.assert_close(first, torch.tensor([-1.0, 0.0, 1.0]))
-    _, equal = shape([2.0, 2.0], normalize=True)
+    _, equal = shape([2.0, 2.0], normalize_rewards=True)
     assert not equal.any()
 
 

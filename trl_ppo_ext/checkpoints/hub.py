@@ -61,11 +61,14 @@ def push_errors(repo: str, folder: str, token: str | None) -> Iterator[None]:
         raise PushError(f"`{repo}` was not pushed to the Hub ({shortened(reason)}). {kept}") from None
 
 
+def _repository(args: Any) -> str:
+    return args.hub_model_id or Path(args.output_dir).absolute().name
+
+
 def create_repository(args: Any) -> None:
     """Create the run's repository if it does not exist, before models are loaded."""
     if args.process_index == 0:
-        folder, token = args.output_dir, args.hub_token
-        repo = args.hub_model_id or Path(folder).absolute().name
+        folder, token, repo = args.output_dir, args.hub_token, _repository(args)
         with push_errors(repo, folder, token):
             create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
 
@@ -87,7 +90,7 @@ def push_run(
     if trainer.is_world_process_zero():
         _write_report(folder)
     if trainer.hub_model_id is None:
-        with push_errors(args.hub_model_id or Path(folder).absolute().name, folder, token):
+        with push_errors(_repository(args), folder, token):
             trainer.init_hf_repo(token, private)
     # 2. write the card; when a push begins, trackers add their page to the model's tags
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)

@@ -125,8 +125,7 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
     """Rows of the evaluation sets, or else those that training reaches last."""
     args, sets, train = trainer.args, trainer.eval_dataset, trainer.train_dataset
     if sets is None and not isinstance(train, IterableDataset):
-        seed = args.seed if args.data_seed is None else args.data_seed
-        order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, seed).order(epoch=0)
+        order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, args.prompt_seed).order(epoch=0)
         train = train.select(order[::-1][:count])
     sets = list(sets.values()) if isinstance(sets, dict) else [train if sets is None else sets]
     rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]

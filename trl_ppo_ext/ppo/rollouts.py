@@ -33,6 +33,9 @@ GROUP_ADVANTAGES = {
 }
 
 
+SHAPING_FIELDS = ("reward_baseline", "normalize_rewards", "reward_clip_range", "missing_eos_penalty")
+
+
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
 
@@ -139,12 +142,7 @@ class RolloutCollector:
         self.args = args
         self.accelerator = accelerator
         self.guard = guard
-        self.shaping = RewardShaping(
-            baseline=args.reward_baseline,
-            normalize=args.normalize_rewards,
-            clip_range=args.reward_clip_range,
-            missing_eos_penalty=args.missing_eos_penalty,
-        )
+        self.shaping = RewardShaping(**{name: getattr(args, name) for name in SHAPING_FIELDS})
         self.kl_estimator, self.kl_in_reward = args.kl_estimator, args.kl_placement != "loss"
         kl_coef, kl_target = args.kl_coef, args.kl_target
         self.kl_coef = ppo_math.Coefficient(kl_coef)
@@ -155,7 +153,7 @@ class RolloutCollector:
         if entropy_target is not None:
             self.entropy_coef = ppo_math.AdaptiveEntropy(entropy_coef, entropy_target)
         self.logits_are_checked = False
-        is_shifted = args.normalize_rewards or args.reward_baseline is not None
+        is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
         sees_all = args.lam == 1 and args.lam_length_alpha is None
         is_new = args.critic != "none" and args.critic_init is None
         self.warns_of_far_scores = is_new and not is_shifted and not sees_all
@@ -355,8 +353,8 @@ class RolloutCollector:
 
         Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
         """
-        args = self.args
-        gamma, lam, lam_critic, alpha = args.gamma, args.lam, args.lam_critic, args.lam_length_alpha
+        names = ("gamma", "lam", "lam_critic", "lam_length_alpha")
+        gamma, lam, lam_critic, alpha = (getattr(self.args, name) for name in names)
         lam_critic = lam if lam_critic is None else lam_critic
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
         advantages, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_policy)

@@ -139,7 +139,7 @@ class Updates:
         self.ptx = ptx
         self.device = args.device
         self.aggregation = args.loss_aggregation
-        self.with_entropy = args.entropy_coef != 0 or args.entropy_target is not None
+        self.with_entropy = args.trains_entropy
         kl_estimator = args.kl_estimator if args.kl_placement != "reward" else None
         self.exact_kl = kl_estimator == "exact"
         low, high = args.cliprange, args.cliprange_high

@@ -3,7 +3,7 @@
 `http` is imported only when it is needed, because it loads an HTTP client.
 """
 
-from .build import RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
+from .build import REWARD_FIELDS, RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .scoring import (
     FunctionReward,
@@ -19,6 +19,7 @@ from .scoring import (
 )
 
 __all__ = [
+    "REWARD_FIELDS",
     "ClassifierReward",
     "FunctionReward",
     "Reward",

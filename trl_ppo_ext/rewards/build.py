@@ -15,6 +15,15 @@ from ..modeling import ActorCritic
 from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
 from .scoring import PASSED, FunctionReward, Reward, function_name
 
+# fields of the config that are keyword arguments of `build_rewards`
+REWARD_FIELDS = (
+    "per_device_reward_batch_size",
+    "reward_label",
+    "reward_quantization",
+    "offload_rewards",
+    "trust_remote_code",
+)
+
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
 
@@ -84,27 +93,28 @@ def build_rewards(
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    batch_size: int = 16,
-    label: int | None = None,
-    quantization: str | None = "nf4",
-    offload: bool = False,
-    device: torch.device | str = "cpu",
+    per_device_reward_batch_size: int = 16,
+    reward_label: int | None = None,
+    reward_quantization: str | None = "nf4",
+    offload_rewards: bool = False,
     trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
+    batch_size, label = per_device_reward_batch_size, reward_label
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, quantization, device, trust_remote_code, label)
+            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code, label)
         if isinstance(entry, PreTrainedModel | PeftModel):
             if not getattr(entry, "is_quantized", False):
-                entry = entry.to("cpu" if offload else device)
-            elif offload and getattr(entry, "is_loaded_in_8bit", False):
+                entry = entry.to("cpu" if offload_rewards else device)
+            elif offload_rewards and getattr(entry, "is_loaded_in_8bit", False):
                 raise ValueError(
                     "`offload_rewards=True` moves reward models, and an int8 model cannot be moved; use "
                     "`reward_quantization='nf4'` or `offload_rewards=False`."
                 )
-            place = torch.device(device) if offload else None
+            place = torch.device(device) if offload_rewards else None
             rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trust_remote_code, place))
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))

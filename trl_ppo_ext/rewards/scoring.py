@@ -279,14 +279,14 @@ class RewardShaping:
 
     def __init__(
         self,
-        baseline: str | None = None,
-        normalize: bool = False,
-        clip_range: float | None = None,
+        reward_baseline: str | None = None,
+        normalize_rewards: bool = False,
+        reward_clip_range: float | None = None,
         missing_eos_penalty: float | None = None,
     ):
-        self.subtract_baseline = baseline == "reference"
-        self.normalize = normalize
-        self.clip_range = clip_range
+        self.subtract_baseline = reward_baseline == "reference"
+        self.normalize = normalize_rewards
+        self.clip_range = reward_clip_range
         self.missing_eos_penalty = missing_eos_penalty
         self.baseline: float | None = None
         self.moments = RunningMoments()
