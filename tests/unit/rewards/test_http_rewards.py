@@ -225,17 +225,6 @@ def test_retries_do_not_change_the_random_state(port):
     assert random.getstate() == state
 
 
-def test_trainer_imports_no_http_reward_and_no_server():
-    code = """if True:
-        import sys, trl_ppo_ext.trainer
-        assert not {"openai", "starlette", "uvicorn", "trl_ppo_ext.rewards.http"} & set(sys.modules)
-        from trl_ppo_ext import Judge
-        assert "trl_ppo_ext.rewards.http" in sys.modules
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("given", "said"), [("UNSET_KEY", "`UNSET_KEY` is not set"), (KEY, "name"), ("hf_Ab", "name")]
 )
