@@ -178,8 +178,6 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     plot.min_border_right = 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
-    plot.axis.axis_label_text_font_style = "normal"
     height = max(float(np.nanmax(np.abs(line.columns["y"]))) for line in drawn)
     plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
 
@@ -187,20 +185,17 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     for line in drawn:
         source = ColumnDataSource(line.columns)
         style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
-        tooltips = [("step", "@step"), *([(label, "@x{%.4g}")] if against else []), (line.label, "@y{%.4g}")]
+        tooltips = [("step", "@step"), *([(label, "@x")] if against else []), (line.label, "@y")]
         if "smooth" in line.columns:
             plot.line(x, "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
-            tooltips.append(("smoothed", "@smooth{%.4g}"))
+            tooltips.append(("smoothed", "@smooth"))
         else:
             plot.scatter(x, "y", size=5, color=line.color, source=source)
         touched = plot.line(x, "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
         if against:
             plot.scatter(line.columns["x"][-1:], line.columns["y"][-1:], size=11, color=line.color, marker="star")
-        formatters: dict[str, Any] = dict.fromkeys(("@x", "@y", "@smooth"), "printf")
         mode: Any = "mouse" if against else "vline"
-        plot.add_tools(
-            HoverTool(tooltips=tooltips, formatters=formatters, renderers=[touched], mode=mode, visible=False)
-        )
+        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode=mode, visible=False))
 
     # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
     if not against:
