@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,16 @@ def check_reward(
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
     device, precision = choose_device(device, dtype)
-    # 1. Encode pairs that fit in the model's context: beyond it, some models crash, and others were never trained.
+    # 1. Load pairs.
+    rows: Any = dataset
+    if isinstance(dataset, str):
+        splits = load_splits(dataset, argument="DATASET")
+        default = next((name for name in ("test", "validation", "train") if name in splits), "test")
+        rows = get_split(splits, split or default, "--split")
+    if not len(rows):
+        raise ValueError(f"{dataset if isinstance(dataset, str) else 'The dataset'} has no rows; pass at least one.")
+    rows = [rows[index] for index in spread_indices(len(rows), max_pairs)]
+    # 2. Encode those that fit in the model's context: beyond it, some models crash, and others were never trained.
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -85,7 +94,6 @@ def check_reward(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     context = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
-    rows = _load_rows(dataset, split, max_pairs)
     sequences, lengths = encode_pairs(rows, tokenizer, context)
     report: dict[str, Any] = {
         "model": model,
@@ -96,7 +104,7 @@ def check_reward(
         "pairs": len(sequences) // 2,
         "pairs_too_long": len(rows) - len(sequences) // 2,
     }
-    # 2. Score them with both, one model in memory at a time.
+    # 3. Score them with both, one model in memory at a time.
     scores = {}
     for load, kind in (("full", "none"), ("quantized", quantization)):
         clear_device_cache(garbage_collection=True)
@@ -104,20 +112,9 @@ def check_reward(
         reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
         scores[load], report[load] = _measure(reward, sequences, lengths)
         del classifier, reward
-    # 3. Compare.
+    # 4. Compare.
     report |= compare(scores["full"], scores["quantized"])
     return report | {"verdict": verdict(quantization, report)}
-
-
-def _load_rows(dataset: str | Sequence[dict[str, Any]], split: str | None, max_pairs: int) -> list[dict[str, Any]]:
-    rows: Any = dataset
-    if isinstance(dataset, str):
-        splits = load_splits(dataset, argument="DATASET")
-        default = next((name for name in ("test", "validation", "train") if name in splits), "test")
-        rows = get_split(splits, split or default, "--split")
-    if not len(rows):
-        raise ValueError(f"{dataset if isinstance(dataset, str) else 'The dataset'} has no rows; pass at least one.")
-    return [rows[index] for index in spread_indices(len(rows), max_pairs)]
 
 
 def encode_pairs(
@@ -136,19 +133,22 @@ def encode_pairs(
                     "prompt if the others are whole conversations."
                 )
         try:
-            pairs.append(_encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer))
+            texts, tokens, lengths = _encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer)
         except TemplateError as error:
             raise ValueError(f"The chat template does not take pair {index}: {error}; drop or reshape it.") from error
-    pairs = [pair for pair in pairs if max(pair["tokens"]) <= context]
+        if max(tokens) <= context:
+            pairs.append((texts, lengths))
     if not pairs:
         raise ValueError(
             f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
         )
-    texts, lengths = ([pair[key][side] for side in (0, 1) for pair in pairs] for key in ("texts", "lengths"))
-    return texts, lengths
+    by_side = [list(chain(*zip(*column))) for column in zip(*pairs)]
+    return by_side[0], by_side[1]
 
 
-def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+def _encode_pair(
+    chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], list[int], list[int]]:
     """Join two answers with their prompt, and count the tokens of both and of the answers."""
     end = tokenizer.eos_token or ""
 
@@ -165,8 +165,7 @@ def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedT
     # without a prompt, answers begin where the two begin to differ
     openings = [token_ids(prompt)] * 2 if prompt else ids[::-1]
     shared = [len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*both)))) for both in zip(ids, openings)]
-    tokens = [len(own) for own in ids]
-    return {"texts": texts, "tokens": tokens, "lengths": [all_ - same for all_, same in zip(tokens, shared)]}
+    return texts, [len(own) for own in ids], [len(own) - same for own, same in zip(ids, shared)]
 
 
 def _measure(

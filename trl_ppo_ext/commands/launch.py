@@ -17,7 +17,6 @@ from transformers import AutoConfig
 from transformers.hf_argparser import HfArg
 from yaml import YAMLError
 
-from ..arguments import as_list
 from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import hub_kwargs
@@ -273,8 +272,8 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
     return {
         "model": name,
         "args": args,
-        "reward_funcs": [find_reward(reward) for reward in as_list(script.reward_funcs)],
-        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in as_list(script.monitor_funcs)],
+        "reward_funcs": [find_reward(reward) for reward in script.reward_funcs or []],
+        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in script.monitor_funcs or []],
         "peft_config": trl.get_peft_config(replace(config, use_peft=True)),
         "quantization_config": trl.get_quantization_config(quantized),
     }

@@ -103,9 +103,8 @@ def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int
         async for chunk in request.stream():
             content += chunk
             if len(content) > max_request_bytes:
-                raise HTTPException(
-                    413, f"the request is longer than {max_request_bytes} bytes; send fewer completions"
-                )
+                cause = f"the request is longer than {max_request_bytes} bytes; send fewer completions"
+                raise HTTPException(413, cause)
         try:
             batch = parse_batch(bytes(content))
         except ValueError as error:

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import warnings
+from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from itertools import chain
@@ -44,10 +45,9 @@ def read_key(api_key_env: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return True if a host is this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 _tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each batch
@@ -61,18 +61,17 @@ class _BoundedClient(httpx2.AsyncClient):
         content = bytearray()
         try:
             # the client's own timeouts restart with each byte
-            async with asyncio.timeout(request.extensions["timeout"]["read"]):
-                response = await super().send(request, **kwargs | {"stream": True})
-                try:
-                    if response.headers.get("content-encoding", "identity").lower() != "identity":
-                        # a few compressed bytes can grow to gigabytes
-                        raise openai.OpenAIError("it answered with compressed content, which was not requested")
-                    async for chunk in response.aiter_raw():
-                        content += chunk
-                        if len(content) > MAX_RESPONSE_BYTES:
-                            raise openai.OpenAIError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
-                finally:
-                    await response.aclose()
+            async with (
+                asyncio.timeout(request.extensions["timeout"]["read"]),
+                aclosing(await super().send(request, **kwargs | {"stream": True})) as response,
+            ):
+                if response.headers.get("content-encoding", "identity").lower() != "identity":
+                    # a few compressed bytes can grow to gigabytes
+                    raise openai.OpenAIError("it answered with compressed content, which was not requested")
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > MAX_RESPONSE_BYTES:
+                        raise openai.OpenAIError(f"it answered with more than {MAX_RESPONSE_BYTES} bytes")
         except TimeoutError:
             raise httpx2.ReadTimeout("", request=request) from None
         if response.is_success:
@@ -130,14 +129,11 @@ class HttpReward:
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError | None]:
         """Score completions; a failed request fails its completions."""
-        parts = [slice(start, start + self.batch_size) for start in range(0, len(batch), self.batch_size)]
-        bodies = [self._body(batch, part) for part in parts]
         state = random.getstate()  # the jitter of back-off must not change the run's random numbers
         try:
-            scores = run_coroutine(self._post_all(bodies, [len(batch.prompts[part]) for part in parts]))
+            return run_coroutine(self._post_all(batch))
         finally:
             random.setstate(state)
-        return list(chain(*scores))
 
     def _body(self, batch: ScoringBatch, rows: slice) -> dict[str, Any]:
         raise NotImplementedError
@@ -145,7 +141,7 @@ class HttpReward:
     def _read(self, answer: Any) -> list[Any]:
         raise NotImplementedError  # a ValueError is the cause of a failure
 
-    async def _post_all(self, bodies: list[dict[str, Any]], sizes: list[int]) -> list[list]:
+    async def _post_all(self, batch: ScoringBatch) -> list[Any]:
         # explicit, so that OpenAI credentials in the environment are never sent
         authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
         options: openai.RequestOptions = {"headers": {"Authorization": authorization}}
@@ -167,7 +163,8 @@ class HttpReward:
         slots = asyncio.Semaphore(self.concurrency)
         outage: list[str] = []  # causes of the last failures in a row
 
-        async def post(body: dict[str, Any], size: int) -> list:
+        async def post(rows: slice) -> list:
+            body, size = self._body(batch, rows), len(batch.prompts[rows])
             async with slots:  # held during retries, so that a failing server gets no further requests
                 try:
                     if len(outage) >= max(8, self.concurrency):
@@ -186,7 +183,8 @@ class HttpReward:
                     return [RewardError(f"The {self.kind} `{self.name}` at {server} failed: {cause}.")] * size
 
         async with client:
-            return await asyncio.gather(*map(post, bodies, sizes))
+            parts = [slice(start, start + self.batch_size) for start in range(0, len(batch), self.batch_size)]
+            return list(chain(*await asyncio.gather(*map(post, parts))))
 
     def _cause(self, error: Exception) -> str:
         cause = error.__cause__

@@ -77,8 +77,6 @@ NOT_DRAWN = re.compile(
 )
 # skipped if they are 0 throughout
 QUIET_AT_0 = "entropy_coef stopped_early rewards/*/failed nonfinite_completions empty_steps skipped_steps".split()
-MOST_OTHERS = 24  # plots of metrics without a panel
-MOST_LINES = 16  # per plot
 FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
 # the palette of Okabe and Ito, which color-blind readers can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
@@ -100,7 +98,6 @@ class Plot(NamedTuple):
     title: str
     hint: str
     legend: list[Line]
-    omitted: int  # number of curves over the limit
     item: dict[str, Any]  # Bokeh's JSON
 
 
@@ -169,7 +166,6 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
         return None
     against = panel.kind == "against"
     x, label = ("x", panel.metrics[1]) if against else ("step", "optimizer step")
-    drawn = lines[:MOST_LINES]
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
     tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
@@ -178,40 +174,35 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     plot.min_border_right = 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
-    plot.axis.axis_label_text_font_style = "normal"
-    height = max(float(np.nanmax(np.abs(line.columns["y"]))) for line in drawn)
+    height = max(float(np.nanmax(np.abs(line.columns["y"]))) for line in lines)
     plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
 
     # 2. The lines: values and their moving average, or values with a mark at each.
-    for line in drawn:
+    for line in lines:
         source = ColumnDataSource(line.columns)
         style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
-        tooltips = [("step", "@step"), *([(label, "@x{%.4g}")] if against else []), (line.label, "@y{%.4g}")]
+        tooltips = [("step", "@step"), *([(label, "@x")] if against else []), (line.label, "@y")]
         if "smooth" in line.columns:
             plot.line(x, "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
-            tooltips.append(("smoothed", "@smooth{%.4g}"))
+            tooltips.append(("smoothed", "@smooth"))
         else:
             plot.scatter(x, "y", size=5, color=line.color, source=source)
         touched = plot.line(x, "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
         if against:
             plot.scatter(line.columns["x"][-1:], line.columns["y"][-1:], size=11, color=line.color, marker="star")
-        formatters: dict[str, Any] = dict.fromkeys(("@x", "@y", "@smooth"), "printf")
         mode: Any = "mouse" if against else "vline"
-        plot.add_tools(
-            HoverTool(tooltips=tooltips, formatters=formatters, renderers=[touched], mode=mode, visible=False)
-        )
+        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode=mode, visible=False))
 
     # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
     if not against:
         marked = ["", *(name for name in names if _matches(name, panel.metrics))]
         for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
             plot.vspan(x=[step], line_color=color, line_dash="dotted")
-    return Plot(panel.title, panel.hint, drawn, len(lines) - len(drawn), dict(json_item(plot)))
+    return Plot(panel.title, panel.hint, lines, dict(json_item(plot)))
 
 
-def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> tuple[dict[str, list[Plot]], list[str]]:
-    """Plots by section, and the metrics that are too many to draw; `marks` has colors of steps by metric."""
+def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> dict[str, list[Plot]]:
+    """Plots by section; `marks` has colors of steps by metric."""
     curves = [(name, curve) for run in runs for name, curve in run.curves.items()]
     nonzero = {name for name, curve in curves if not _matches(name, QUIET_AT_0) or np.nansum(curve.values)}
     names = [name for name in dict.fromkeys(name for name, _ in curves) if name in nonzero]
@@ -220,9 +211,9 @@ def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> tuple[dict[st
     patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
     others = [name for name in names if not NOT_DRAWN.fullmatch(name) and not _matches(name, patterns)]
     others = list(dict.fromkeys(_trained(name, others) for name in others))
-    sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others[:MOST_OTHERS])}
+    sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others)}
     plots = {
         section: [plot for panel in panels if (plot := _draw(panel, runs, names, marks)) is not None]
         for section, panels in sections.items()
     }
-    return {section: drawn for section, drawn in plots.items() if drawn}, others[MOST_OTHERS:]
+    return {section: drawn for section, drawn in plots.items() if drawn}

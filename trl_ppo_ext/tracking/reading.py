@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pandas import Series
 
 RUN_LOG = "run_log.jsonl"  # in the output directory of a run
 REPORT = "report.html"  # next to it by default
@@ -37,13 +38,8 @@ class Curve(NamedTuple):
 
     def smooth(self) -> "Curve":
         """Centered moving average that skips NaN."""
-        finite = np.isfinite(self.values)
-        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
-        counts = np.concatenate([[0], np.cumsum(finite)])
-        index, half = np.arange(len(finite)), self.window // 2
-        low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(finite))
-        count = counts[high] - counts[low]
-        return Curve(self.steps, np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan))
+        windows = Series(self.values).rolling(2 * (self.window // 2) + 1, center=True, min_periods=1)
+        return Curve(self.steps, windows.mean().to_numpy())
 
     def thinned(self, most: int = MOST_DRAWN) -> "Curve":
         """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
@@ -97,20 +93,7 @@ class Run:
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _is_valid(entry: Any) -> bool:
-    match entry:
-        case {"kind": "run", "step": int()} | {"kind": "metrics", "step": int(), "metrics": dict()}:
-            return True
-        case {"kind": "completions", "step": int(), "rows": [*rows]}:
-            return all(isinstance(row, dict) for row in rows)
-    return False
-
-
-def _read_json(text: str | bytes) -> Any:
+def _read_json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -121,13 +104,18 @@ def _read_log(run: Run) -> list[dict[str, Any]]:
     """Valid entries of the run log, which the run may still be writing."""
     path = Path(run.directory, RUN_LOG)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    parsed = [(line, _read_json(line)) for line in lines]
-    skipped = [line for line, entry in parsed if not _is_valid(entry)]
-    if skipped and not skipped[-1].endswith(b"\n"):  # the last line is still being written
-        skipped.pop()
-    if skipped:
-        run.notes.append(f"{len(skipped)} line(s) of {RUN_LOG} could not be read and were skipped.")
-    return [entry for _, entry in parsed if _is_valid(entry)]
+    if lines and not lines[-1].endswith(b"\n"):  # the last line is still being written
+        lines.pop()
+    entries = []
+    for line in lines:
+        match entry := _read_json(line):
+            case {"kind": "run", "step": int()} | {"kind": "metrics", "step": int(), "metrics": dict()}:
+                entries.append(entry)
+            case {"kind": "completions", "step": int(), "rows": list()}:
+                entries.append(entry)
+    if len(entries) < len(lines):
+        run.notes.append(f"{len(lines) - len(entries)} line(s) of {RUN_LOG} could not be read and were skipped.")
+    return entries
 
 
 def _read_state(run: Run) -> list[dict[str, Any]]:
@@ -137,12 +125,11 @@ def _read_state(run: Run) -> list[dict[str, Any]]:
     checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]), reverse=True)
     for place in [directory, *checkpoints]:
         files = [place / name for name in (TRAINER_STATE, PPO_STATE)]
-        state, own = (_as_dict(_read_json(file.read_bytes())) if file.is_file() else {} for file in files)
+        state, own = (_read_json(file.read_bytes()) or {} if file.is_file() else {} for file in files)
         if state:
             entries = [{"kind": "run", "step": 0, "config": own.get("settings"), "max_steps": state.get("max_steps")}]
-            for entry in map(_as_dict, state.get("log_history") or []):
-                entries.append({"kind": "metrics", "step": entry.get("step"), "metrics": entry})
-            return list(filter(_is_valid, entries))
+            history = state.get("log_history", [])
+            return entries + [{"kind": "metrics", "step": entry["step"], "metrics": entry} for entry in history]
         if files[0].is_file():
             run.notes.append(f"{files[0]} could not be read.")
     return []
@@ -160,10 +147,9 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
             points = {name: {at: x for at, x in values.items() if at <= kept} for name, values in points.items()}
             sheets = {key: sheet for key, sheet in sheets.items() if sheet.step <= kept}
             run.resumed_at = sorted({at for at in [*run.resumed_at, step] if 0 < at <= kept})
-            run.model, planned = entry.get("model"), entry.get("max_steps")
-            run.max_steps = planned if isinstance(planned, int) and planned > 0 else None
+            run.model, run.max_steps = entry.get("model"), entry.get("max_steps")
             for part in ("config", "trainer_config", "environment"):
-                setattr(run, part, _as_dict(entry.get(part)))
+                setattr(run, part, entry.get(part) or {})
         elif entry["kind"] == "metrics":
             for name, value in entry["metrics"].items():
                 if name not in ("step", "epoch") and type(value) in (int, float, type(None)):
@@ -171,8 +157,7 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
         else:
             sheet = Sheet(step, str(entry.get("mode")), entry["rows"])
             sheets[sheet[:2]] = sheet
-        if isinstance(entry.get("time"), int | float):
-            run.written = entry["time"]
+        run.written = entry.get("time", run.written)
     run.sheets = [sheets[key] for key in sorted(sheets)]
     for name in filter(points.get, points):
         steps, values = zip(*sorted(points[name].items()))

@@ -128,7 +128,6 @@ def render(runs: list[Run]) -> str:
             if item.step is not None:
                 for name in item.metrics:
                     marks.setdefault(name, {})[item.step] = ADVISED
-    plots, too_many = draw_all(runs, marks)
 
     # 2. Start and end of the main metrics.
     names = dict.fromkeys(name for run in runs for name in run.curves)
@@ -150,8 +149,7 @@ def render(runs: list[Run]) -> str:
         runs=[{"run": run, "color": color, "advice": rows} for run, color, rows in zip(runs, cycle(COLORS), advice)],
         fewest=FEWEST,
         summary=[(label, cells) for label, cells in summary if any(cells)],
-        sections=plots,
-        too_many=too_many,
+        sections=draw_all(runs, marks),
         parts={
             "PPO": _table([run.config for run in runs]),
             "Trainer": _table([run.trainer_config for run in runs]),
