@@ -25,6 +25,12 @@ REMOVED_ARGUMENTS = {
     "tokenizer": "renamed to `processing_class`",
     "policy": "renamed to `model`",
 }
+# arguments of GRPOTrainer that only have their default here, and why
+UNSUPPORTED_ARGUMENTS = {
+    "tools": "a completion is one turn of the policy",
+    "rollout_func": "completions must be sampled by the policy that is trained",
+    "environment_factory": "a completion is one turn of the policy; score it with `reward_funcs`",
+}
 
 
 def as_list(value: Any) -> list:
@@ -34,7 +40,11 @@ def as_list(value: Any) -> list:
 
 def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
-    for name in unknown:
+    for name, value in unknown.items():
+        if name in UNSUPPORTED_ARGUMENTS:
+            if value:
+                raise ValueError(f"`{name}` must be None, got {type(value).__name__}: {UNSUPPORTED_ARGUMENTS[name]}.")
+            continue
         remedy = REMOVED_ARGUMENTS.get(name)
         hint = f" (TRL's old PPOTrainer had): {remedy}" if remedy else "; see `help(PPOTrainer)`"
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")

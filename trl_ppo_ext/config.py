@@ -16,20 +16,23 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
-from .ppo.batch_plan import BatchPlan, accumulation_for
+from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import AdaptiveKL
 from .presets import load_preset
 from .redaction import shown, without_secrets
+from .trl_fields import TYPES as TRL_TYPES
+from .trl_fields import TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
 
 @dataclass(repr=False)
-class PPOConfig(TrainingArguments):
+class PPOConfig(TRLFields, TrainingArguments):
     r"""Configuration of the [`PPOTrainer`].
 
     Only the fields that PPO adds to [`~transformers.TrainingArguments`], or whose default it changes, are listed.
-    Sampling fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`.
+    Sampling fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`. Their other fields are
+    accepted too: each sets one of these, changes nothing, or raises an error with the reason. See docs/from_grpo.md.
 
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process and feeds `num_ppo_epochs × num_mini_batches` optimizer steps. `max_steps`, `save_steps` and
@@ -50,12 +53,13 @@ class PPOConfig(TrainingArguments):
         chat_template_kwargs (`dict`, *optional*): Keyword arguments of the chat template, for conversational prompts.
         num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
-            Completions of a rollout, over all processes. Determines `gradient_accumulation_steps` if set.
+            Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
+            `gradient_accumulation_steps` if `num_mini_batches` is set.
         per_device_generation_batch_size (`int`, *optional*): Completions sampled at a time per process. Default: all.
         max_completion_length (`int`, *optional*, defaults to `256`): Maximum length of a completion, in tokens.
         temperature (`float`, *optional*, defaults to `1.0`): Temperature of sampling and of log-probs.
         top_p (`float`, *optional*, defaults to `1.0`): Sample from the likeliest tokens with this total probability.
-        top_k (`int`, *optional*, defaults to `0`): Sample from this many most likely tokens; 0 means all.
+        top_k (`int`, *optional*, defaults to `0`): Sample from this many most likely tokens; 0 or `None` means all.
         min_p (`float`, *optional*): Lowest probability to sample, relative to the most likely token's.
         repetition_penalty (`float`, *optional*, defaults to `1.0`): Penalty on tokens that have already occurred.
         generation_backend (`str`, *optional*, defaults to `"transformers"`):
@@ -79,7 +83,7 @@ class PPOConfig(TrainingArguments):
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`): Whether to skip truncated completions.
         num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
-        num_mini_batches (`int`, *optional*, defaults to `1`): Optimizer steps per pass.
+        num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
         kl_coef (`float`, *optional*, defaults to `0.05`): Coefficient of the KL penalty.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens.
@@ -130,7 +134,7 @@ class PPOConfig(TrainingArguments):
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
             Whether a checkpoint may be resumed under settings that differ from those it was saved under.
         log_completions (`bool`, *optional*, defaults to `False`): Whether to print completions with the metrics.
-        num_completions_to_print (`int`, *optional*, defaults to `8`): Completions to print.
+        num_completions_to_print (`int`, *optional*, defaults to `8`): Completions to print. `None` prints all.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (the base class declares it without an annotation)
@@ -157,7 +161,7 @@ class PPOConfig(TrainingArguments):
     max_completion_length: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
     generation_backend: Literal["transformers", "continuous_batching"] = "transformers"
@@ -176,7 +180,7 @@ class PPOConfig(TrainingArguments):
     mask_truncated_completions: bool = False
 
     num_ppo_epochs: int = 4
-    num_mini_batches: int = 1
+    num_mini_batches: int | None = None
     kl_coef: float = 0.05
     kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
     kl_placement: Literal["reward", "loss", "both"] = "reward"
@@ -216,10 +220,14 @@ class PPOConfig(TrainingArguments):
     resume_with_changed_settings: bool = False
 
     log_completions: bool = False
-    num_completions_to_print: int = 8
+    num_completions_to_print: int | None = 8
 
     def __post_init__(self):
         check_types(self)
+        with applied(self):
+            self._finish()
+
+    def _finish(self) -> None:
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
         if self.bf16 is None:
@@ -228,6 +236,10 @@ class PPOConfig(TrainingArguments):
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
             self.whiten_advantages = with_critic
+        self.top_k = self.top_k or 0
+        if self.use_liger_kernel:
+            logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
+            self.use_liger_kernel = False
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
@@ -237,14 +249,19 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         # 4. Rules that need them
         self._check_generation_kwargs()
-        if self.generation_batch_size is not None:
-            sizes = self.num_mini_batches, self.per_device_train_batch_size, self.world_size
-            steps = accumulation_for(self.generation_batch_size, *sizes)
+        size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
+        if size is None:
+            self.num_mini_batches = self.num_mini_batches or 1
+        elif self.num_mini_batches is None:
+            accumulation = self.gradient_accumulation_steps
+            self.num_mini_batches = factor_of(size, "gradient_accumulation_steps", accumulation, *sizes)
+        else:
+            steps = factor_of(size, "num_mini_batches", self.num_mini_batches, *sizes)
             # DeepSpeed's config has been filled in by now and would keep the default of 1
             if self.gradient_accumulation_steps not in ({1, steps} if self.deepspeed is None else {steps}):
                 raise ValueError(
-                    f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of "
-                    f"{self.generation_batch_size}, got {self.gradient_accumulation_steps}; remove one of the two."
+                    f"`gradient_accumulation_steps` must be {steps} for a `generation_batch_size` of {size} and "
+                    f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
         completions = BatchPlan.from_config(self, self.world_size).completions
@@ -379,9 +396,10 @@ class PPOConfig(TrainingArguments):
         """Settings that are safe to log.
 
         Returns:
-            `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`.
+            `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`. Fields of TRL are
+                omitted: they have set others, or changed nothing.
         """
-        return without_secrets(super().to_dict())
+        return without_secrets({name: x for name, x in super().to_dict().items() if name not in TRL_TYPES})
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
@@ -412,7 +430,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
         lambda x: x >= 1,
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
-        "per_device_reward_batch_size num_ppo_epochs num_mini_batches num_completions_to_print kl_horizon "
+        "per_device_reward_batch_size num_ppo_epochs num_mini_batches total_episodes kl_horizon "
         "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps",
     ),
     "above 0": (
@@ -424,7 +442,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: x >= 0,
         "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
         "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
-        "kl_coef vf_coef ptx_coef entropy_target",
+        "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print",
     ),
     "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
@@ -445,7 +463,6 @@ _UNSUPPORTED = {
     "train_sampling_strategy": "`shuffle_dataset` determines the order of the prompts",
     "neftune_noise_alpha": _SAME_FORWARD,
     "torch_compile": _SAME_FORWARD,
-    "use_liger_kernel": "log-probs are fused already",
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
     "and, to keep the rollout, `generation_batch_size` instead",
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
@@ -473,6 +490,7 @@ _CONTINUOUS_BATCHING = set(
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
     "reward_on_error": str | float,
+    "scale_rewards": str | bool | None,
     "accelerator_config": AcceleratorConfig | dict | str | None,
     "fsdp": str | bool | list[str] | None,
     "debug": str | list[str] | None,

@@ -26,22 +26,6 @@ from ..trainer import PPOTrainer
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-REMOVED_FIELDS = {  # of TRL's PPOConfig until 1.12, and what replaces them
-    "total_episodes": "Set `num_train_epochs`, or `max_steps` to the optimizer steps",
-    "response_length": "Its name is `max_completion_length` now",
-    "stop_token": "Leave it out: EOS always ends a completion",
-    "stop_token_id": "Leave it out: it is `eos_token_id` of the model's generation config",
-    "sft_model_path": "Set `model_name_or_path`",
-    "reward_model_path": "Set `reward_funcs`",
-    "local_rollout_forward_batch_size": "Set `per_device_generation_batch_size` and `per_device_reward_batch_size`",
-    "num_sample_generations": "Set `log_completions` and `num_completions_to_print`",
-    "batch_size": "Set `generation_batch_size`, the completions of a rollout over all processes",
-    **dict.fromkeys(
-        "num_total_batches local_batch_size micro_batch_size mini_batch_size local_mini_batch_size world_size "
-        "model_adapter_name ref_adapter_name dataset_num_proc ds3_gather_for_generation".split(),
-        "Leave it out; docs/from_trl_ppo.md has the reason",
-    ),
-}
 
 
 # ---- arguments ----
@@ -171,8 +155,6 @@ def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
     secret = any(map(is_secret, (name, *matches)))
     setting = f", set to {shortened(value, 80)!r}" if value and not secret else ""
     remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-    if name in REMOVED_FIELDS:
-        remedy = f"TRL's old PPOConfig had it. {REMOVED_FIELDS[name]}."
     return f"Unknown argument `{name}` {place}{setting}; {remedy}"
 
 

@@ -58,15 +58,15 @@ class BatchPlan:
         )
 
 
-def accumulation_for(completions: int, num_mini_batches: int, micro_batch_size: int, num_processes: int) -> int:
-    """Gradient accumulation steps of a rollout of exactly this many completions."""
-    unit = num_mini_batches * micro_batch_size * num_processes
+def factor_of(completions: int, name: str, factor: int, micro_batch_size: int, num_processes: int) -> int:
+    """Number of minibatches or accumulation steps of a rollout of this many completions, given the other one."""
+    unit = factor * micro_batch_size * num_processes
     steps, rest = divmod(completions, unit)
     if rest:
         sizes = " or ".join(str(unit * n) for n in (steps, steps + 1) if n)
         raise ValueError(
-            f"`generation_batch_size` must be a multiple of {unit} (num_mini_batches {num_mini_batches} × "
-            f"per_device_train_batch_size {micro_batch_size} × {num_processes} processes), got {completions}; use "
-            f"{sizes}, or change the other sizes."
+            f"`generation_batch_size` must be a multiple of {unit} ({name} {factor} × per_device_train_batch_size "
+            f"{micro_batch_size} × {num_processes} processes), got {completions}; use {sizes}, or change the other "
+            "sizes."
         )
     return steps

@@ -31,8 +31,10 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return shown if cut <= 0 else f"{shown}... ({cut} more characters)"
 
 
-def print_completions(samples: Samples, reward_names: list[str], step: int, rows: int) -> None:
-    """Print prompts, completions and their scores."""
+def print_completions(samples: Samples, reward_names: list[str], step: int, rows: int | None) -> None:
+    """Print prompts, completions and their scores; all rows for `None`."""
+    if rows == 0:
+        return
     console = Console()
 
     def cell(entry: Any) -> Text:
@@ -45,7 +47,7 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
         table.add_column(cell(name), justify="right", style="bold cyan")
     for name in samples.extra:
         table.add_column(cell(name))
-    for row in range(min(rows, len(samples.batch))):
+    for row in range(len(samples.batch))[:rows]:
         scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
         texts = [samples.batch.prompts[row], samples.batch.completions[row]]
         extra = [values[row] for values in samples.extra.values()]

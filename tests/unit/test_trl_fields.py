@@ -1,0 +1,158 @@
+"""Fields of TRL's configs set fields of PPOConfig, change nothing, or raise with a reason."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+import yaml
+from tiny import config, length_reward, llama, prompts, tokenizer
+from trl import GRPOConfig, TrlParser
+
+from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.checkpoints.files import run_settings
+from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.trl_fields import TYPES
+
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none"}
+
+
+def made(path, **settings):
+    return PPOConfig(str(path), **PLAIN | settings)
+
+
+def test_every_field_of_grpo_is_a_field():
+    ours = {entry.name for entry in dataclasses.fields(PPOConfig)}
+    assert {entry.name for entry in dataclasses.fields(GRPOConfig)} <= ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"beta": 0.04}, {"kl_coef": 0.04}),
+        ({"beta": 0.0}, {"kl_coef": 0.0}),
+        ({"epsilon": 0.1, "epsilon_high": 0.28}, {"cliprange": 0.1, "cliprange_high": 0.28}),
+        ({"delta": 1.5}, {"dual_clip": 1.5}),
+        ({"num_iterations": 1}, {"num_ppo_epochs": 1}),
+        ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, {"num_mini_batches": 2}),
+        ({"loss_type": "dapo"}, {"loss_aggregation": "token"}),
+        ({"loss_type": "grpo"}, {"loss_aggregation": "sequence_mean"}),
+        ({"loss_type": "luspo"}, {"loss_aggregation": "sequence_sum"}),
+        ({"loss_type": "dr_grpo"}, {"loss_aggregation": "constant"}),
+        ({"scale_rewards": False}, {"whiten_advantages": False}),
+        ({"scale_rewards": "batch"}, {"whiten_advantages": True}),
+        ({"scale_rewards": True}, {"whiten_advantages": True}),
+        ({"scale_rewards": "group", "critic": "none", "num_generations": 8}, {"advantage_estimator": "grpo"}),
+        ({"scale_rewards": False, "critic": "none", "num_generations": 8}, {"advantage_estimator": "dr_grpo"}),
+        ({"use_bias_correction_kl": False}, {"kl_estimator": "k3", "kl_placement": "loss"}),
+        ({"use_adaptive_entropy": False, "entropy_target": 0.2}, {"entropy_target": None}),
+        ({"use_transformers_paged": True}, {"generation_backend": "continuous_batching"}),
+        (
+            {
+                "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": '{"page_size": 16}',
+            },
+            {"generation_backend": "continuous_batching", "generation_kwargs": {"page_size": 16}},
+        ),
+        ({"cache_implementation": "static"}, {"generation_kwargs": {"cache_implementation": "static"}}),
+        ({"response_length": 53}, {"max_completion_length": 53}),
+        (
+            {"local_rollout_forward_batch_size": 4},
+            {"per_device_generation_batch_size": 4, "per_device_reward_batch_size": 4},
+        ),
+        # 4 rollouts of 32 completions, of 4 epochs each
+        ({"total_episodes": 100, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
+        ({"top_k": None, "use_liger_kernel": True}, {"top_k": 0, "use_liger_kernel": False}),
+    ],
+    ids=str,
+)
+def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
+    args = made(tmp_path, **theirs)
+    assert {name: getattr(args, name) for name in ours} == ours
+    # as if ours had been given: nothing of theirs is compared on resume, logged, or passed on by `replace`
+    assert not TYPES.keys() & {*args.to_dict(), *run_settings(args)} and dataclasses.replace(args) == args
+    assert not [name for name in theirs.keys() & TYPES.keys() if getattr(args, name) not in (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.04, "kl_coef": 0.1}, r"`beta` is 0.04 .*sets `kl_coef` to 0.04 .*is 0.1 .*remove one"),
+        ({"steps_per_generation": 4, "num_mini_batches": 2}, r"`num_mini_batches` is 2"),
+        ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
+        ({"epsilon": -0.2}, r"`cliprange` must be above 0, got -0.2. `epsilon` sets `cliprange`"),
+        ({"delta": 1.1}, r"`delta` must be at least 1 \+ the upper clip range \(0.2\), got 1.1"),
+        ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"must be a multiple of .*\(4\), got 6"),
+        ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
+        ({"scale_rewards": "batch", "critic": "none", "num_generations": 8}, r"one of 'group', 'none', got 'batch'"),
+        ({"transformers_continuous_batching_config": {"page_size": 16}}, r"`transformers_continuous_batching_config`"),
+        ({"use_vllm": True}, r"`use_vllm` must be False or omitted, got True .*not supported; `use_transformers"),
+        ({"use_adaptive_entropy": True}, r"set `entropy_target`"),
+        ({"sync_ref_model": True}, r"the reference is the frozen base"),
+        ({"cast_lm_head_to_fp32": True}, r"set `model_init_kwargs"),
+        ({"num_generations_eval": 4}, r"`num_generations_eval` must be 1 or omitted, got 4"),
+        ({"off_policy_mask_threshold": 0.5}, r"must be omitted, got 0.5 .*set `dual_clip`"),
+        ({"top_entropy_quantile": 0.2}, r"`top_entropy_quantile` must be 1.0"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, r"must be 'sum_then_normalize'"),
+        ({"log_completions_hub_repo": "a/b"}, r"logs them to the trackers"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_conflicts_and_other_values_raise_with_the_reason(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        made(tmp_path, **settings)
+
+
+def test_every_setting_of_a_grpo_config_is_accepted_at_its_default(tmp_path, caplog):
+    logging.getLogger("transformers").propagate = True
+    args = PPOConfig(**GRPOConfig(str(tmp_path), **PLAIN).to_dict())
+    sizes = (args.learning_rate, args.kl_coef, args.num_ppo_epochs, args.num_generations, args.max_completion_length)
+    assert sizes == (1e-6, 0.0, 1, 8, 512)
+    assert "Fields of TRL that change nothing here: disable_dropout" in caplog.text
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("size", [16, 64])
+def test_generation_batch_size_is_that_of_grpo(tmp_path, accumulation, size):
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    settings = PLAIN | batch | {"generation_batch_size": size, "num_generations": 2}
+    theirs, ours = GRPOConfig(str(tmp_path), **settings), PPOConfig(str(tmp_path), **settings)
+    assert ours.gradient_accumulation_steps == accumulation
+    assert ours.num_mini_batches * accumulation == theirs.steps_per_generation
+
+
+@pytest.mark.parametrize("delta", [1.3, 2.0])
+def test_delta_clips_like_grpo(delta):
+    torch.manual_seed(0)
+    logprobs, advantages = torch.randn(1000), torch.randn(1000)
+    ratio = logprobs.exp()
+    clipped = ratio.clamp(0.8, 1.3) * advantages
+    grpo = -torch.min(ratio.clamp(max=delta) * advantages, clipped)  # in `GRPOTrainer._compute_loss`
+    ours = ppo_math.clipped_policy_loss(logprobs, torch.zeros(1000), advantages, 0.2, 0.3, delta)
+    torch.testing.assert_close(ours, grpo)
+
+
+def test_parser_reads_fields_of_trl(tmp_path):
+    file = tmp_path / "grpo.yaml"
+    file.write_text(yaml.safe_dump(PLAIN | {"output_dir": str(tmp_path), "beta": 0.04, "scale_rewards": False}))
+    flags = "--num_iterations 2 --epsilon 0.3 --use_vllm false --disable_dropout --no_use_bias_correction_kl"
+    [args] = TrlParser(PPOConfig).parse_args_and_config(["--config", str(file), *flags.split()])
+    assert (args.kl_coef, args.num_ppo_epochs, args.cliprange) == (0.04, 2, 0.3)
+    assert (args.whiten_advantages, args.kl_placement) == (False, "loss")
+
+
+@pytest.mark.parametrize("rows, tables", [(None, 8), (0, 0), (2, 2)])
+def test_completions_to_print_are_those_of_grpo(tmp_path, capsys, rows, tables):
+    args = config(tmp_path, log_completions=True, num_completions_to_print=rows, max_steps=1)
+    PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer()).train()
+    printed = capsys.readouterr().out
+    assert printed.count("├") + printed.count("┡") == tables and ("Step 1" in printed) == bool(tables)
+
+
+def test_arguments_of_grpo_are_accepted_at_their_defaults(tmp_path):
+    given = {"model": llama(), "reward_funcs": length_reward, "args": config(tmp_path), "train_dataset": prompts()}
+    given["processing_class"] = tokenizer()
+    PPOTrainer(**given, tools=None, rollout_func=None, environment_factory=None)
+    for name in ("tools", "rollout_func", "environment_factory"):
+        with pytest.raises(ValueError, match=rf"`{name}` must be None, got list: "):
+            PPOTrainer(**given, **{name: [length_reward]})
