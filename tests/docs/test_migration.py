@@ -1,5 +1,6 @@
 """Every name of TRL's last PPO has a row in the page on migration, and the names that replace it exist."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -11,6 +12,7 @@ from trl import GRPOConfig
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.train import TrainScriptArguments
+from trl_ppo_ext.trl_fields import TYPES
 
 PAGE = (ROOT / "docs" / "from_trl_ppo.md").read_text(encoding="utf-8")
 
@@ -34,7 +36,7 @@ SECTIONS = {
     "Metrics": OLD_METRICS,
 }
 
-FIELDS = {field.name for field in dataclasses.fields(PPOConfig)}
+FIELDS = {field.name for field in dataclasses.fields(PPOConfig)} - TYPES.keys()
 ARGUMENTS = set(inspect.signature(PPOTrainer).parameters) - {"unknown"}
 NEW = FIELDS | ARGUMENTS | {"world_size"}  # a property of TrainingArguments
 
@@ -55,8 +57,8 @@ def test_every_old_name_has_a_row(heading):
 def test_every_new_name_can_be_passed(heading):
     named = table(heading)
     assert {name for new, _ in named.values() for name in new} <= NEW
-    # a name that exists here is not listed as gone; `use_liger_kernel` is unsupported
-    assert not [old for old in set(named) & NEW - {"use_liger_kernel"} if old not in named[old][0]]
+    # a name that exists here is not listed as gone
+    assert not [old for old in set(named) & NEW if old not in named[old][0]]
 
 
 def test_every_new_metric_is_documented():
@@ -78,22 +80,55 @@ KNOWN = FIELDS | {field.name for field in dataclasses.fields(TrainScriptArgument
 
 
 @pytest.mark.parametrize("old", [old for old in OLD_FIELDS if old not in KNOWN])
-def test_old_field_raises_with_its_replacement(old):
+def test_old_field_sets_its_replacement_or_raises_with_it(old):
     """The message names the same fields as the table."""
-    with pytest.raises((ValueError, SystemExit)) as raised:
-        parse("train", ["--output_dir", "out", f"--{old}", "3"], "")
-    message = str(raised.value)
-    assert "TRL's old PPOConfig" in message
-    elsewhere = {"sft_model_path": ["model_name_or_path"], "world_size": []}  # `model` in a file; not a setting
-    for name in elsewhere.get(old, table("Fields of `PPOConfig`")[old][0]):
-        assert f"`{name}`" in message
+    new, note = table("Fields of `PPOConfig`")[old]
+    try:
+        _, args, *_ = parse(
+            "train", ["--output_dir", "out", "--use_cpu", f"--{old}", "3" if TYPES.get(old) is int else "true"], ""
+        )
+    except ValueError as error:
+        assert f"`{old}`" in str(error)
+        elsewhere = {"sft_model_path": ["model_name_or_path"], "world_size": []}  # `model` in a file; not a setting
+        assert all(f"`{name}`" in str(error) for name in elsewhere.get(old, new))
+    else:
+        changed = [name for name in new if getattr(args, name) != PPOConfig.__dataclass_fields__[name].default]
+        assert changed == new and (new or "changes nothing" in note)
 
 
-def test_fields_of_grpo_under_another_name_exist():
+GRPO_PAGE = (ROOT / "docs" / "from_grpo.md").read_text(encoding="utf-8")
+
+
+def section(heading):
+    return GRPO_PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_every_field_of_grpo_is_on_the_page():
+    """In the section on what it does here."""
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
-    text = (ROOT / "docs" / "from_grpo.md").read_text(encoding="utf-8")
-    section = text.partition("## What differs\n")[2].partition("\n## ")[0]
-    for old, new, known in rows(section)[2:]:
-        assert set(spans(old)) <= theirs, old
-        assert set(spans(new)) <= FIELDS, new
-        assert spans(new) or known
+    renamed = {
+        name: spans(new) for old, new, _ in rows(section("Fields with another name"))[2:] for name in spans(old)
+    }
+    single = {
+        spans(old)[0]: ast.literal_eval(spans(value)[0])
+        for old, value, _ in rows(section("Fields with one value"))[2:]
+    }
+    idle = set(re.findall(r"`(\w+)`[,.]", section("Fields without effect")))
+    assert sorted([*renamed, *single, *idle]) == sorted(theirs & TYPES.keys())
+    assert all(new and set(new) <= FIELDS for new in renamed.values())
+    for name in theirs & TYPES.keys() - renamed.keys():
+        value = single[name] if name in single else GRPOConfig.__dataclass_fields__[name].default
+        args = PPOConfig("out", use_cpu=True, **{name: value})
+        assert args.to_dict() == PPOConfig("out", use_cpu=True).to_dict(), name
+
+
+def test_page_lists_defaults_of_both():
+    table = rows(section("What two names change in kind"))[2:]
+    theirs, ours = (cls.__dataclass_fields__ for cls in (GRPOConfig, PPOConfig))
+    for name, there, here, note in table:
+        name, there, here = spans(name)[0], *(ast.literal_eval(spans(cell)[0]) for cell in (there, here))
+        assert theirs[name].default == there, name
+        assert ours[spans(note)[0] if name in TYPES else name].default == here, name
+    listed = {spans(row[0])[0] for row in table}
+    shared = theirs.keys() & FIELDS - {"entropy_target"}  # which differs in meaning
+    assert {name for name in shared if theirs[name].default != ours[name].default} <= listed

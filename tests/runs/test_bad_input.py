@@ -77,7 +77,7 @@ WHOLE = (
         ),
         (
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
-            r"`gradient_accumulation_steps` must be 6 for a `generation_batch_size` of 96, got 5; remove one",
+            r"`gradient_accumulation_steps` must be 6 for a `generation_batch_size` of 96 .*, got 5; remove one",
         ),
         (
             {"num_generations": 3},

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.data.prompts import RolloutSampler
-from trl_ppo_ext.ppo.batch_plan import BatchPlan, accumulation_for
+from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (
     AdaptiveEntropy,
     AdaptiveKL,
@@ -160,7 +160,7 @@ def test_sizes_of_a_plan_multiply_out(plan):
     per_epoch = plan.num_mini_batches * plan.gradient_accumulation_steps
     assert plan.completions == per_epoch * plan.micro_batch_size * plan.num_processes
     assert plan.micro_steps == per_epoch * plan.num_ppo_epochs
-    again = accumulation_for(plan.completions, plan.num_mini_batches, plan.micro_batch_size, plan.num_processes)
+    again = factor_of(plan.completions, "num_mini_batches", plan.num_mini_batches, plan.micro_batch_size, plan.num_processes)
     assert again == plan.gradient_accumulation_steps
 
 

@@ -138,7 +138,8 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     told = {"model_name_or_path": str(large / "base"), "load_in_4bit": True, "critic": "adapter", "lora_r": 8}
     told |= {"reward_funcs": "trl_ppo_ext.redaction.without_secrets", "num_generations": 4, "dtype": "bfloat16"}
-    told |= {"generation_batch_size": 64, "per_device_train_batch_size": 4, "output_dir": str(tmp_path)}
+    told |= {"generation_batch_size": 64, "num_mini_batches": 1, "per_device_train_batch_size": 4}
+    told |= {"output_dir": str(tmp_path)}
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in told.items()))
     numbers = tmp_path / "numbers.json"
     both = ("--json", str(numbers), "--num_processes", "2")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_ppo_ext.ppo.batch_plan import BatchPlan, accumulation_for
+from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 
 
 def numbers_after(text, message):
@@ -84,9 +84,9 @@ def test_accumulation_multiplies_back_to_the_rollout():
     for completions, num_mini_batches, micro, processes in GRID:
         if completions % (num_mini_batches * micro * processes):
             with pytest.raises(ValueError, match=str(completions)):
-                accumulation_for(completions, num_mini_batches, micro, processes)
+                factor_of(completions, "num_mini_batches", num_mini_batches, micro, processes)
         else:
-            steps = accumulation_for(completions, num_mini_batches, micro, processes)
+            steps = factor_of(completions, "num_mini_batches", num_mini_batches, micro, processes)
             plan = BatchPlan(micro, steps, num_mini_batches, num_processes=processes)
             assert plan.completions == completions, plan
 
@@ -95,11 +95,11 @@ def test_accumulation_remedies_make_a_plan():
     for completions, *sizes in GRID:
         if completions % math.prod(sizes):
             with pytest.raises(ValueError, match="must be a multiple of") as caught:
-                accumulation_for(completions, *sizes)
+                factor_of(completions, "num_mini_batches", *sizes)
             offered = numbers_after("use", str(caught.value).split("; ")[1])
             assert offered
             for size in offered:
-                assert accumulation_for(size, *sizes) * math.prod(sizes) == size
+                assert factor_of(size, "num_mini_batches", *sizes) * math.prod(sizes) == size
                 assert abs(size - completions) < math.prod(sizes)  # the nearest
 
 
@@ -115,4 +115,4 @@ def test_accumulation_remedies_make_a_plan():
 )
 def test_accumulation_refuses_uneven_rollouts(sizes, message):
     with pytest.raises(ValueError, match=message):
-        accumulation_for(*sizes)
+        factor_of(sizes[0], "num_mini_batches", *sizes[1:])
