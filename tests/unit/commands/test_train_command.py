@@ -239,8 +239,8 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 # changes of the config above, and what the error must say: the field, the value, the remedy
 WRONG = [
     ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
-    ({"total_episodes": 1000}, "`total_episodes`", "1000", "TRL's old PPOConfig had it. Set .* `max_steps` to"),
-    ({"stop_token_id": 1}, "`stop_token_id`", "'1'", "PPOConfig had it. Leave it out: it is `eos_token_id`"),
+    ({"total_episodes": 1000}, "`total_episodes`", "1000", "sets `max_steps` to .*; remove one of the two"),
+    ({"stop_token_id": 1}, "`stop_token_id`", "1", "set `eos_token_id` in the model's generation config"),
     ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
     ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
     ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
