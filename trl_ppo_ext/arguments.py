@@ -63,7 +63,7 @@ def check_trainer_arguments(
     reward_processing_classes: list,
     optimizer: torch.optim.Optimizer | None,
     quantization_config: BitsAndBytesConfig | None,
-    peft_config: PeftConfig | None,
+    peft_config: PeftConfig | str | None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):

@@ -98,7 +98,9 @@ class PPOTrainer(Trainer):
         callbacks (`list[TrainerCallback]`, *optional*): Additional callbacks.
         optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler. Defaults to AdamW.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model` is a string.
-        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            Config of the policy's adapter, or path or id of a saved adapter on `model`, which starts the policy.
+            Defaults to LoRA of rank 16.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
         ptx_dataset (`Dataset`, *optional*):
@@ -125,7 +127,7 @@ class PPOTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
+        peft_config: PeftConfig | str | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
         ptx_dataset: Dataset | None = None,
         **unknown: Any,

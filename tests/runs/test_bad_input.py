@@ -223,7 +223,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "PeftModel and peft_config",
         ValueError,
-        r"`peft_config` must be None when `model` is a `PeftModel`.*pass the base model",
+        r"`peft_config` must be None when `model` has an adapter.*pass the base model",
         model=ready_peft_model(),
         peft_config=LoraConfig(),
     ),
