@@ -52,7 +52,7 @@ from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import REWARD_FIELDS, RewardFunc, build_rewards
+from .rewards import REWARD_FIELDS, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -161,6 +161,8 @@ class PPOTrainer(Trainer):
             max_completion_length=args.max_completion_length,
             context_length=context_length,
             chat_template_kwargs=template_kwargs,
+            max_prompt_length=args.max_prompt_length,
+            overlong=args.overlong_prompts,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")
@@ -181,6 +183,7 @@ class PPOTrainer(Trainer):
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
+        check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent

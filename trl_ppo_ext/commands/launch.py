@@ -29,8 +29,8 @@ TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_rew
 REMOVED_FIELDS = {  # of TRL's PPOConfig until 1.12, and what replaces them
     "total_episodes": "Set `num_train_epochs`, or `max_steps` to the optimizer steps",
     "response_length": "Its name is `max_completion_length` now",
-    "stop_token": "Leave it out: EOS always ends a completion",
-    "stop_token_id": "Leave it out: it is `eos_token_id` of the model's generation config",
+    "stop_token": "Leave it out: EOS always ends a completion; `stop_strings` holds other texts that do",
+    "stop_token_id": "Set `stop_token_ids` to a list of it",
     "sft_model_path": "Set `model_name_or_path`",
     "reward_model_path": "Set `reward_funcs`",
     "local_rollout_forward_batch_size": "Set `per_device_generation_batch_size` and `per_device_reward_batch_size`",
