@@ -237,10 +237,19 @@ def test_dry_run_prints_a_preview(there, capsys):
     )
     assert "2 optimizer steps per rollout = 1 epochs × 2 minibatches of 12 completions" in said
     assert "4 optimizer steps = 2 rollouts = 48 completions" in said
-    assert "rewards: cli_rewards.of_last_word" in said and "first 10 rows" in said and "in a context of 64" in said
+    assert "rewards: cli_rewards.of_last_word" in said and "tokens in 12 rows" in said and "in a context of 64" in said
     assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
     assert said.rstrip().endswith("\n<bos> <unk> w9 w0 <bos> <unk>")
     assert not (there / "run").exists()
+
+
+def test_dry_run_counts_overlong_prompts_of_all_rows(there, capsys):
+    save(there / "long.jsonl", [{"prompt": "w1 w2 " * (1 + row // 20)} for row in range(30)])
+    for overlong in ("drop", "truncate", "error"):
+        settings = {"dataset_name": "long.jsonl", "max_prompt_length": 3, "overlong_prompts": overlong}
+        assert run("--dry_run", **settings) == (2 if overlong == "error" else 0)
+        printed = capsys.readouterr()
+        assert "10 of 30 prompts have more than 3 tokens" in " ".join((printed.out + printed.err).split())
 
 
 def test_dry_run_continues_without_memory_estimate(there, capsys):
@@ -253,7 +262,7 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 WRONG = [
     ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
     ({"total_episodes": 1000}, "`total_episodes`", "1000", "TRL's old PPOConfig had it. Set .* `max_steps` to"),
-    ({"stop_token_id": 1}, "`stop_token_id`", "'1'", "PPOConfig had it. Leave it out: it is `eos_token_id`"),
+    ({"stop_token_id": 1}, "`stop_token_id`", "'1'", "PPOConfig had it. Set `stop_token_ids`"),
     ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
     ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
     ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
