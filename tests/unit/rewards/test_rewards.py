@@ -433,7 +433,8 @@ def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_pat
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
 
     def build(context):
-        classifier = llama(classifier=True, max_position_embeddings=context)
+        classifier = llama(classifier=True)
+        classifier.config.max_position_embeddings = context
         arguments = {"processing_class": tokenizer(), "reward_processing_classes": tokenizer()}
         PPOTrainer(llama(), classifier, config(tmp_path), prompts(), **arguments)  # up to 5 tokens, and EOS
 
