@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.data.prompts import RolloutSampler, Rows
+from trl_ppo_ext.data.prompts import PROMPT_IDS, RolloutSampler, Rows
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.sequences import Sequences
@@ -66,7 +66,7 @@ def rows():
     """Seconds per rollout to draw row numbers for every micro-batch, pin them, and read the rows once."""
     plan = BatchPlan(8, 16, 4, num_ppo_epochs=4)
     ids = [[row % 100] * 250 for row in range(2048)]
-    dataset = Dataset.from_dict({"prompt": ["a prompt"] * 2048, "prompt_ids": ids})
+    dataset = Dataset.from_dict({"prompt": ["a prompt"] * 2048, PROMPT_IDS: ids})
     sampler = RolloutSampler(len(dataset), plan, True, 0)
     loader = DataLoader(range(len(dataset)), plan.completions_per_process, sampler=sampler, collate_fn=Rows)
     start = time.perf_counter()

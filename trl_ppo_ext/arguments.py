@@ -73,7 +73,7 @@ def check_trainer_arguments(
     reward_processing_classes: list,
     optimizer: torch.optim.Optimizer | None,
     quantization_config: BitsAndBytesConfig | None,
-    peft_config: PeftConfig | None,
+    peft_config: PeftConfig | str | None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -115,5 +115,8 @@ def load_tokenizer(
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
     else:
         config, generation_config = model.config, model.generation_config
-    ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config))
-    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
+    text_config, stops = config.get_text_config(), args.stop_token_ids
+    if any(not 0 <= token < text_config.vocab_size for token in stops or []):
+        raise ValueError(f"`stop_token_ids` must be ids of the model's {text_config.vocab_size} tokens, got {stops}.")
+    ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
+    return tokenizer, getattr(text_config, "max_position_embeddings", None)

@@ -51,12 +51,18 @@ class PPOConfig(TRLFields, TrainingArguments):
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether models and tokenizers may run code.
         shuffle_dataset (`bool`, *optional*, defaults to `True`): Whether to shuffle the prompts (not of a stream).
         chat_template_kwargs (`dict`, *optional*): Keyword arguments of the chat template, for conversational prompts.
+        max_prompt_length (`int`, *optional*): Maximum length of a prompt. Default: what the model's context leaves.
+        overlong_prompts (`str`, *optional*, defaults to `"error"`):
+            A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it.
+        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. It is never read.
         num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
             Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
             `gradient_accumulation_steps` if `num_mini_batches` is set.
         per_device_generation_batch_size (`int`, *optional*): Completions sampled at a time per process. Default: all.
         max_completion_length (`int`, *optional*, defaults to `256`): Maximum length of a completion, in tokens.
+        stop_token_ids (`list[int]`, *optional*): Tokens that end a completion, besides EOS of tokenizer and model.
+        stop_strings (`list[str]`, *optional*): Texts that end a completion, at the token that completes one.
         temperature (`float`, *optional*, defaults to `1.0`): Temperature of sampling and of log-probs.
         top_p (`float`, *optional*, defaults to `1.0`): Sample from the likeliest tokens with this total probability.
         top_k (`int`, *optional*, defaults to `0`): Sample from this many most likely tokens; 0 or `None` means all.
@@ -155,10 +161,15 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     shuffle_dataset: bool = True
     chat_template_kwargs: dict[str, Any] | str | None = None
+    max_prompt_length: int | None = None
+    overlong_prompts: Literal["error", "truncate", "drop"] = "error"
+    pad_token: str | None = None
     num_generations: int = 1
     generation_batch_size: int | None = None
     per_device_generation_batch_size: int | None = None
     max_completion_length: int = 256
+    stop_token_ids: list[int] | None = None
+    stop_strings: list[str] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = 0
@@ -358,6 +369,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`repetition_penalty` must be 1.0 with continuous batching, which applies it to the newest token "
                     f"only, got {self.repetition_penalty}; use `generation_backend='transformers'`."
                 )
+            if self.stop_strings:
+                raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
             for name in names - _CONTINUOUS_BATCHING:
                 allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
                 raise ValueError(f"`generation_kwargs` holds `{name}`; continuous batching takes only {allowed}.")
@@ -430,6 +443,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
         lambda x: x >= 1,
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
+        "max_prompt_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches total_episodes kl_horizon "
         "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps",
     ),

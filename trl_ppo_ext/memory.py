@@ -294,7 +294,7 @@ def estimate_memory(
     reward_funcs: Any = None,
     monitor_funcs: Any = None,
     quantization_config: BitsAndBytesConfig | None = None,
-    peft_config: PeftConfig | None = None,
+    peft_config: PeftConfig | str | None = None,
     ptx: bool = False,
     prompt_length: int = PROMPT_LENGTH,
     same_length: bool = False,
@@ -309,7 +309,7 @@ def estimate_memory(
             Rewards. A `PreTrainedConfig` stands for a classifier that you load yourself, in the config's dtype.
         monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
-        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
+        peft_config (`PeftConfig` or `str`, *optional*): As of [`PPOTrainer`]. Defaults to LoRA of rank 16.
         ptx (`bool`, *optional*, defaults to `False`): Whether there is a `ptx_dataset`.
         prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
         same_length (`bool`, *optional*, defaults to `False`): Whether all sequences have the same length.
@@ -345,11 +345,12 @@ def estimate_memory(
     trusted, loaded_as = args.trust_remote_code, str(args.reward_quantization)
     base = on_meta(config, trust_remote_code=trusted)
     funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
+    adapter = PeftConfig.from_pretrained(peft_config) if isinstance(peft_config, str) else peft_config
     rewards = [_reward_sizes(reward, base, width, loaded_as, trusted) for reward in funcs]
     return MemoryEstimate(
         args=args,
         base=model_sizes(base, width, _quantization(quantization) if quantization else None),
-        adapter=adapter_sizes(base, peft_config or default_peft_config()),
+        adapter=adapter_sizes(base, adapter or default_peft_config()),
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
         prompt_length=prompt_length,

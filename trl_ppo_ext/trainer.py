@@ -52,7 +52,7 @@ from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import REWARD_FIELDS, RewardFunc, build_rewards
+from .rewards import REWARD_FIELDS, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -98,7 +98,9 @@ class PPOTrainer(Trainer):
         callbacks (`list[TrainerCallback]`, *optional*): Additional callbacks.
         optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler. Defaults to AdamW.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model` is a string.
-        peft_config (`PeftConfig`, *optional*): Config of the policy's adapter. Defaults to LoRA of rank 16.
+        peft_config (`PeftConfig` or `str`, *optional*):
+            Config of the policy's adapter, or path or id of a saved adapter on `model`, which starts the policy.
+            Defaults to LoRA of rank 16.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
         ptx_dataset (`Dataset`, *optional*):
@@ -125,7 +127,7 @@ class PPOTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
+        peft_config: PeftConfig | str | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
         ptx_dataset: Dataset | None = None,
         **unknown: Any,
@@ -159,6 +161,8 @@ class PPOTrainer(Trainer):
             max_completion_length=args.max_completion_length,
             context_length=context_length,
             chat_template_kwargs=template_kwargs,
+            max_prompt_length=args.max_prompt_length,
+            overlong=args.overlong_prompts,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")
@@ -179,6 +183,7 @@ class PPOTrainer(Trainer):
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
+        check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent

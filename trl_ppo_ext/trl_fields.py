@@ -95,6 +95,7 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
         int,
         lambda _, size: {"per_device_generation_batch_size": size, "per_device_reward_batch_size": size},
     ),
+    "stop_token_id": (int, lambda _, token: {"stop_token_ids": [token]}),
     "stop_token": (str, lambda _, token: _choose("stop_token", token, {"eos": {}}, "EOS ends a completion")),
 }
 
@@ -114,7 +115,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "log_unique_prompts": (False, "every completion is logged with its prompt"),
     "log_completions_hub_repo": (str, "completions are not pushed; `log_completions=True` logs them to the trackers"),
     "num_sample_generations": (0, "set `log_completions` and `num_completions_to_print`"),
-    "stop_token_id": (int, "set `eos_token_id` in the model's generation config"),
     "sft_model_path": (str, "pass it as `model`, or `model_name_or_path` in a file"),
     "reward_model_path": (str, "pass it in `reward_funcs`"),
     "model_adapter_name": (str, "pass a `PeftModel` as `model`; its active adapter initializes the policy"),

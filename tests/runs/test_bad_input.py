@@ -153,7 +153,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "prompt longer than the context",
         ValueError,
-        r"Row 1 of `train_dataset`: .*60 tokens, .*context of 64 minus max_completion_length=8 leaves 56\. Drop or",
+        r"Row 1 of `train_dataset`: .*60 tokens, .*64 minus max_completion_length=8 leaves 56\. Set `overlong_prompts`",
         train_dataset=questions("w1", "w1 " * 60),
     ),
     case("empty dataset", ValueError, r"`train_dataset` is empty.*at least one prompt", train_dataset=questions()),
@@ -172,12 +172,6 @@ KNOWN_FROM_ARGUMENTS = [
         eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": [""]})},
     ),
     # tokenizer
-    case(
-        "no pad token, and EOS is the only stop",
-        ValueError,
-        r"no pad token, and its EOS '<eos>' is the only token that ends.*`tokenizer.pad_token = tokenizer.unk_token`",
-        processing_class=without("pad_token"),
-    ),
     case(
         "no EOS at all",
         ValueError,
@@ -223,7 +217,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "PeftModel and peft_config",
         ValueError,
-        r"`peft_config` must be None when `model` is a `PeftModel`.*pass the base model",
+        r"`peft_config` must be None when `model` has an adapter.*pass the base model",
         model=ready_peft_model(),
         peft_config=LoraConfig(),
     ),

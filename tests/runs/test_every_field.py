@@ -229,6 +229,11 @@ def chat():
     return plain(train_dataset=messages, processing_class=tokenizer(chat_template=template))
 
 
+def readable():
+    """A tokenizer that stop strings need: they look up how tokens are written after a word."""
+    return plain(processing_class=tokenizer(["abcdef", *WORDS[:27]]))
+
+
 def supervised():
     texts = Dataset.from_dict({"text": [" ".join(WORDS[row : row + 6]) for row in range(20)]})
     return plain(ptx_dataset=texts)
@@ -347,6 +352,21 @@ CASES = {
         given=chat,
         exact=lambda a, b: [[*ids, 13] for ids in a.prompts[0]] == b.prompts[0],  # w9
     ),
+    "max_prompt_length": Case(
+        (None, 2),
+        "prompts",
+        settings={"overlong_prompts": "truncate"},
+        exact=lambda a, b: {*map(len, itertools.chain(*a.prompts))} > {*map(len, itertools.chain(*b.prompts))} == {1, 2},
+    ),
+    "overlong_prompts": Case(
+        ("error", "truncate", "drop"),
+        "outcome prompts",
+        settings={"max_prompt_length": 2},
+        exact=lambda a, b: "Set `overlong_prompts` to" in a.outcome and len({*map(tuple, itertools.chain(*b.prompts))}) <= 8,
+    ),
+    "pad_token": Case(
+        ("<unk>", "<none>"), "outcome", exact=lambda a, b: "must be a token of the tokenizer, got '<none>'" in b.outcome
+    ),
     "num_generations": Case(
         (1, 4), "prompts", exact=lambda a, b: all(p[:4] == [p[0]] * 4 and p[4:] == [p[4]] * 4 for p in b.prompts)
     ),
@@ -357,6 +377,10 @@ CASES = {
         (None, 2), "calls completions", exact=lambda a, b: a.calls["generate"] == 2 and b.calls["generate"] == 8
     ),
     "max_completion_length": Case((10, 4), "completions", exact=lambda a, b: max(lengths(a)) > max(lengths(b)) == 4),
+    "stop_token_ids": Case((None, [*range(16, 32)]), "completions", exact=lambda a, b: sum(lengths(a)) > sum(lengths(b))),
+    "stop_strings": Case(
+        (None, ["w1"]), "completions", given=readable, exact=lambda a, b: sum(lengths(a)) > sum(lengths(b))
+    ),
     "temperature": Case((1.0, 0.5), "completions"),
     "top_p": Case((1.0, 0.5), "completions"),
     "top_k": Case((0, 3), "completions"),

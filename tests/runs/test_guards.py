@@ -18,6 +18,7 @@ from runs_of_tiny import rollouts_of, sequences, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
+from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.ppo.guards import NonFiniteError, NonFiniteGuard, finite_rows
 from trl_ppo_ext.trainer import _fixed_seed
 
@@ -215,7 +216,7 @@ def test_evaluation_counts_nonfinite_completions_and_continues(tmp_path):
     assert metrics["eval_bad_nonfinite_completions"] == 5 and "eval_bad_reward" not in metrics
     assert metrics["eval_mixed_nonfinite_completions"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
-    lengths = [len(c) for c in completions_of(built.eval_dataset["mixed"]["prompt_ids"]) if BAD_TOKEN not in c]
+    lengths = [len(c) for c in completions_of(built.eval_dataset["mixed"][PROMPT_IDS]) if BAD_TOKEN not in c]
     assert metrics["eval_mixed_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
 
 

@@ -72,12 +72,22 @@ class PPOModelConfig(trl.ModelConfig):
         help="Dtype of the base model. Defaults to that of the run, see bf16 and fp16.",
         metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
     )
+    use_peft: bool = HfArg(default=True, help="Must be true: the policy is an adapter on a frozen base.")
+    adapter_name_or_path: str | None = HfArg(
+        default=None, help="Saved adapter on the model that starts the policy, e.g. of SFT. Default: a new adapter."
+    )
     lora_dropout: float = HfArg(default=0.0, help="Must be 0: log-probs must be repeatable.")
     lora_target_modules: list[str] | None = HfArg(default_factory=lambda: ["all-linear"], help="LoRA target modules.")
 
     def __post_init__(self):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
         super().__post_init__()
+        if not self.use_peft:
+            raise ValueError("`use_peft` must be True: the policy is an adapter on a frozen base. Leave it out.")
+        for field in fields(self) if self.adapter_name_or_path is not None else ():
+            value, default = getattr(self, field.name), getattr(PPOModelConfig(), field.name)
+            if field.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
+                raise ValueError(f"`{field.name}={value!r}` is of a new adapter; omit it, or `adapter_name_or_path`.")
         if self.lora_dropout:
             raise ValueError(f"`lora_dropout={self.lora_dropout}` is not supported: log-probs vary. Leave it out.")
         if self.lora_task_type != "CAUSAL_LM":
@@ -256,7 +266,7 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
         "args": args,
         "reward_funcs": [find_reward(reward) for reward in script.reward_funcs or []],
         "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in script.monitor_funcs or []],
-        "peft_config": trl.get_peft_config(replace(config, use_peft=True)),
+        "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),
         "quantization_config": trl.get_quantization_config(quantized),
     }
 

@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
 from ..arguments import check_trainer_arguments, load_tokenizer
 from ..checkpoints.files import CheckpointError
 from ..checkpoints.hub import PushError
 from ..config import PPOConfig
-from ..data.prompts import PROMPT_IDS, tokenize_prompts
+from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
 from ..ppo.batch_plan import BatchPlan
@@ -31,7 +31,7 @@ from .launch import (
     trainer_arguments,
 )
 
-ROWS = 10  # read by a dry run
+ROWS = 10  # of a stream or of the Hub, read by a dry run
 LONGEST = 4000  # characters of the prompt that it prints
 
 
@@ -39,7 +39,7 @@ LONGEST = 4000  # characters of the prompt that it prints
 class TrainScriptArguments(PPOScriptArguments):
     """[`PPOScriptArguments`] of `trl-ppo train`."""
 
-    dry_run: bool = HfArg(default=False, help="Check configs and ten rows, print the plan and one prompt, and stop.")
+    dry_run: bool = HfArg(default=False, help="Check configs and prompts (ten of the Hub), print the plan, and stop.")
 
 
 @dataclass(repr=False)
@@ -98,7 +98,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     streamed.dataset_streaming |= dataset is not None and not os.path.exists(dataset)
     splits = load_datasets(streamed, mixture)
     for split in splits.keys() & {script.dataset_train_split, script.dataset_test_split}:
-        splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
+        if isinstance(splits[split], IterableDataset):
+            splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
 
     # 2. Run the trainer's checks, up to the weights.
     arguments = trainer_arguments(script, args, model, splits)
@@ -112,14 +113,20 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         raise ValueError(f"`critic_init={start!r}` cannot be used: {error}") from error
     tokenizer, context = load_tokenizer(name, name, None, args)
     length, template_kwargs = args.max_completion_length, cast(dict, args.chat_template_kwargs)
+    limit, overlong = prompt_limit(length, context, args.max_prompt_length), args.overlong_prompts
     for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
-            prompts = tokenize_prompts(rows, tokenizer, argument, length, context, template_kwargs)[PROMPT_IDS]
+            prompts = tokenize_prompts(rows, tokenizer, argument, length, None, template_kwargs)[PROMPT_IDS]
+            lengths = [len(ids) for ids in prompts]
+            too_long = f"{sum(n > limit for n in lengths)} of {len(lengths)} prompts have more than {limit} tokens"
+            if max(lengths) > limit and overlong == "error":
+                remedy = "set `overlong_prompts` to 'truncate' or 'drop', or lower `max_completion_length`"
+                raise ValueError(f"`{argument}`: {too_long}, up to {max(lengths)}; {remedy}.")
     if args.process_index:  # the first process prints for all
         return
 
     # 3. Print sizes, memory, and one prompt.
-    lengths, device, max_steps = [len(ids) for ids in prompts], args.device, args.max_steps
+    device, max_steps = args.device, args.max_steps
     plan = BatchPlan.from_config(args, args.world_size)
     rollouts = -(-max_steps // plan.optimizer_steps)
     duration = f"{max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
@@ -127,8 +134,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     print(
         f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
         f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
-        f"prompts: {min(lengths)} to {max(lengths)} tokens in the first {len(lengths)} rows, and up to {length} per "
-        f"completion, in a context of {context or 'unknown length'}\n"
+        f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, and up to {length} per completion, "
+        f"in a context of {context or 'unknown length'}{f'; {too_long} ({overlong})' * (max(lengths) > limit)}\n"
         f"rollout: {plan.completions} completions of {plan.prompts} prompts ({plan.num_generations} each) = "
         f"{plan.micro_batch_size} per micro-batch × {plan.gradient_accumulation_steps} micro-batches × "
         f"{plan.num_mini_batches} minibatches × {plan.num_processes} processes on {device.type}\n"
@@ -136,9 +143,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         f"{plan.num_mini_batches} minibatches of {plan.completions // plan.num_mini_batches} completions\n"
         f"run:     {duration}"
     )
-    longest = max(PROMPT_LENGTH, *lengths)
-    if context is not None:  # longer prompts would be an error
-        longest = min(longest, context - length)
+    longest = min(max(PROMPT_LENGTH, *lengths), limit)
     try:
         estimate = estimate_memory(**arguments, ptx=ptx, prompt_length=longest, device=device.type)
         print(f"memory:  with prompts of {longest} tokens, on each process")
@@ -146,4 +151,4 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)
     except ValueError as error:
         print(f"memory:  not estimated: {error}")
-    print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0]), LONGEST)}")
+    print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0][-limit:]), LONGEST)}")

@@ -1,6 +1,7 @@
 """Prompts: from a `"prompt"` column, text or chat messages, to token ids."""
 
 import itertools
+import json
 import reprlib
 import sys
 from collections import UserList
@@ -12,12 +13,15 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl import is_conversational
 
 from ..ppo.batch_plan import BatchPlan
 from ..redaction import shortened
 
-PROMPT_IDS = "prompt_ids"
+logger = logging.get_logger(__name__)
+
+PROMPT_IDS = "_prompt_ids"  # not a name that a user's column has
 _SHORT = reprlib.Repr()  # reads only the ends of long values
 _SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -35,17 +39,24 @@ def described(prompt: Any) -> str:
 def encode(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
 ) -> list[int]:
-    """Token ids of text, or of chat messages with the opening of the answer."""
+    """Token ids of text, or of chat messages; with `opening`, an answer can follow."""
     if isinstance(prompt, str):
         try:
-            return tokenizer(prompt)["input_ids"]
+            ids = tokenizer(prompt)["input_ids"]
         except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
             raise PromptError(f"The tokenizer cannot read {described(prompt)}: {shortened(error)}") from error
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:  # one from the tokenizer, one in the text
+            ids = ids[1:]
+        # some tokenizers end every text with EOS
+        closed = opening and ids[-1:] == [eos] and not prompt.rstrip().endswith(str(tokenizer.eos_token))
+        return ids[:-1] if closed else ids
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
     for place, message in enumerate(prompt):
         fields = message if isinstance(message, dict) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str | list | None):
+        kinds = str | list | None if fields.get("tool_calls") else str | list  # templates write None as "None"
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), kinds):
             needed = 'a mapping with a "role" and a "content" that are text'
             raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
     if tokenizer.chat_template is None:
@@ -58,6 +69,16 @@ def encode(
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         cause = f"{type(error).__name__} ({shortened(error)})"
         raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+
+
+def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Keyword arguments of a row's chat template, with its columns `"tools"` and `"chat_template_kwargs"`."""
+    tools = row.get("tools") or None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
+    return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
 def map_rows(
@@ -81,16 +102,18 @@ def map_rows(
         return dataset.map(encode_numbered, with_indices=True, desc=f"Tokenizing {name}", **kwargs)
 
 
-def tokenize_prompts(
-    dataset: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    max_completion_length: int,
-    context_length: int | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> Dataset | IterableDataset:
-    """Add the token ids of each prompt as a column, and check every prompt."""
-    # 1. Columns
+def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
+    """Tokens of the longest prompt that fits."""
+    limit = sys.maxsize if context_length is None else context_length - max_completion_length
+    if limit < 1:
+        raise PromptError(
+            f"{max_completion_length=} leaves no room for a prompt in the model's context of {context_length} tokens; "
+            "lower it."
+        )
+    return min(limit, max_prompt_length or limit)
+
+
+def _check_columns(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
             f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
@@ -109,28 +132,59 @@ def tokenize_prompts(
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
-    # 2. Lengths
-    limit = sys.maxsize if context_length is None else context_length - max_completion_length
-    if limit < 1:
-        raise PromptError(
-            f"{max_completion_length=} leaves no room for a prompt in the model's context of {context_length} tokens; "
-            "lower it."
-        )
 
-    # 3. Rows
+
+def tokenize_prompts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    max_completion_length: int,
+    context_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    max_prompt_length: int | None = None,
+    overlong: str = "error",
+) -> Dataset | IterableDataset:
+    """Add the token ids of each prompt as a column, and check every prompt."""
+    _check_columns(dataset, name)
+    limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
+    room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
+    if limit == max_prompt_length:
+        room = f"{max_prompt_length=}"
+    kinds: set[type] = set()  # of the prompts so far
+
+    # 1. Encode every row.
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
-        ids = [] if prompt in ("", []) else encode(prompt, tokenizer, chat_template_kwargs or {})
+        is_text = isinstance(prompt, str)
+        if is_text and chat_template_kwargs:
+            raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
+        template_kwargs = {} if is_text else row_template_kwargs(row, chat_template_kwargs)
+        ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
         if not ids:
             raise PromptError("The prompt is empty; drop it, or give it at least one token.")
-        if len(ids) > limit:
+        kinds.add(type(prompt))
+        if len(kinds) > 1:  # completions are all text or all messages
+            raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")
+        if len(ids) > limit and overlong == "error":
             raise PromptError(
-                f"The prompt has {len(ids)} tokens, but the context of {context_length} minus "
-                f"{max_completion_length=} leaves {limit}. Drop or shorten it, or lower `max_completion_length`."
+                f"The prompt has {len(ids)} tokens, but {room}. Set `overlong_prompts` to 'truncate' or 'drop', "
+                "shorten it, or lower `max_completion_length`."
             )
-        return {PROMPT_IDS: ids}
+        return {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
 
-    return map_rows(dataset, encode_row, f"`{name}`")
+    rows = map_rows(dataset, encode_row, f"`{name}`")
+    if overlong != "drop":
+        return rows
+
+    # 2. Drop what does not fit.
+    with PartialState().main_process_first():
+        kept = rows.filter(lambda row: len(row[PROMPT_IDS]) <= limit)
+    if isinstance(dataset, Dataset) and len(kept) < len(dataset):
+        dropped = f"{len(dataset) - len(kept)} of {len(dataset)} prompts of `{name}` have more than {limit} tokens"
+        if not len(kept):
+            raise PromptError(f"{dropped}, so none is left; set `overlong_prompts='truncate'`.")
+        logger.warning("%s and are dropped.", dropped)
+    return kept
 
 
 class Rows(UserList):

@@ -1,6 +1,5 @@
 """Supervised data of PPO-ptx: texts, completions and chats as token ids, and the rows of each rollout."""
 
-import json
 import warnings
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..ppo.batch_plan import BatchPlan
 from ..sequences import Sequences
-from .prompts import PROMPT_IDS, PromptError, described, encode, map_rows
+from .prompts import PROMPT_IDS, PromptError, described, encode, map_rows, row_template_kwargs
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 COMPLETION_IDS = "completion_ids"
@@ -77,12 +76,7 @@ def tokenize_ptx(
         entries = [row[column] for column in form]
         _check_entries(entries, form)
         # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
-        tools = row.get("tools") or None
-        try:
-            tools = json.loads(tools) if isinstance(tools, str) else tools
-        except ValueError as error:
-            raise PTXError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
-        template_kwargs = {"tools": tools, **(chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+        template_kwargs = row_template_kwargs(row, chat_template_kwargs)
         sequence = entries[0] if len(entries) == 1 else entries[0] + entries[1]
         ids = encode(sequence, tokenizer, template_kwargs, opening=False)
         if isinstance(sequence, str) and eos is not None and ids[-1:] != [eos]:
@@ -94,7 +88,7 @@ def tokenize_ptx(
             prompt_ids = encode(entries[0], tokenizer, template_kwargs)
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt_ids, ids)))
             prompt_length = max(shared, 1)
-            if prompt_ids[shared:] not in ([], [eos]):  # some tokenizers end every text with EOS
+            if prompt_ids[shared:]:
                 warnings.warn(_DIFFERENT_PROMPT, stacklevel=2)
         learned = len(ids) - prompt_length
         if learned < 1:

@@ -116,6 +116,10 @@ class ContinuousBatchingGenerator:
         children = [f"__child#{number}" for number in range(copies - 1)]
         return [[done[request + suffix] for suffix in ["", *children]] for request in requests]
 
+    def has_stopped(self, completion: list[int]) -> bool:
+        """Check for a stop token at the end."""
+        return completion[-1] in self.stop_token_ids
+
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""
         first_rows, groups = distinct(prompts)

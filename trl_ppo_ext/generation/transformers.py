@@ -11,12 +11,21 @@ from peft import PeftModel
 from peft.tuners import lora
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 from ..distributed import is_sharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
+
+logger = logging.get_logger(__name__)
 
 BLOCK = 256  # tokens by which a layer of the cache grows
 
@@ -27,10 +36,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # f
 class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
-    stop_token_ids: frozenset[int]
-
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample completions."""
+
+    def has_stopped(self, completion: list[int]) -> bool:
+        """Check if a completion ended by itself, and was not truncated."""
 
 
 def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
@@ -41,29 +51,29 @@ def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[i
     return completion
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS and those of the model's generation config."""
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, others: list[int] | None = None
+) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS, those of the model's generation config, and others."""
     model_stops = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id} | set(model_stops if isinstance(model_stops, list) else [model_stops])
+    ids = {tokenizer.eos_token_id, *(model_stops if isinstance(model_stops, list) else [model_stops]), *(others or [])}
     return sorted(ids - {None})
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
-    """Set the tokenizer's pad token if it is missing and a stop token other than EOS exists."""
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_token: str | None = None) -> None:
+    """Set the tokenizer's pad token to the given one or, if it has none, to EOS."""
     if not stops:
         raise ValueError(
             "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
-            "end; set `tokenizer.eos_token`."
+            "end; set `tokenizer.eos_token`, or `stop_token_ids`."
         )
-    if tokenizer.pad_token_id is not None:
-        return
-    if stops == [tokenizer.eos_token_id]:
-        raise ValueError(
-            f"The tokenizer has no pad token, and its EOS {tokenizer.eos_token!r} is the only token that ends a "
-            "completion, so it should not serve as padding too. Choose one: `tokenizer.pad_token = "
-            "tokenizer.unk_token`, or any token that is never sampled."
-        )
-    tokenizer.pad_token = tokenizer.eos_token
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"`pad_token` must be a token of the tokenizer, got {pad_token!r}.")
+        tokenizer.pad_token = pad_token
+    elif tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(stops[0])
+        logger.warning("The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token)
 
 
 def sampling_config(
@@ -76,7 +86,7 @@ def sampling_config(
             "do_sample": True,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config),
+            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids),
             "use_cache": True,
         }
         | {name: getattr(args, name) for name in SAMPLING}
@@ -95,6 +105,20 @@ class _Progress(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+class _StopStrings(StoppingCriteria):
+    """Ends rows at the token that completes a stop string in the completion, and keeps their lengths."""
+
+    def __init__(self, matches: StopStringCriteria, batch: Sequences, max_length: int):
+        self.matches, self.start = matches, batch.prompt_ids.shape[1]
+        self.lengths = batch.prompt_ids.new_full((len(batch),), max_length)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        completions = input_ids[:, self.start :]
+        done = self.matches(completions, None)
+        self.lengths = torch.where(done, self.lengths.clamp(max=completions.shape[1]), self.lengths)
+        return done
+
+
 class TransformersGenerator:
     """Samples from the actor-critic's policy."""
 
@@ -107,14 +131,27 @@ class TransformersGenerator:
         self.show_progress = not args.disable_tqdm and accelerator.is_main_process
         self.config = sampling_config(actor_critic, tokenizer, args, **(args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
+        self.stop_strings: StopStringCriteria | None = None
+        if args.stop_strings:
+            try:
+                self.stop_strings = StopStringCriteria(tokenizer, args.stop_strings)
+            except ValueError as error:
+                raise ValueError(
+                    f"`stop_strings` do not go with this tokenizer ({error}); use `stop_token_ids`."
+                ) from error
         self.grows = can_grow(actor_critic, self.config)
 
     def _generate_batch(self, prompts: list[list[int]], bar: tqdm) -> list[list[int]]:
         device, pad = self.accelerator.device, self.config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
+        criteria: list[StoppingCriteria] = [_Progress(bar)]
+        if self.stop_strings is not None:
+            criteria.append(_StopStrings(self.stop_strings, batch, self.config.max_new_tokens))
         with self.accelerator.autocast():
-            ids = self._sample(batch, [_Progress(bar)])
+            ids = self._sample(batch, criteria)
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
+        for ends in criteria[1:]:
+            completions = [ids[:length] for ids, length in zip(completions, ends.lengths.tolist())]
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def _sample(self, batch: Sequences, criteria: list[StoppingCriteria]) -> Tensor:
@@ -129,6 +166,12 @@ class TransformersGenerator:
         policy = self.actor_critic.policy
         with quick_adapters(policy):
             return self.actor_critic.generate(*inputs, past_key_values=cache, **options)
+
+    def has_stopped(self, completion: list[int]) -> bool:
+        """Check for a stop token or a stop string at the end."""
+        if completion[-1] in self.stop_token_ids or self.stop_strings is None:
+            return completion[-1] in self.stop_token_ids
+        return bool(self.stop_strings(torch.tensor([completion]), None))
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample a completion for each prompt."""

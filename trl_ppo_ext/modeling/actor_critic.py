@@ -261,7 +261,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise a `ValueError` if the model changes its logits after the output projection."""
+        """Raise a `ValueError` if the model changes its logits after the output projection, or reads padding."""
         base: PreTrainedModel = self.policy.get_base_model()
         ids = torch.arange(4, device=self.device)[None]
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
@@ -273,6 +273,14 @@ class ActorCritic(nn.Module):
             raise ValueError(
                 f"{type(base).__name__} changes its logits after the output projection (a cap or a scale), which "
                 "log-probs computed from hidden states would not see; use a model that does not."
+            )
+        # a padded row differs from the same row without padding by rounding only
+        rows = Sequences.from_token_ids([[0], [3, 2, 1, 0]], [[1, 2, 3], [1]], 0, self.device)
+        padded, plain = (self._hidden_states(x)[:3].float() for x in (rows, rows.rows(torch.tensor([0]))))
+        if (padded - plain).norm() > 0.1 * plain.norm():
+            raise ValueError(
+                f"{type(base).__name__} does not ignore padding on the left, so its log-probs would depend on the "
+                "other rows of a batch; use a model that reads the attention mask."
             )
 
     @torch.no_grad()

@@ -5,13 +5,25 @@ from copy import copy
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from .actor_critic import ActorCritic
-from .adapter_files import read_critic
-from .adapters import adapter_parameters, add_adapter, check_fit, copy_adapter, load_adapter_weights
+from .adapter_files import check_same_base, read_adapter_config, read_critic
+from .adapters import (
+    adapter_parameters,
+    adapter_weights,
+    add_adapter,
+    check_fit,
+    copy_adapter,
+    load_adapter_weights,
+    parameter_names,
+)
+
+logger = logging.get_logger(__name__)
 
 REFERENCE_ADAPTER = "reference"
 CRITIC_ADAPTER = "critic"
@@ -30,7 +42,7 @@ def default_peft_config() -> LoraConfig:
 
 
 def check_model_arguments(
-    model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | None
+    model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | str | None
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
@@ -40,8 +52,8 @@ def check_model_arguments(
     if isinstance(model, str):
         if os.path.isfile(os.path.join(model, "adapter_config.json")):
             raise ValueError(
-                f"`model={model!r}` is a saved adapter; load it on its base with `PeftModel.from_pretrained(base, "
-                f"{model!r})` and pass that: the adapter then starts the policy."
+                f"`model={model!r}` is a saved adapter; pass its base as `model`, and this path as `peft_config` "
+                "(`adapter_name_or_path` in a config file): the adapter then starts the policy."
             )
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -55,32 +67,62 @@ def check_model_arguments(
                 f"`model` must be a causal language model with an output projection, got {type(model).__name__}; load "
                 "it with `AutoModelForCausalLM`."
             )
-    if not isinstance(peft_config, PeftConfig | None):
+    if not isinstance(peft_config, PeftConfig | str | None):
         raise TypeError(
-            f"`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, got {type(peft_config).__name__}."
+            "`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, or the path or id of a saved adapter, "
+            f"got {type(peft_config).__name__}."
         )
-    _check_adapter(model, peft_config)
+    _check_adapter(_starting_config(model, peft_config))
 
 
-def _check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
-    if isinstance(model, PeftModel):
+def _has_injected_adapter(model: Any) -> bool:
+    """Check for an adapter that transformers loaded into the model, as `from_pretrained` of a saved adapter does."""
+    return not isinstance(model, PeftModel) and getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _starting_config(model: Any, peft_config: Any) -> Any:
+    """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
+    if isinstance(model, PeftModel) or _has_injected_adapter(model):
         if peft_config is not None:
             raise ValueError(
-                "`peft_config` must be None when `model` is a `PeftModel`, whose adapter starts the policy. To start "
-                "a new adapter pass the base model (`model.merge_and_unload()` keeps what the adapter learned)."
+                "`peft_config` must be None when `model` has an adapter, which starts the policy. To start a new "
+                "adapter pass the base model (`merge_and_unload()` of a `PeftModel` keeps what its adapter learned)."
             )
-        peft_config = model.peft_config[model.active_adapter]
-    elif (initial := getattr(peft_config, "init_lora_weights", True)) not in (True, "gaussian"):
+        return model.peft_config[model.active_adapter if isinstance(model, PeftModel) else model.active_adapters()[0]]
+    if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "`model` holds the adapters of another trainer or `PeftModel`, which a new adapter would overwrite. Pass "
+            "that `PeftModel` to continue its adapter, call its `unload()` to discard it, or load the base anew."
+        )
+    if isinstance(peft_config, str):
+        config = read_adapter_config(peft_config)
+        if config is None:
+            raise ValueError(f"`peft_config={peft_config!r}` has no adapter_config.json; name a saved adapter.")
+        trained_on, base = config.base_model_name_or_path, getattr(model, "name_or_path", model)
+        if trained_on:
+            remedy = "If the weights are the same, pass a `PeftModel` with the adapter as `model`."
+            check_same_base(peft_config, trained_on, base, remedy)
+        return config
+    if (initial := getattr(peft_config, "init_lora_weights", True)) not in (True, "gaussian"):
         raise ValueError(
             f"`init_lora_weights={initial!r}` changes the base or starts away from it, so the reference would not be "
             "your model; use True or 'gaussian'."
         )
+    return peft_config
+
+
+def _check_adapter(peft_config: Any) -> None:
     if peft_config is None:
         return
     if peft_config.is_prompt_learning:
         raise ValueError(
             f"`peft_config` must put the adapter into the layers, got {peft_config.peft_type}, which adds virtual "
             "tokens; use `LoraConfig`."
+        )
+    if getattr(peft_config, "alora_invocation_tokens", None):
+        raise ValueError(
+            "`alora_invocation_tokens` must be None: an activated LoRA runs only after these tokens, so it would "
+            "train nothing in other prompts; use a plain `LoraConfig`."
         )
     if (bias := getattr(peft_config, "bias", "none")) != "none":
         raise ValueError(
@@ -132,11 +174,51 @@ def _prepare_modules(model: nn.Module) -> None:
                 setattr(owner, name, 0.0)
 
 
+def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel, bool]:
+    """Add the policy's adapter, unless it is there, and return if it was trained before."""
+    is_trained = True
+    if isinstance(model, PeftModel):
+        policy = model
+    elif isinstance(peft_config, str):
+        policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
+    elif _has_injected_adapter(model):
+        policy = _wrap(model)
+    else:
+        is_trained, config = False, peft_config or default_peft_config()
+        for name, rate in vars(config).items():
+            if "dropout" in name and rate:
+                logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
+        policy = get_peft_model(model, config)
+    try:
+        parameter_names(policy, policy.active_adapter)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"The adapter must consist of its trained weights, but {policy.active_peft_config.peft_type} saves other "
+            "tensors, too. Use `LoraConfig`, or `save_projection=False` if the config has it."
+        ) from error
+    return policy, is_trained
+
+
+def _wrap(model: Any) -> PeftModel:
+    """Turn a model with an adapter that transformers loaded into a `PeftModel`."""
+    name = model.active_adapters()[0]
+    weights = {f"base_model.model.{key}": x.clone() for key, x in adapter_weights(model, name).items()}
+    config = copy(model.peft_config[name])
+    config.inference_mode = False
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others have changed the base already
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    policy = PeftModelForCausalLM(model, config, adapter_name=name)  # draws the adapter anew
+    load_adapter_weights(policy, name, weights)
+    return policy
+
+
 def load_actor_critic(
     model: str | PreTrainedModel | PeftModel,
     args: Any,
     quantization_config: BitsAndBytesConfig | None = None,
-    peft_config: PeftConfig | None = None,
+    peft_config: PeftConfig | str | None = None,
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
@@ -151,21 +233,18 @@ def load_actor_critic(
 
     # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
     reference = critic_adapter = head = files = None
-    if isinstance(model, PeftModel):
-        policy = model
-        config = policy.peft_config[policy.active_adapter]
+    policy, is_trained = _adapt(model, peft_config)
+    config = policy.peft_config[policy.active_adapter]
+    if is_trained:
         reference = add_adapter(policy, REFERENCE_ADAPTER, config, keep_modules=True)
         copy_adapter(policy, policy.active_adapter, reference)
-    else:
-        policy = get_peft_model(model, peft_config or default_peft_config())
 
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
     critic, start = args.critic, args.critic_init
     if start is not None:
         head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
     if critic == "adapter":
-        config = policy.peft_config[policy.active_adapter] if files is None else files.config
-        critic_adapter = add_adapter(policy, CRITIC_ADAPTER, config)
+        critic_adapter = add_adapter(policy, CRITIC_ADAPTER, config if files is None else files.config)
 
     policy.requires_grad_(False)
     trained = [name for name in (policy.active_adapter, critic_adapter) if name is not None]

@@ -183,7 +183,7 @@ class RolloutCollector:
         prompt_ids = [row[PROMPT_IDS] for row in rows]
         with self._timed("generate", metrics):
             completion_ids = self.generator.generate(prompt_ids)
-        stopped = torch.tensor([ids[-1] in self.generator.stop_token_ids for ids in completion_ids], device=device)
+        stopped = torch.tensor([*map(self.generator.has_stopped, completion_ids)], device=device)
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
 
         # 2. Log-probs under policy and reference, values and entropies, with the forward of the updates.
@@ -324,6 +324,10 @@ class RolloutCollector:
             metrics.mean(name, torch.tensor(float(value), device=self.accelerator.device))
 
         prompts = [row["prompt"] for row in rows]
+        if max(map(max, completion_ids)) >= len(self.tokenizer):
+            logger.warning_once(
+                "The policy samples token ids that the tokenizer does not have, which decode to nothing."
+            )
         completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]

@@ -3,7 +3,14 @@
 `http` is imported only when it is needed, because it loads an HTTP client.
 """
 
-from .build import REWARD_FIELDS, RewardFunc, build_rewards, check_reward_arguments, check_reward_columns
+from .build import (
+    REWARD_FIELDS,
+    RewardFunc,
+    build_rewards,
+    check_contexts,
+    check_reward_arguments,
+    check_reward_columns,
+)
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .scoring import (
     FunctionReward,
@@ -31,6 +38,7 @@ __all__ = [
     "Scored",
     "ScoringBatch",
     "build_rewards",
+    "check_contexts",
     "check_reward_arguments",
     "check_reward_columns",
     "load_classifier",

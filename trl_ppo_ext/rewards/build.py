@@ -6,13 +6,15 @@ from itertools import count
 from typing import Any, TypeAlias, cast
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
+from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import PROMPT_IDS
 from ..modeling import ActorCritic
-from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
 from .scoring import PASSED, FunctionReward, Reward, function_name
 
 # fields of the config that are keyword arguments of `build_rewards`
@@ -85,6 +87,16 @@ def check_reward_columns(reward_funcs: Iterable[Any], columns: Iterable[str], da
     passed = [name for name in columns if name not in ("prompt", PROMPT_IDS)]
     for function in filter(_is_function, reward_funcs):
         check_signature(function, passed, dataset)
+
+
+def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
+    """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
+    scorers = [reward for reward in rewards if getattr(reward, "context_length", None) is not None]
+    if scorers and isinstance(dataset, Dataset):
+        lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
+        longest = dataset[int(lengths.to_numpy().argmax())]["prompt"]
+        for scorer in cast(list[SequenceScorer], scorers):
+            scorer.check_prompt(longest, max_completion_length, cast(int, scorer.context_length))
 
 
 def build_rewards(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -15,11 +16,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 from trl import apply_chat_template, is_conversational
 
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
 from .scoring import RewardError, ScoringBatch
+
+logger = logging.get_logger(__name__)
 
 
 def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -98,15 +102,28 @@ class SequenceScorer:
                 )
             tokenizer.pad_token = tokenizer.eos_token
 
+    def _encode(self, prompts: list, completions: list) -> list[list[int]]:
+        if is_conversational({"prompt": prompts[0]}):
+            chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
+            texts = [apply_chat_template({"messages": chat}, self.tokenizer)["text"] for chat in chats]
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token or ""
+        return self.tokenizer([p + c + end for p, c in zip(prompts, completions)])["input_ids"]
+
+    def check_prompt(self, prompt: Any, max_completion_length: int, context: int) -> None:
+        """Raise a `RewardError` if a prompt does not fit into the context, and warn if a long completion may not."""
+        empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
+        length = len(self._encode([prompt], [empty])[0])
+        problem = f"The longest prompt has {length} tokens; the reward model `{self.name}` takes {context}"
+        remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
+        if length >= context:
+            raise RewardError(f"{problem}. {remedy}")
+        if length + max_completion_length > context:
+            logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
+
     def score(self, batch: ScoringBatch) -> list[float]:
         """Score completions in batches of similar length."""
-        if is_conversational({"prompt": batch.prompts[0]}):
-            chats = [prompt + completion for prompt, completion in zip(batch.prompts, batch.completions)]
-            texts = [apply_chat_template({"messages": chat}, self.tokenizer)["text"] for chat in chats]
-            rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        else:
-            end = self.tokenizer.eos_token or ""
-            rows = self.tokenizer([p + c + end for p, c in zip(batch.prompts, batch.completions)])["input_ids"]
+        rows = self._encode(batch.prompts, batch.completions)
         by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         longest = len(rows[by_length[-1]])
         if self.context_length is not None and longest > self.context_length:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
+from transformers import AutoModelForCausalLM
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext import trainer as trainer_module
@@ -115,6 +116,18 @@ def test_run_saves_an_adapter_that_peft_loads(there, capsys):
     loaded = PeftModel.from_pretrained(llama(), "whole")
     assert any(x.abs().sum() > 0 for name, x in loaded.named_parameters() if "lora_B" in name)
     assert (there / "whole" / "checkpoint-4").is_dir()
+
+
+def test_run_starts_from_an_adapter(there, capsys):
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained("policy"), lora).save_pretrained("sft")
+    before = weights("sft")
+    start = {"adapter_name_or_path": "sft", "learning_rate": 0.0}
+    assert run("--dry_run", **start) == 0 and "peak:" in capsys.readouterr().out
+    assert run(output_dir="continued", max_steps=1, **start) == 0
+    after = weights("continued")
+    assert before.keys() == after.keys() and all(torch.equal(x, after[name]) for name, x in before.items())
 
 
 def test_command_line_wins_over_the_file(there, capsys):
@@ -224,10 +237,19 @@ def test_dry_run_prints_a_preview(there, capsys):
     )
     assert "2 optimizer steps per rollout = 1 epochs × 2 minibatches of 12 completions" in said
     assert "4 optimizer steps = 2 rollouts = 48 completions" in said
-    assert "rewards: cli_rewards.of_last_word" in said and "first 10 rows" in said and "in a context of 64" in said
+    assert "rewards: cli_rewards.of_last_word" in said and "tokens in 12 rows" in said and "in a context of 64" in said
     assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
     assert said.rstrip().endswith("\n<bos> <unk> w9 w0 <bos> <unk>")
     assert not (there / "run").exists()
+
+
+def test_dry_run_counts_overlong_prompts_of_all_rows(there, capsys):
+    save(there / "long.jsonl", [{"prompt": "w1 w2 " * (1 + row // 20)} for row in range(30)])
+    for overlong in ("drop", "truncate", "error"):
+        settings = {"dataset_name": "long.jsonl", "max_prompt_length": 3, "overlong_prompts": overlong}
+        assert run("--dry_run", **settings) == (2 if overlong == "error" else 0)
+        printed = capsys.readouterr()
+        assert "10 of 30 prompts have more than 3 tokens" in " ".join((printed.out + printed.err).split())
 
 
 def test_dry_run_continues_without_memory_estimate(there, capsys):
@@ -240,7 +262,6 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 WRONG = [
     ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
     ({"total_episodes": 1000}, "`total_episodes`", "1000", "sets `max_steps` to .*; remove one of the two"),
-    ({"stop_token_id": 1}, "`stop_token_id`", "1", "set `eos_token_id` in the model's generation config"),
     ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
     ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
     ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
@@ -272,6 +293,14 @@ WRONG = [
     ({"critic_init": "splits"}, "`critic_init", "'splits'", "pretrain-critic"),
     ({"critic_init": "nobody/critic"}, "`critic_init", "'nobody/critic'", "check the connection"),
     ({"lora_dropout": 0.1}, "`lora_dropout", "0.1", "Leave it out"),
+    ({"use_peft": False}, "`use_peft` must be True", "an adapter", "Leave it out"),
+    (
+        {"adapter_name_or_path": "splits"},
+        "`peft_config='splits'` has no",
+        "adapter_config.json",
+        "name a saved adapter",
+    ),
+    ({"adapter_name_or_path": "splits", "lora_r": 4}, "`lora_r", "=4", "omit it, or `adapter_name_or_path`"),
     ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant`", "4 bits", "set `load_in_4bit`"),
     ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),

@@ -8,11 +8,13 @@ import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
+from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 
 CHATS = [
@@ -48,7 +50,7 @@ both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=
 def test_text_prompts_become_ids_and_keep_other_columns(kind):
     rows = kind(dataset("w0 w1", "w5", "w2 w2 w3", target=[7, 8, 9], note=["a", "b", "c"]))
     tokenized = list(tokenize_prompts(rows, tokenizer(), "train_dataset", 4))
-    assert [row["prompt_ids"] for row in tokenized] == [[4, 5], [9], [6, 6, 7]]  # words follow four special tokens
+    assert [row[PROMPT_IDS] for row in tokenized] == [[4, 5], [9], [6, 6, 7]]  # words follow four special tokens
     assert [row["prompt"] for row in tokenized] == ["w0 w1", "w5", "w2 w2 w3"]
     assert [row["target"] for row in tokenized] == [7, 8, 9]
     assert [row["note"] for row in tokenized] == ["a", "b", "c"]
@@ -59,7 +61,7 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
     rows = kind(dataset(*CHATS, target=[7, 8]))
     policy_tokenizer = chat_tokenizer()
     tokenized = list(tokenize_prompts(rows, policy_tokenizer, "train_dataset", 4))
-    assert [policy_tokenizer.decode(row["prompt_ids"]) for row in tokenized] == [
+    assert [policy_tokenizer.decode(row[PROMPT_IDS]) for row in tokenized] == [
         "<bos> user w1 w2 <bos> assistant",
         "<bos> system w3 <bos> user w4 <bos> assistant w5 w6 <bos> user w7 <bos> assistant",
     ]
@@ -70,7 +72,7 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
 def test_chat_template_kwargs_reach_the_template():
     policy_tokenizer = chat_tokenizer(CHAT_TEMPLATE + "{% if thinking %}{{ 'w9' }}{% endif %}")
     plain, thinking = (
-        tokenize_prompts(dataset(CHATS[0]), policy_tokenizer, "train_dataset", 4, None, kwargs)[0]["prompt_ids"]
+        tokenize_prompts(dataset(CHATS[0]), policy_tokenizer, "train_dataset", 4, None, kwargs)[0][PROMPT_IDS]
         for kwargs in (None, {"thinking": True})
     )
     assert thinking == [*plain, 13]
@@ -87,7 +89,7 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
         "prompt has 4 tokens",
         "context of 8",
         "max_completion_length=5",
-        "leaves 3",
+        "leaves 3. Set `overlong_prompts` to 'truncate' or 'drop'",
     ):
         assert part in str(caught.value)
 
@@ -142,6 +144,108 @@ def test_columns_named_as_reward_arguments_raise(column):
     """Reward functions get an argument of this name already."""
     with pytest.raises(PromptError, match=rf"`train_dataset`.*{column}"):
         tokenize_prompts(dataset("w1", **{column: ["x"]}), tokenizer(), "train_dataset", 4)
+
+
+TOOLS = [{"type": "function", "function": {"name": "w8"}}]
+TOOL_CALL = {"type": "function", "function": {"name": "w8", "arguments": {}}}
+
+
+@both_kinds
+def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
+    template = "{% for x in tools or [] %}{{ x['function']['name'] }} {% endfor %}" + CHAT_TEMPLATE
+    policy_tokenizer = chat_tokenizer(template + "{% if thinking %}{{ 'w9' }}{% endif %}")
+    rows = dataset(
+        CHATS[0], CHATS[0], tools=[None, TOOLS], chat_template_kwargs=[{"thinking": True}, {"thinking": False}]
+    )
+    given = tokenize_prompts(kind(rows), policy_tokenizer, "train_dataset", 4, None, {"thinking": False})
+    one, two = [row[PROMPT_IDS] for row in given]
+    assert (one[-1], two[0]) == (13, 12) and one[:-1] == two[1:]
+
+
+def test_message_without_content_needs_tool_calls():
+    called = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
+    template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or '')")
+    chat = [{"role": "user", "content": "w1"}, called, {"role": "tool", "content": "w2"}]
+    assert tokenize_prompts(
+        streamed(Dataset.from_list([{"prompt": chat}])), chat_tokenizer(template), "train_dataset", 4
+    )
+    for silent in (called | {"tool_calls": None}, {"role": "user", "content": None}):
+        with pytest.raises(PromptError, match=r"Row 0 .*Message 1 must be .*\"content\" that are text"):
+            list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
+
+
+def test_text_and_chat_in_one_column_raise():
+    def rows():
+        yield from ({"prompt": "w1"}, {"prompt": CHATS[0]})
+
+    mixed = tokenize_prompts(IterableDataset.from_generator(rows), chat_tokenizer(), "train_dataset", 4)
+    with pytest.raises(PromptError, match=r"Row 1 .*all text or all chat messages"):
+        list(mixed)
+
+
+def test_template_kwargs_with_text_raise():
+    with pytest.raises(PromptError, match=r"Row 0 .*`chat_template_kwargs` needs chat messages.*remove it"):
+        tokenize_prompts(dataset("w1"), chat_tokenizer(), "train_dataset", 4, None, {"thinking": True})
+
+
+def adding(single):
+    """A tokenizer that adds special tokens to every text."""
+    policy_tokenizer = tokenizer()
+    policy_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<bos>", 2), ("<eos>", 1)]
+    )
+    return policy_tokenizer
+
+
+def test_text_gets_one_bos_and_no_eos():
+    for single, text, expected in (
+        ("<bos> $A <eos>", "w0 w1", [2, 4, 5]),
+        ("<bos> $A <eos>", "<bos> w0 w1", [2, 4, 5]),
+        ("<bos> $A", "w0 <eos>", [2, 4, 1]),  # of the text
+        ("$A", "<bos> w0", [2, 4]),
+    ):
+        rows = tokenize_prompts(dataset(text), adding(single), "train_dataset", 4)
+        assert rows[0][PROMPT_IDS] == expected, (single, text)
+
+
+def test_columns_named_prompt_ids_reach_the_reward(tmp_path):
+    seen = []
+
+    def reward(completions, prompt_ids, **kwargs):
+        seen.extend(prompt_ids)
+        return [0.0] * len(completions)
+
+    rows = prompts().map(lambda row, index: {"prompt_ids": f"my {index}"}, with_indices=True)
+    PPOTrainer(llama(), reward, config(tmp_path, max_steps=1), rows, processing_class=tokenizer()).train()
+    assert len(seen) == 8 and all(text.startswith("my ") for text in seen)
+
+
+# ---- prompts that are too long ----
+
+
+@both_kinds
+def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
+    rows = kind(dataset("w0 w1 w2", "w3", "w4 w5 w6", "w7 w8", target=[0, 1, 2, 3]))
+
+    def rest(overlong, max_prompt_length=2, context=None):
+        tokenized = tokenize_prompts(rows, tokenizer(), "train_dataset", 4, context, None, max_prompt_length, overlong)
+        return [(row["target"], row[PROMPT_IDS]) for row in tokenized]
+
+    assert rest("truncate") == [(0, [5, 6]), (1, [7]), (2, [9, 10]), (3, [11, 12])]
+    assert rest("drop") == [(1, [7]), (3, [11, 12])]
+    assert rest("drop", None, 6) == rest("drop")  # what the context leaves
+    assert len(rest("error", 3)) == 4
+    with pytest.raises(PromptError, match=r"Row 0 .*3 tokens, but max_prompt_length=2.*'truncate' or 'drop'"):
+        rest("error")
+
+
+def test_dropped_prompts_are_counted(caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    rows = dataset("w0 w1 w2", "w3", "w4 w5 w6")
+    tokenize_prompts(rows, tokenizer(), "train_dataset", 4, None, None, 2, "drop")
+    assert "2 of 3 prompts of `train_dataset` have more than 2 tokens and are dropped" in caplog.text
+    with pytest.raises(PromptError, match=r"3 of 3 prompts .*none is left; set `overlong_prompts='truncate'`"):
+        tokenize_prompts(dataset(*["w1 w2"] * 3), tokenizer(), "train_dataset", 4, None, None, 1, "drop")
 
 
 # ---- rollouts of prompts ----
@@ -218,7 +322,7 @@ def test_sampler_takes_its_epoch_from_the_steps_so_far():
 
 def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
     """512 completions of 250 tokens, micro-batches of 8, four epochs: 256 batches are asked for, and pinned."""
-    rows = Dataset.from_dict({"prompt_ids": [list(range(250))] * 512, "prompt": ["w1 " * 250] * 512})
+    rows = Dataset.from_dict({PROMPT_IDS: [list(range(250))] * 512, "prompt": ["w1 " * 250] * 512})
     sizes = BatchPlan(8, gradient_accumulation_steps=64, num_ppo_epochs=4)
     pins = []
     monkeypatch.setattr(Rows, "pin_memory", lambda self: pins.append(self) or self)
@@ -239,7 +343,7 @@ def test_pinning_and_moving_never_walk_a_batch():
 
         __iter__ = __getitem__ = __len__ = refuse
 
-    batch = Unwalkable([{"prompt_ids": [5] * 250}])
+    batch = Unwalkable([{PROMPT_IDS: [5] * 250}])
     assert pin_memory(batch) is batch
     assert send_to_device(batch, torch.device("cpu")) is batch
 

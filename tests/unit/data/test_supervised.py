@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.data.supervised import PTXError, PTXSampler, tokenize_ptx
 
 EOS = 1
@@ -51,8 +52,8 @@ def rows(*entries, **columns):
 
 def tokenized(dataset, policy_tokenizer=None, max_length=64, **kwargs):
     result = tokenize_ptx(dataset, policy_tokenizer or tokenizer(), max_length, **kwargs)
-    assert set(result.column_names) == {"prompt_ids", "completion_ids"}
-    return [(row["prompt_ids"], row["completion_ids"]) for row in result]
+    assert set(result.column_names) == {PROMPT_IDS, "completion_ids"}
+    return [(row[PROMPT_IDS], row["completion_ids"]) for row in result]
 
 
 # ---- learned tokens ----
@@ -182,7 +183,7 @@ def test_rows_equal_those_of_sft(dataset, tmp_path):
         pytest.param(rows(messages=["w1"]), r'"messages" must be a list of chat messages, got \'w1\'', id="no chat"),
         pytest.param(rows(text=[MESSAGES]), r'"text" must be text, got', id="chat as text"),
         pytest.param(rows(messages=[[{"content": "w1"}]]), r"must be text or a list of chat", id="no role"),
-        pytest.param(rows(messages=[[{"role": "user", "content": None}]]), r"template fails with Un", id="no text"),
+        pytest.param(rows(messages=[[{"role": "user", "content": None}]]), r"\"content\" that are text", id="no text"),
         pytest.param(rows(question=["w1"], note=["w2"]), r"needs .*\"text\".*got \['note', 'question'\]", id="none"),
         pytest.param(rows(prompt=["w1"]), r'needs the columns "prompt" and "completion", or', id="half"),
         pytest.param(
@@ -250,7 +251,7 @@ def test_length_without_room_to_learn_raises():
 def numbered(count):
     """Rows that carry their number in their first token, and in their length."""
     return Dataset.from_list(
-        [{"prompt_ids": [100 + row] * (1 + row % 2), "completion_ids": [row] * (1 + row % 3)} for row in range(count)]
+        [{PROMPT_IDS: [100 + row] * (1 + row % 2), "completion_ids": [row] * (1 + row % 3)} for row in range(count)]
     )
 
 
@@ -314,7 +315,7 @@ def test_draw_has_the_tokens_of_its_rows():
     found, dataset = source.draw(0), numbered(6)
     for position, row in enumerate(drawn(source, [0])[0]):
         prompt, completion = found.prompt_lengths[position], found.completion_lengths[position]
-        assert found.prompt_ids[position, -prompt:].tolist() == dataset[row]["prompt_ids"]
+        assert found.prompt_ids[position, -prompt:].tolist() == dataset[row][PROMPT_IDS]
         assert found.completion_ids[position, :completion].tolist() == dataset[row]["completion_ids"]
         assert (found.prompt_ids[position, :-prompt] == 0).all()
         assert (found.completion_ids[position, completion:] == 0).all()

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
+from tiny import WORDS, config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, GPTJConfig, GPTJForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.generation import ContinuousBatchingGenerator, TransformersGenerator
@@ -37,13 +38,13 @@ def little_garbage():
 def build(tmp_path):
     """Build a trainer whose policy is another than its base."""
 
-    def build(model=None, quantization=None, **settings):
+    def build(model=None, quantization=None, processing_class=None, **settings):
         trainer = PPOTrainer(
             llama() if model is None else model,
             length_reward,
             config(tmp_path, **settings),
             prompts(),
-            processing_class=tokenizer(),
+            processing_class=processing_class or tokenizer(),
             quantization_config=quantization,
         )
         redraw(trainer)
@@ -380,6 +381,7 @@ def test_a_4bit_base(build, tmp_path, backend):
         (CONTINUOUS | {"repetition_penalty": 1.2}, "`repetition_penalty` must be 1.0 .*got 1.2; use"),
         (CONTINUOUS | {"generation_kwargs": {"min_new_tokens": 4}}, "holds `min_new_tokens`.*takes .*page_size"),
         (CONTINUOUS | {"generation_kwargs": {"seed": 4}}, "holds `seed`"),
+        (CONTINUOUS | {"stop_strings": ["w1"]}, "`stop_strings` needs `generation_backend='transformers'`"),
         ({"generation_kwargs": {"page_size": 4}}, "holds `page_size`, an unknown field of `GenerationConfig`"),
     ],
 )
@@ -433,3 +435,68 @@ def test_backends_agree_on_a_gpu(build, static):
     else:
         generator = greedily(trainer, ContinuousBatchingGenerator, generation_kwargs={"max_memory_percent": 0.1})
     assert generator.generate(UNEVEN) == expected
+
+
+# ---- the end of a completion ----
+
+
+@pytest.mark.parametrize("settings", [{}, CONTINUOUS])
+def test_stop_token_ids_end_a_completion(build, settings):
+    trainer = build(stop_token_ids=[*range(16, 32)], **settings)
+    generator = trainer.collector.generator
+    for ids in generator.generate(UNEVEN * 4):
+        assert {1, *range(16, 32)}.isdisjoint(ids[:-1])
+        assert generator.has_stopped(ids) == (ids[-1] in {1, *range(16, 32)}) and (
+            len(ids) == 8 or generator.has_stopped(ids)
+        )
+
+
+def readable():
+    """Stop strings look up how tokens are written after a word."""
+    return tokenizer(["abcdef", *WORDS[:27]])
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", "w3"])
+def test_stop_strings_end_a_completion_at_the_token_that_completes_one(build, pad_token):
+    strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
+    trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
+    generator, decode = trainer.collector.generator, trainer.processing_class.decode
+    prompts = [[6, 7, 25], [5], [9, 25]] * 20  # the prompt's w1 and w20 do not count
+    completions = generator.generate(prompts)
+    ends = [any(string in decode(ids) for string in strings) for ids in completions]
+    assert 5 < sum(ends) < 60 and generator.has_stopped([5] * 7 + [6]) and not generator.has_stopped([5] * 8)
+    for ids, end in zip(completions, ends):
+        assert not any(string in decode(ids[:-1]) for string in strings) and 1 not in ids[:-1]
+        assert generator.has_stopped(ids) == (end or ids[-1] == 1)
+        assert len(ids) == 8 or generator.has_stopped(ids)
+
+
+def test_completions_that_a_stop_string_ended_are_not_truncated(build):
+    trainer = build(processing_class=readable(), stop_strings=["w"], missing_eos_penalty=100.0, max_steps=1)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["completions/mean_length"] < 8 and logs["completions/clipped_ratio"] == 0 and logs["objective"] > -50
+
+
+def test_stop_strings_need_a_tokenizer_that_writes_them(build):
+    with pytest.raises(ValueError, match=r"`stop_strings` do not go with this tokenizer.*use `stop_token_ids`"):
+        build(stop_strings=["w1"])
+
+
+def test_tokenizer_without_pad_token_pads_with_eos(build, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    losses = []
+    for pad_token in ("<pad>", None):
+        policy_tokenizer = tokenizer()
+        policy_tokenizer.pad_token = pad_token
+        trainer = build(processing_class=policy_tokenizer, max_steps=4)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert "no pad token, so '<eos>' pads" in caplog.text and policy_tokenizer.pad_token == "<eos>"
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+def test_ids_beyond_the_tokenizer_are_logged(build, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    build(processing_class=tokenizer(WORDS[:4]), max_steps=1).train()
+    assert "samples token ids that the tokenizer does not have" in caplog.text

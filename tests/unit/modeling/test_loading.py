@@ -1,9 +1,21 @@
 """Loading the base: what must not differ from one forward to the next."""
 
+import peft
 import pytest
 import torch
-from tiny import config, llama
-from transformers import FalconConfig, FalconForCausalLM, OPTConfig, OPTForCausalLM
+from peft import LoraConfig, get_peft_model
+from runs_of_tiny import trainer, weights
+from tiny import config, llama, tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+from transformers.utils import logging
 
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
@@ -37,3 +49,111 @@ def test_dropout_is_off_wherever_its_rate_is_kept(tmp_path, make):
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)
+
+
+# ---- adapters that a model brings ----
+
+IDS = torch.tensor([[4, 5, 6, 7]])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Paths of a base and of a trained adapter on it, and their logits."""
+    llama().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    policy.save_pretrained(tmp_path / "sft")
+    return str(tmp_path / "base"), str(tmp_path / "sft"), policy(IDS).logits
+
+
+def starts_from(built, logits):
+    """Whether policy and reference compute these logits, and only the policy is trained."""
+    with torch.no_grad():
+        policy = built.policy(IDS).logits
+        with built.reference():
+            reference = built.policy(IDS).logits
+    assert all(x.requires_grad for x in built.policy_parameters().values())
+    torch.testing.assert_close(policy, logits)
+    return torch.equal(policy, reference)
+
+
+def test_adapter_that_transformers_loaded_starts_the_policy(tmp_path, saved):
+    _, sft, logits = saved
+    assert starts_from(load_actor_critic(AutoModelForCausalLM.from_pretrained(sft), config(tmp_path)), logits)
+
+
+def test_path_of_an_adapter_starts_the_policy(tmp_path, saved):
+    base, sft, logits = saved
+    built = trainer(tmp_path, base, peft_config=sft, processing_class=None)
+    assert starts_from(built.actor_critic, logits)
+
+
+def test_adapter_of_another_base_is_refused(tmp_path, saved):
+    base, sft, _ = saved
+    llama(seed=1).save_pretrained(tmp_path / "other")
+    for model, adapter, message in (
+        (str(tmp_path / "other"), sft, r"was trained on .*base.*pass a `PeftModel`"),
+        (base, base, "has no adapter_config.json; name a saved"),
+        (AutoModelForCausalLM.from_pretrained(sft), sft, "must be None when `model` has an adapter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, model, peft_config=adapter)
+
+
+def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
+    base = llama()
+    first = trainer(tmp_path, base, critic="adapter")
+    before = weights(first)
+    first.train()
+    trained = weights(first)
+    with pytest.raises(ValueError, match=r"holds the adapters of another trainer.*`unload\(\)`"):
+        trainer(tmp_path, base)
+    assert all(torch.equal(x, trained[name]) for name, x in weights(first).items())
+    assert first.actor_critic.policy.unload() is base
+    second = weights(trainer(tmp_path, base, critic="adapter"))
+    assert before.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in before.items())
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=16, topk=2, target_modules=["q_proj"]),
+        peft.ShiraConfig(r=4, target_modules=["q_proj"]),
+    ],
+    ids=lambda adapter: adapter.peft_type.value,
+)
+def test_adapters_that_save_other_tensors_are_refused(tmp_path, adapter):
+    with pytest.raises(ValueError, match=rf"{adapter.peft_type.value} saves other tensors.*`LoraConfig`"):
+        trainer(tmp_path, peft_config=adapter)
+
+
+def test_projections_of_vera_and_randlora_may_be_drawn_again(tmp_path):
+    for kind in (peft.VeraConfig, peft.RandLoraConfig):
+        built = trainer(tmp_path, peft_config=kind(r=4, target_modules=["q_proj"], save_projection=False), max_steps=1)
+        before = weights(built)
+        built.train()
+        assert not all(torch.equal(x, before[name]) for name, x in weights(built).items())
+
+
+def test_activated_lora_is_refused(tmp_path):
+    adapter = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[4], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"`alora_invocation_tokens` must be None"):
+        trainer(tmp_path, peft_config=adapter)
+
+
+def test_dropout_of_an_adapter_is_set_to_zero_with_a_line(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    load_actor_critic(llama(), config(tmp_path), peft_config=LoraConfig(lora_dropout=0.25))
+    assert "`lora_dropout=0.25` of `peft_config` is set to 0" in caplog.text
+
+
+def test_models_that_read_padding_are_refused(tmp_path):
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, context_length=64, **sizes))
+    built = trainer(tmp_path, model, peft_config=LoraConfig(target_modules=["key", "value"]))
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM does not ignore padding.*attention mask"):
+        built.train()

@@ -10,6 +10,7 @@ import torch
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.data import prompts as data
@@ -426,3 +427,22 @@ def test_tokenizer_without_pad_and_eos_raises():
     bare.pad_token = bare.eos_token = None
     with pytest.raises(RewardError, match=r"neither a pad nor an EOS token; set `tokenizer.pad_token`"):
         ClassifierReward(llama(classifier=True), bare)
+
+
+def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+
+    def build(context):
+        classifier = llama(classifier=True)
+        classifier.config.max_position_embeddings = context
+        arguments = {"processing_class": tokenizer(), "reward_processing_classes": tokenizer()}
+        PPOTrainer(llama(), classifier, config(tmp_path), prompts(), **arguments)  # up to 5 tokens, and EOS
+
+    build(14)
+    assert "would not fit" not in caplog.text
+    build(13)
+    assert (
+        "longest prompt has 6 tokens" in caplog.text and "takes 13, so a completion of 8 would not fit" in caplog.text
+    )
+    with pytest.raises(RewardError, match=r"longest prompt has 6 tokens.*takes 6\. Set `max_prompt_length`"):
+        build(6)
