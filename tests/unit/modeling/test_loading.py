@@ -37,3 +37,16 @@ def test_dropout_is_off_wherever_its_rate_is_kept(tmp_path, make):
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)
+
+
+@pytest.mark.parametrize("kwargs", [None, {"ignore_mismatched_sizes": True}])
+def test_base_without_all_weights_raises(tmp_path, kwargs):
+    if kwargs is None:
+        llama().model.save_pretrained(tmp_path / "base")  # without its output projection
+    else:
+        llama(vocab_size=40).save_pretrained(tmp_path / "base")
+        llama().config.save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        ValueError, match=r"must be a causal .*lack [12] weights, which would be random: .*lm_head.weight"
+    ):
+        load_actor_critic(str(tmp_path / "base"), config(tmp_path, model_init_kwargs=kwargs))
