@@ -472,7 +472,7 @@ def test_best_metric_that_no_evaluation_logs_raises(tmp_path, metric, evaluation
     settings = {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
     with pytest.raises(ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; use one of eval_.*reward"):
         build(tmp_path, {"eval_dataset": evaluation}, **settings)
-    build(tmp_path, {"eval_dataset": evaluation, "reward_funcs": logs_a_metric}, **settings)  # it may log it
+    build(tmp_path, {"eval_dataset": evaluation, "reward_funcs": [logs_a_metric]}, **settings)  # it may log it
     build(tmp_path, {"eval_dataset": evaluation, "callbacks": [TrainerCallback()]}, **settings)  # it may add it
 
 

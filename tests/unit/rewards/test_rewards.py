@@ -430,7 +430,9 @@ def test_tokenizer_without_pad_and_eos_raises():
 
 
 def test_text_that_is_too_long_fails_only_itself():
-    reward = ClassifierReward(llama(classifier=True, max_position_embeddings=8), tokenizer())
+    model = llama(classifier=True)
+    model.config.max_position_embeddings = 8
+    reward = ClassifierReward(model, tokenizer())
     scores = reward.score(batch(("w1", " w2"), ("w1 " * 9, "w2"), ("w3", " w4 w5")))
     assert scores[0] == reward.score(batch(("w1", " w2")))[0] and isinstance(scores[2], float)
     assert re.search(r"Completion 1 with its prompt has \d+ tokens; .* takes 8\. Lower", str(scores[1]))
