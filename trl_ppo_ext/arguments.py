@@ -74,6 +74,7 @@ def check_trainer_arguments(
     optimizer: torch.optim.Optimizer | None,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | str | None,
+    eval_dataset: Any = None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -94,9 +95,8 @@ def check_trainer_arguments(
         check_reward_arguments(monitor_funcs, None, args, weighted=False)
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
-    columns = getattr(train_dataset, "column_names", None)
-    if columns:  # those of a stream may be unknown
-        check_reward_columns([*reward_funcs, *monitor_funcs], columns, "`train_dataset`")
+    for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+        check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name)
 
 
 def load_tokenizer(

@@ -25,6 +25,8 @@ from .trl_fields import TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
+LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
+
 
 @dataclass(repr=False)
 class PPOConfig(TRLFields, TrainingArguments):
@@ -81,6 +83,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score.
         max_reward_failures (`float`, *optional*, defaults to `0.5`):
             Maximum share of a rollout's completions for which a reward may fail before the run ends.
+        reward_timeout (`float`, *optional*):
+            Seconds after which a reward function fails for the rollout. Functions then run in a thread.
         reward_baseline (`str`, *optional*):
             `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
         normalize_rewards (`bool`, *optional*, defaults to `False`):
@@ -184,6 +188,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     reward_label: int | None = None
     reward_on_error: str = "raise"
     max_reward_failures: float = 0.5
+    reward_timeout: float | None = None
     reward_baseline: Literal["reference"] | None = None
     normalize_rewards: bool = False
     reward_clip_range: float | None = None
@@ -323,9 +328,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             score = float(self.reward_on_error)
         except (ValueError, OverflowError):
             score = math.nan
-        if not math.isfinite(score):
+        if not abs(score) <= LARGEST_SCORE:
             got = shown("reward_on_error", self.reward_on_error)
-            raise ValueError(f"`reward_on_error` must be 'raise', 'skip' or a finite number, got {got}.")
+            needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
+            raise ValueError(f"`reward_on_error` must be {needed}, got {got}.")
         self.reward_on_error = str(score)  # text, as on a command line
 
     def _check_coefficients(self) -> None:
@@ -450,7 +456,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "above 0": (
         lambda x: x > 0,
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
-        "target_kl critic_learning_rate lam_length_alpha",
+        "target_kl critic_learning_rate lam_length_alpha reward_timeout",
     ),
     "at least 0": (
         lambda x: x >= 0,
@@ -531,10 +537,10 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
             # in YAML 1.1 `eval_strategy: no` is a boolean
             quotes = " In YAML, no, off, yes and on are booleans: quote them." if isinstance(value, bool) else ""
             raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}.{quotes}") from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"`{name}` must be finite, got {value}.")
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="replace").decode()):
+        for entry in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(entry, float) and not math.isfinite(entry):
+                raise ValueError(f"`{name}` must be finite, got {value}.")
+            if isinstance(entry, str) and ("\0" in entry or entry != entry.encode(errors="replace").decode()):
                 raise ValueError(f"`{name}` contains a NUL or an unpaired surrogate, invalid in a path; remove it.")
 
 

@@ -2,16 +2,13 @@
 
 import math
 import os
-import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
@@ -48,11 +45,12 @@ from .generation import build_generator
 from .modeling import check_optimizers, load_actor_critic
 from .modeling.averaging import AveragedWeights
 from .ppo.batch_plan import BatchPlan
-from .ppo.guards import NonFiniteGuard
-from .ppo.metrics import Metrics
+from .ppo.guards import NonFiniteError, NonFiniteGuard
+from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import REWARD_FIELDS, RewardFunc, build_rewards, check_contexts
+from .randomness import capture_random_state, fixed_seed
+from .rewards import REWARD_FIELDS, RewardError, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -149,6 +147,7 @@ class PPOTrainer(Trainer):
             optimizers[0],
             quantization_config,
             peft_config,
+            eval_dataset,
         )
         check_trackers(args)
 
@@ -226,6 +225,8 @@ class PPOTrainer(Trainer):
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
+        may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
+        check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
         self._samples: Samples | None = None  # last batch, logged with the next metrics
         self._takes_step = True
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -233,6 +234,7 @@ class PPOTrainer(Trainer):
         self.preempted = False
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
+        self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
@@ -247,6 +249,8 @@ class PPOTrainer(Trainer):
         # 2. Update: loss (ppo/updates.py) and backward, unless `target_kl` has ended the rollout's updates.
         start = time.perf_counter()
         is_last = self.accelerator.sync_gradients  # of its optimizer step
+        if is_last and self.is_deepspeed_enabled:
+            self._return_to_step = None  # its backward takes the step
         if self.updates.stopped_early:
             loss = torch.zeros((), device=self.accelerator.device)
             self._takes_step = not is_last or self.updates.may_step()
@@ -381,7 +385,7 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        with _fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
+        with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -419,9 +423,11 @@ class PPOTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
 
-        Exits with code 75 after SIGTERM or SIGINT, once a checkpoint is saved.
+        Exits with code 75 after SIGTERM or SIGINT, once a checkpoint is saved. An error that ends the run first saves
+        a checkpoint of the last optimizer step, which a note of the exception names.
         """
         self._resumed, self.preempted, checkpoint = {}, False, None
+        self._return_to_step = None
         if resume_from_checkpoint:
             checkpoint, self._resumed = resume.find_checkpoint(
                 resume_from_checkpoint,
@@ -431,7 +437,11 @@ class PPOTrainer(Trainer):
                 lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
             )
         with self.signals.watched():
-            output = super().train(checkpoint, *args, **kwargs)
+            try:
+                output = super().train(checkpoint, *args, **kwargs)
+            except Exception as error:
+                self._save_after_error(error)
+                raise
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
@@ -439,6 +449,38 @@ class PPOTrainer(Trainer):
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
+        self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
+        metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
+        skipped, stopped_early = self.guard.skipped, self.updates.stopped_early
+        tokens = self.state.num_input_tokens_seen
+
+        def return_to_step() -> None:
+            restore_random_state()
+            self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
+            self._metrics["train"].load_state_dict(metrics, self.accelerator.device)
+            self.collector.load_state_dict(collector)
+            self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
+
+        self._return_to_step = return_to_step
+
+    def _save_after_error(self, error: Exception) -> None:
+        """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
+        return_to_step, self._return_to_step = self._return_to_step, None
+        # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
+        together = self.accelerator.num_processes == 1 or isinstance(error, RewardError | NonFiniteError)
+        if return_to_step is None or not together or isinstance(error, files.CheckpointError):
+            return
+        try:
+            return_to_step()
+            final = self._write_checkpoint(None)
+            error.add_note(f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`.")
+        except Exception as failure:  # must not hide the first one
+            error.add_note(f"The optimizer steps since the last checkpoint are lost, saving failed too: {failure}")
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -520,6 +562,7 @@ class PPOTrainer(Trainer):
 
     def _finalize_training(self, *args, **kwargs) -> Any:
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best checkpoint."""
+        self._return_to_step = None  # the weights may become those of the best checkpoint
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if self._validity.get(Path(self.args.output_dir, step)) is None:
@@ -576,6 +619,14 @@ class PPOTrainer(Trainer):
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint, delete older ones, and push it."""
+        args, final = self.args, self._write_checkpoint(trial)
+        if args.should_save:
+            rotate(final, args.save_total_limit, self.state.best_model_checkpoint, self._validity)
+        if args.push_to_hub:
+            hub.push_in_background(self, str(final))
+
+    def _write_checkpoint(self, trial: Any) -> Path:
         """Write a checkpoint from which the run continues bit for bit: aside first, then renamed."""
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -602,10 +653,7 @@ class PPOTrainer(Trainer):
 
         resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
         self._validity[final] = True
-        if is_writer:
-            rotate(final, args.save_total_limit, state.best_model_checkpoint, self._validity)
-        if args.push_to_hub:
-            hub.push_in_background(self, str(final))
+        return final
 
     def _write_trainer_state(self, directory: str, fsdp_state: dict[str, Any] | None) -> None:
         """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
@@ -666,6 +714,12 @@ class _StepCallback(TrainerCallback):
         if self.trainer._resumed:
             self.trainer._load_run_state()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Give up the return to the step before: the weights are about to change."""
+        self.trainer._return_to_step = None
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """Update the average; agree on all ranks whether to stop."""
         trainer = self.trainer
@@ -678,18 +732,3 @@ class _StepCallback(TrainerCallback):
         if received:
             trainer.preempted = True
             control.should_save = control.should_training_stop = True
-
-
-@contextmanager
-def _fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = () if device.type == "cpu" else range(torch.get_device_module(device).device_count())
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(devices, device_type=kind):
-        try:
-            set_seed(seed)
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

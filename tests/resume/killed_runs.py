@@ -190,7 +190,8 @@ def main(folder, scenarios, settings):
             killers[processes] = Killer(folder / f"{processes}", processes, settings)
         for turn in range(times):
             if number in ("fails", "disk"):
-                told = killers[processes].fail(f"{name}-{turn}", **{number: whom})
+                saving = {"save_strategy": "no"} if number == "fails" else {}  # the error itself saves
+                told = killers[processes].fail(f"{name}-{turn}", **{number: whom}, **saving)
             else:
                 told = killers[processes].kill(f"{name}-{turn}", getattr(signal, number), whom)
             print(json.dumps({"scenario": name} | told), flush=True)

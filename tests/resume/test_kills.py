@@ -118,7 +118,7 @@ def test_reward_error_on_one_rank_does_not_hang_the_other(told):
     runs, stderr = told
     (run,) = runs["one of two fails"]
     assert run["codes"] == [1, 1], run
-    assert run["checkpoints"][0] == "checkpoint-4"
+    assert run["checkpoints"] == ["checkpoint-4"]  # of both ranks, though nothing else saves
     assert "the judge is on strike" in stderr
 
 

@@ -9,9 +9,10 @@ from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from torch import nn
-from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainingArguments
+from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainerCallback, TrainingArguments
 
 from trl_ppo_ext import PPOTrainer, arguments
+from trl_ppo_ext.ppo.metrics import check_best_metric
 from trl_ppo_ext.rewards import RewardError
 
 
@@ -30,6 +31,10 @@ def build(tmp_path, given, **settings):
     }
     made = {k: v() if callable(v) and not isinstance(v, nn.Module) else v for k, v in (arguments | given).items()}
     return PPOTrainer(**made)
+
+
+def needs_target(completions, target, **kwargs):
+    return target
 
 
 # ---- PPOConfig ----
@@ -58,6 +63,10 @@ WHOLE = (
         ({"top_k": -1}, r"`top_k` must be at least 0, got -1"),
         ({"lam": 1.5}, r"`lam` must be between 0 and 1, got 1.5"),
         ({"lam": float("nan")}, r"`lam` must be finite, got nan"),
+        ({"reward_weights": [1.0, float("nan")]}, r"`reward_weights` must be finite, got \[1.0, nan\]"),
+        ({"reward_on_error": 1e20}, r"`reward_on_error` must be .*within ±1e\+09, got 1e\+20"),
+        ({"reward_on_error": True}, r"`reward_on_error` must be str or float, got True .*on are booleans"),
+        ({"reward_timeout": 0}, r"`reward_timeout` must be above 0, got 0"),
         ({"gamma": -0.1}, r"`gamma` must be between 0 and 1, got -0.1"),
         ({"top_p": 1.1}, r"`top_p` must be above 0 and at most 1, got 1.1"),
         ({"min_p": 1.5}, r"`min_p` must be between 0 and 1, got 1.5"),
@@ -170,6 +179,13 @@ KNOWN_FROM_ARGUMENTS = [
         ValueError,
         r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty",
         eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": [""]})},
+    ),
+    case(
+        "an evaluation set without a column of a reward",
+        ValueError,
+        r"`needs_target` cannot be called: .*`target`.* the other columns of `eval_dataset\['hard'\]` \(none\)",
+        reward_funcs=[needs_target],
+        eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": ["w1"]})},
     ),
     # tokenizer
     case(
@@ -440,6 +456,31 @@ def test_invalid_models_raise_before_training(tmp_path, given, error, message):
         build(tmp_path, given)
 
 
+def logs_a_metric(completion_ids, log_metric, **kwargs):
+    return length_reward(completion_ids)
+
+
+@pytest.mark.parametrize("evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}])
+@pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean"])
+def test_best_metric_that_no_evaluation_logs_raises(tmp_path, metric, evaluation):
+    settings = {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
+    with pytest.raises(ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; use one of eval_.*reward"):
+        build(tmp_path, {"eval_dataset": evaluation}, **settings)
+    build(tmp_path, {"eval_dataset": evaluation, "reward_funcs": [logs_a_metric]}, **settings)  # it may log it
+    build(tmp_path, {"eval_dataset": evaluation, "callbacks": [TrainerCallback()]}, **settings)  # it may add it
+
+
+def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward"}
+    given = {"eval_dataset": prompts, "monitor_funcs": lambda: [lambda completions, **kwargs: [1.0] * len(completions)]}
+    trainer = build(tmp_path, given, **settings)
+    rewards, monitors = trainer.collector.rewards, trainer.collector.monitors
+    for name in trainer.evaluate().keys() - {"epoch"}:
+        if not name.startswith(("eval_time/", "eval_model_")):
+            trainer.args.metric_for_best_model = name
+            check_best_metric(trainer.args, trainer.eval_dataset, rewards, monitors)
+
+
 @pytest.mark.parametrize("run", ["train", "evaluate"])
 def test_capped_logits_raise_before_a_completion_is_sampled(tmp_path, run):
     trainer = build(tmp_path, {"model": model_that_changes_its_logits, "eval_dataset": prompts})
@@ -467,13 +508,12 @@ def frozen_imports():
         ([1.0] * 3, r"`verdict` returned 3 scores for 8 completions; it must return a list with one entry per completion"),
         ([1.0] * 9, r"`verdict` returned 9 scores for 8 completions; it must return a list with one entry per completion"),
         ([1.0] * 7 + ["good"], r"`verdict` returned 'good' for completion 7; a score must be a finite number, or None"),
-        ([1.0] * 7 + [float("nan")], r"`verdict` returned nan for completion 7; a score must be a finite number, or None"),
+        ([1.0] * 7 + [1e20], r"`verdict` returned 1e\+20 for completion 7; a score must be a finite number.*at most 1e\+09"),
         ([float("inf")] * 8, r"`verdict` returned inf for completion 0; a score must be a finite number, or None"),
         (1.0, r"`verdict` returned a float for 8 completions; it must return a list with one entry per completion"),
         (None, r"`verdict` returned a NoneType for 8 completions; it must return a list with one entry per completion"),
-        ([1.0] * 5 + [None] * 3, r"No reward applies to 3 of 8 completions.*completion 5\. Add a reward"),
     ],
-    ids=["too few", "too many", "text", "nan", "inf", "a bare number", "nothing", "none applies"],
+    ids=["too few", "too many", "text", "too large", "inf", "a bare number", "nothing"],
 )
 def test_invalid_scores_end_the_run_before_an_update(tmp_path, scores, message):
     def verdict(**kwargs):

@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -259,11 +260,21 @@ def overflowing():
     return plain(reward_funcs=lambda completion_ids, **_: [1e30 * len(ids) for ids in completion_ids])
 
 
+def slow():
+    """A reward that takes a tenth of a second."""
+
+    def waits(completion_ids, **_):
+        time.sleep(0.1)
+        return length_reward(completion_ids)
+
+    return plain(reward_funcs=waits)
+
+
 def failing():
     """A reward that fails for one completion in four."""
 
     def fails(completion_ids, **_):
-        return [float("nan") if ids[0] % 4 == 0 else ids[0] for ids in completion_ids]
+        return ["none" if ids[0] % 4 == 0 else ids[0] for ids in completion_ids]
 
     return plain(reward_funcs=fails)
 
@@ -420,6 +431,9 @@ CASES = {
         settings={"reward_on_error": "skip"},
         given=failing,
         exact=lambda a, b: "max_reward_failures=0.0" in b.outcome,
+    ),
+    "reward_timeout": Case(
+        (None, 0.05), "outcome", given=slow, exact=lambda a, b: "no result within reward_timeout=0.05 s" in b.outcome
     ),
     "reward_baseline": Case((None, "reference"), "weights objective", same="reward"),
     "normalize_rewards": Case((False, True), "weights objective"),

@@ -20,7 +20,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
 from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.ppo.guards import NonFiniteError, NonFiniteGuard, finite_rows
-from trl_ppo_ext.trainer import _fixed_seed
+from trl_ppo_ext.randomness import fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
 NAN, INF = math.nan, math.inf
@@ -483,12 +483,12 @@ def test_fixed_seed_leaves_other_random_numbers_alone():
     expected = draws() + draws()
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     first, cpu = draws(), torch.device("cpu")
-    with _fixed_seed(5, cpu):
+    with fixed_seed(5, cpu):
         apart = draws()
-    with pytest.raises(ZeroDivisionError), _fixed_seed(5, cpu):
+    with pytest.raises(ZeroDivisionError), fixed_seed(5, cpu):
         assert draws() == apart
         _ = 1 / 0
-    with _fixed_seed(6, cpu):
+    with fixed_seed(6, cpu):
         assert all(one != other for one, other in zip(draws(), apart))
     assert first + draws() == expected
 
@@ -500,9 +500,9 @@ def test_fixed_seed_leaves_random_numbers_of_a_gpu_alone():
     expected = torch.rand(4, device=device)
     torch.manual_seed(1)
     first = torch.rand(2, device=device)
-    with _fixed_seed(5, device):
+    with fixed_seed(5, device):
         apart = torch.rand(2, device=device)
-    with _fixed_seed(5, device):
+    with fixed_seed(5, device):
         assert torch.equal(torch.rand(2, device=device), apart)
     assert torch.cat([first, torch.rand(2, device=device)]).ne(expected).sum() == 0
 

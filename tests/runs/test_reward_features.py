@@ -1,17 +1,21 @@
 """Rewards that are asynchronous, per-token, failing, normalized or monitored."""
 
 import asyncio
+import random
 import re
 import time
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import trl.rewards
-from runs_of_tiny import freeze_policy, rollouts_of, trainer, weights
-from tiny import config, length_reward, prompts
+from runs_of_tiny import rollouts_of, trainer, weights
+from tiny import WORDS, config, length_reward, prompts, tokenizer
+from tokenizers import decoders, pre_tokenizers
 
 from trl_ppo_ext import RewardError
+from trl_ppo_ext.ppo.metrics import Metrics, check_metric_name
 from trl_ppo_ext.ppo.rollouts import RolloutCollector
 from trl_ppo_ext.rewards import (
     FunctionReward,
@@ -71,6 +75,181 @@ def test_functions_log_columns_and_metrics(tmp_path, capsys):
     built.train()
     assert built.state.log_history[0]["my/metric"] == 7
     assert "note 1" in capsys.readouterr().out
+
+
+def test_asynchronous_functions_share_one_loop_over_rollouts():
+    slots, loops = asyncio.Semaphore(1), set()
+
+    async def reward(completions, **kwargs):
+        loops.add(asyncio.get_running_loop())
+        async with slots:  # a contended semaphore belongs to its loop
+            await asyncio.sleep(0.01)
+        return [1.0] * len(completions)
+
+    for _ in range(2):
+        scores = collect_scores([FunctionReward(reward)] * 2, batch())
+        assert [x.totals.tolist() for x in scores] == [[1.0] * 3] * 2
+    assert len(loops) == 1
+
+
+def test_judge_inside_an_asynchronous_reward_does_not_wait_for_itself():
+    async def inner(completions, **kwargs):
+        return [2.0] * len(completions)
+
+    async def outer(**kwargs):
+        (scores,) = collect_scores([FunctionReward(inner)], batch())
+        return scores.totals
+
+    assert collect_scores([FunctionReward(outer)], batch())[0].totals.tolist() == [2.0] * 3
+
+
+def blocking(**kwargs):
+    time.sleep(1)
+
+
+async def waiting(**kwargs):
+    await asyncio.sleep(1)
+
+
+async def blocking_the_loop(**kwargs):
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("function", [blocking, waiting, blocking_the_loop])
+def test_reward_that_hangs_fails_after_its_timeout(function):
+    start = time.perf_counter()
+    (scores,) = collect_scores([FunctionReward(function, timeout=0.1)], batch())
+    assert time.perf_counter() - start < 0.25
+    assert re.search(rf"`{function.__name__}` failed with TimeoutError: .*reward_timeout=0.1 s", str(scores.failures[2]))
+
+
+def test_functions_with_a_timeout_score_and_raise_as_without():
+    def outcome(completions, **kwargs):
+        return 1 / 0 if len(completions) == 2 else [3.0] * len(completions)
+
+    reward = FunctionReward(outcome, timeout=5.0)
+    assert collect_scores([reward], batch())[0].totals.tolist() == [3.0] * 3
+    assert "ZeroDivisionError" in str(collect_scores([reward], batch(2))[0].failures[0])
+
+
+def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):
+    drawn = []
+
+    def draws():
+        return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+    def seeding(completion_ids, **kwargs):
+        drawn.append(draws())
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+        return length_reward(completion_ids)
+
+    trained = []
+    for reward in (seeding, length_reward):
+        built = trainer(tmp_path, reward_funcs=reward, num_ppo_epochs=1)
+        built.train()
+        trained.append(weights(built))
+    assert all(torch.equal(x, trained[1][name]) for name, x in trained[0].items())
+    assert drawn[0] != drawn[1]  # its own random numbers differ between rollouts
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "learning_rate", "kl", "rewards/short/mean", "eval_reward", "epoch"])
+def test_metric_with_a_name_of_the_trainer_raises(tmp_path, name):
+    def reward(completion_ids, log_metric, **kwargs):
+        log_metric(name, 1.0)
+        return length_reward(completion_ids)
+
+    with pytest.raises(RewardError, match=f"`log_metric` got the name '{name}', which the trainer logs itself"):
+        trainer(tmp_path, reward_funcs=reward, max_steps=1).train()
+
+
+def test_every_logged_name_is_reserved(tmp_path):
+    reward, other = length_reward, gives(*[1.0] * 8)
+    other.name = "other"
+    settings = {"monitor_funcs": other, "eval_dataset": prompts(8), "dual_clip": 3.0, "target_kl": 1.0}
+    built = trainer(tmp_path, reward_funcs=[reward, reward], num_generations=2, **settings)
+    built.evaluate()
+    built.train()
+    for name in {name for log in built.state.log_history for name in log}:
+        with pytest.raises(ValueError, match="which the trainer logs"):
+            check_metric_name(name)
+
+
+def test_extra_column_of_another_length_names_it(tmp_path):
+    def reward(completion_ids, log_extra, **kwargs):
+        log_extra("note", ["x"] * (len(completion_ids) - 1))
+        return length_reward(completion_ids)
+
+    with pytest.raises(RewardError, match=r"`log_extra` must get one value per completion in 'note', got 7 for 8"):
+        trainer(tmp_path, reward_funcs=reward, max_steps=1).train()
+
+
+# ---- texts
+
+
+def spaced_tokenizer():
+    """A tokenizer of sentencepiece's kind: the space before a word is a part of its token."""
+    plain = tokenizer(words=[f"▁{word}" for word in WORDS])
+    inner = plain.backend_tokenizer
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return plain
+
+
+@pytest.mark.parametrize("make", [tokenizer, spaced_tokenizer])
+def test_completion_is_the_continuation_of_its_prompt(tmp_path, make):
+    built = trainer(tmp_path, processing_class=make(), max_steps=1)
+    samples = built.collector.sample(built.train_dataset.select(range(8)).to_list(), Metrics(), built.state)
+    given, ids = samples.batch, [*zip(samples.batch.prompt_ids, samples.batch.completion_ids)]
+    decoded = built.processing_class.batch_decode([p + c for p, c in ids], skip_special_tokens=True)
+    assert [prompt + text for prompt, text in zip(given.prompts, given.completions)] == decoded
+    assert all(re.fullmatch(r"( (w\d+|<unk>))*", text) for text in given.completions)
+
+
+def test_completion_of_a_prompt_that_ends_within_a_character_is_decoded_alone(tmp_path):
+    built = trainer(tmp_path)
+    texts = {2: "caf�", 3: "café", 1: "é"}
+    built.collector.tokenizer.batch_decode = lambda rows, **kwargs: [texts[len(row)] for row in rows]
+    rows = [{"prompt": "caf", "prompt_ids": [4, 5]}]
+    given = built.collector._scoring_batch(rows, [[6]], built.state, Metrics(), {})
+    assert given.completions == ["é"]
+
+
+# ---- rewards that do not apply
+
+
+def unparsed(completion_ids, **kwargs):
+    return [None if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
+
+
+def unparsed_as_nan(completion_ids, **kwargs):
+    return [NAN if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
+
+
+def unparsed_as_failure(completion_ids, **kwargs):
+    return [RewardError("no") if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("function", [unparsed, unparsed_as_nan])
+def test_completion_without_a_score_is_skipped_and_counted(tmp_path, function):
+    dataset = prompts(8)
+    built = trainer(tmp_path / "a", reward_funcs=function, dataset=dataset)
+    rollouts = rollouts_of(built)
+    built.train()
+    skip = {"reward_on_error": "skip", "max_reward_failures": 1.0}
+    failing = trainer(tmp_path / "b", reward_funcs=unparsed_as_failure, dataset=dataset, **skip)
+    failing.train()
+    assert all(torch.equal(x, weights(failing)[name]) for name, x in weights(built).items())
+    counts = [sum(ids[0] % 2 for ids in samples.batch.completion_ids) for _, samples in rollouts]
+    assert [log["unscored_completions"] for log in built.state.log_history if "reward" in log] == counts
+    assert 0 < sum(counts) and all(samples.scored.unscored.sum() == n for n, (_, samples) in zip(counts, rollouts))
+    assert {log["unscored_completions"] for log in failing.state.log_history if "reward" in log} == {0}
+
+
+def test_rollout_without_any_score_warns_and_changes_no_weight(tmp_path, caplog):
+    built = trainer(tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions), max_steps=4)
+    before = weights(built)
+    built.train()
+    assert "No reward applies to any of 8 completions" in caplog.text
+    assert all(torch.equal(x, before[name]) for name, x in weights(built).items())
 
 
 # ---- token-level rewards
@@ -328,16 +507,13 @@ def warned(tmp_path, caplog):
     """The warning about the scores of a first rollout."""
 
     def warned(scores, counted=None, **settings):
-        collector = SimpleNamespace(
-            args=config(tmp_path, **settings),
-            all_sum=lambda total: total,
-            actor_critic=SimpleNamespace(policy_parameters=lambda: {"lora": torch.ones(1, requires_grad=True)}),
-            accelerator=SimpleNamespace(is_main_process=True),
-        )
+        accelerator = SimpleNamespace(is_main_process=True, reduce=lambda x, reduction: x)
+        args = config(tmp_path, **settings)
+        collector = RolloutCollector(None, None, [], [], None, args, accelerator, None)
         counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
         caplog.clear()
         tokens = scores[:, None]
-        RolloutCollector._warn_about_far_scores(collector, Scored(tokens, tokens, counted, ~counted[:, None]))
+        collector._warn_about_scores(Scored(tokens, tokens, counted, ~counted[:, None]))
         return " ".join(record.getMessage() for record in caplog.records)
 
     return warned
@@ -370,8 +546,13 @@ def test_settings_that_shift_scores_do_not_warn(warned, settings):
     assert warned(first_scores(-25, 3)) and not warned(first_scores(-25, 3), **settings)
 
 
-def test_few_or_equal_scores_do_not_warn(warned):
-    assert not warned(torch.full((11,), -25.1))  # equal scores teach nothing
+@pytest.mark.parametrize("score", [0.0, -25.1])
+def test_equal_scores_warn(warned, score):
+    assert f"All 11 scores of the first rollout are {score:.3g}" in warned(torch.full((11,), score), lam=1.0)
+
+
+def test_few_scores_do_not_warn(warned):
+    assert not warned(torch.full((7,), -25.1))
     assert warned(first_scores(-25, 3, 8)) and not warned(first_scores(-25, 3, 7))
     skipped = torch.arange(16) < 7  # those that count are as few
     assert not warned(first_scores(-25, 3), skipped)
@@ -388,8 +569,4 @@ def test_runs_warn_at_their_first_rollout_only(tmp_path, caplog):
     trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train()  # two rollouts
     assert len(warnings()) == 1
     trainer(tmp_path, reward_funcs=far, max_steps=8, **saving).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
-    assert len(warnings()) == 1
-    frozen = trainer(tmp_path / "critic", reward_funcs=far, max_steps=1)
-    freeze_policy(frozen.actor_critic)  # it cannot learn to end at once
-    frozen.train()
     assert len(warnings()) == 1

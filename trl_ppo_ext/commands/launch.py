@@ -21,7 +21,7 @@ from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import hub_kwargs
 from ..redaction import is_secret, sentence, shortened
-from ..rewards import RewardAdapter, RewardFunc, check_reward_columns
+from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
 
 ADAPTER = "adapter:"
@@ -284,8 +284,6 @@ def trainer_arguments(
         raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
-        if columns := kwargs["eval_dataset"].column_names:
-            check_reward_columns(kwargs["reward_funcs"] + kwargs["monitor_funcs"], columns, "`eval_dataset`")
     if script.ptx_dataset_name is not None:
         supervised = load_splits(script.ptx_dataset_name, argument="ptx_dataset_name")
         kwargs["ptx_dataset"] = get_split(supervised, "train", "ptx_dataset_name")

@@ -113,13 +113,20 @@ def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int
             if await request.is_disconnected():  # the client timed out, and has probably retried
                 raise HTTPException(408, "the client has disconnected")
             try:
-                return JSONResponse({"scores": await asyncio.to_thread(reward.score, batch)})  # NaN is not JSON
+                return JSONResponse({"scores": await asyncio.to_thread(_score, reward, batch)})  # NaN is not JSON
             except Exception as error:  # the cause stays in the server's log
                 logger.exception("Scoring failed")
                 cause = f"scoring failed with {type(error).__name__}; see the server's log"
                 raise HTTPException(500, cause) from None
 
     return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
+
+
+def _score(reward: "Reward", batch: "ScoringBatch") -> list[float]:
+    scores = reward.score(batch)
+    for failure in (entry for entry in scores if isinstance(entry, Exception)):
+        raise failure
+    return scores
 
 
 def parse_batch(content: bytes) -> "ScoringBatch":

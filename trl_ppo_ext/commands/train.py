@@ -72,9 +72,10 @@ def main(argv: Sequence[str]) -> None:
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
+        notes = " ".join([sentence(error), *getattr(error, "__notes__", [])])
         raise RuntimeError(  # shown with its traceback, unlike wrong arguments
-            f"The run failed after {trainer.state.global_step} optimizer steps: {type(error).__name__}: "
-            f"{sentence(error)} Once fixed, resume from the last checkpoint with --resume_from_checkpoint true."
+            f"The run failed after {trainer.state.global_step} optimizer steps: {type(error).__name__}: {notes} Once "
+            "fixed, resume from the last checkpoint with --resume_from_checkpoint true."
         ) from error
     if trainer.args.push_to_hub:
         names = [script.dataset_name, *(entry.path for entry in mixture.datasets)]
@@ -105,7 +106,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     arguments = trainer_arguments(script, args, model, splits)
     ptx = arguments.pop("ptx_dataset", None) is not None
     evaluation, name, start = arguments.pop("eval_dataset", None), arguments["model"], args.critic_init
-    check_trainer_arguments(**arguments, reward_processing_classes=[], optimizer=None)
+    check_trainer_arguments(**arguments, reward_processing_classes=[], optimizer=None, eval_dataset=evaluation)
     try:
         if start is not None:
             read_critic(start, args.critic, name, args.reward_label)

@@ -1,6 +1,7 @@
 """Loading: from the `model` argument to an actor-critic on a frozen base."""
 
 import os
+from collections.abc import Mapping
 from copy import copy
 from typing import Any, cast
 
@@ -155,7 +156,20 @@ def _load_base(
             quantization_config.bnb_4bit_compute_dtype = kwargs["dtype"]
         # quantized weights cannot be moved afterwards
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(model_id, **kwargs | (args.model_init_kwargs or {}))
+    kwargs |= {**(args.model_init_kwargs or {}), "output_loading_info": True}
+    model, report = AutoModelForCausalLM.from_pretrained(model_id, **kwargs)
+    check_loaded(model_id, report, "a causal language model with its output projection")
+    return model
+
+
+def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
+    """Raise a `ValueError` for weights that the files lack: `from_pretrained` draws them at random."""
+    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if missing:
+        raise ValueError(
+            f"`{model_id}` must be {needed}, but its files lack {len(missing)} weights, which would be random: "
+            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}; use another checkpoint."
+        )
 
 
 def _prepare_modules(model: nn.Module) -> None:

@@ -299,10 +299,11 @@ def explained_variance(
         all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
 
     Returns:
-        `Tensor`: Scalar, at most 1.
+        `Tensor`: Scalar, at most 1; 0 if the returns are equal up to rounding.
     """
-    unexplained = masked_var(returns - values, mask, all_sum)
-    return 1 - unexplained / masked_var(returns, mask, all_sum).clamp(min=1e-8)
+    unexplained, variance = (masked_var(x, mask, all_sum) for x in (returns - values, returns))
+    varies = variance > 1e-12 * masked_mean(returns, mask, all_sum) ** 2
+    return torch.where(varies, 1 - unexplained / variance, 0)
 
 
 def aggregate_loss(

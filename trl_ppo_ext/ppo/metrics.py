@@ -1,14 +1,24 @@
 """Metrics that add up exactly over micro-batches, rollouts and ranks."""
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..modeling import TokenScores
-from ..rewards import Scored
+from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
 from . import math as ppo_math
+
+# first parts of the names that the trainer logs
+RESERVED = frozenset(
+    "approx_kl clip_ratio completions empty_steps entropy entropy_coef epoch frac_reward_zero_std grad_norm kl "
+    "kl_coef kl_per_completion learning_rate loss monitor nonfinite_completions num_tokens objective ratio reward "
+    "reward_std rewards skipped_steps step stopped_early time tokens_per_second total_flos "
+    "unscored_completions value".split()
+)
 
 
 class Metrics:
@@ -144,3 +154,45 @@ def log_reward_hacking(
         applies = valid & ~scores.isnan()
         metrics.mean(f"monitor/{name}/mean", scores, applies)
         metrics.mean(f"monitor/{name}/gap", scored.totals - scores, applies)
+
+
+def check_metric_name(name: str) -> None:
+    """Raise a `ValueError` if a metric of a reward function would be mixed up with one of the trainer's."""
+    if name.split("/")[0] in RESERVED or name.startswith(("eval_", "train_")):
+        raise ValueError(f"`log_metric` got the name {name!r}, which the trainer logs itself; use another one.")
+
+
+def check_best_metric(
+    args: Any, eval_dataset: Any, rewards: Sequence[Reward], monitors: Sequence[Reward], may_be_other: bool = False
+) -> None:
+    """Raise a `ValueError` if `metric_for_best_model` is none of the metrics that an evaluation logs."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no" or may_be_other or any(map(_may_log, [*rewards, *monitors])):
+        return
+
+    # log a completion of zeros, to know the names
+    metrics, one, zeros = Metrics(), torch.ones(1, dtype=torch.bool), torch.zeros(1, 1)
+    scored = Scored(torch.zeros(1, len(rewards)), zeros, one, torch.zeros(1, len(rewards), dtype=torch.bool))
+    log_rewards(metrics, [reward.name for reward in rewards], scored, one, torch.clone)
+    log_completions(metrics, TokenScores(zeros, zeros, zeros, zeros, zeros), one[None], one, one)
+    monitored = {reward.name: zeros[0] for reward in monitors}
+    log_reward_hacking(metrics, [""], one, scored, monitored, one, torch.clone, torch.clone)
+    logged = [key.partition(":")[2].removeprefix("-") for key in metrics.state_dict()]
+    logged += ["unscored_completions", "nonfinite_completions", "runtime", "samples_per_second", "steps_per_second"]
+    prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
+    names = [f"{prefix}{name}" for prefix in prefixes for name in logged]
+    if f"eval_{metric.removeprefix('eval_')}" not in names:
+        raise ValueError(
+            f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; use one of "
+            f"{', '.join(names)}, or one that a reward function with the parameter `log_metric` logs."
+        )
+
+
+def _may_log(reward: Reward) -> bool:
+    """Check if a reward may log metrics of its own."""
+    if not isinstance(reward, FunctionReward):
+        return not isinstance(reward, ClassifierReward)
+    try:
+        return "log_metric" in inspect.signature(reward.function).parameters
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return True

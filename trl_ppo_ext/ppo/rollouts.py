@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,12 @@ from trl import is_conversational
 from ..data.prompts import PROMPT_IDS
 from ..generation import Generator
 from ..modeling import ActorCritic, TokenScores
+from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
 from .guards import NonFiniteGuard
-from .metrics import Metrics, log_completions, log_reward_hacking, log_rewards
+from .metrics import Metrics, check_metric_name, log_completions, log_reward_hacking, log_rewards
 
 logger = logging.get_logger(__name__)
 
@@ -192,7 +194,9 @@ class RolloutCollector:
 
         # 3. Score the completions.
         extra: dict[str, list] = {}
-        with self._timed("score", metrics):
+        # rewards draw from a stream of their own: one that seeds would repeat the next rollouts
+        seed = int(torch.randint(2**31, ()))
+        with self._timed("score", metrics), fixed_seed(seed, device):
             batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
             scored = score_all(
                 self.rewards,
@@ -212,6 +216,7 @@ class RolloutCollector:
             tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
             scored = scored._replace(usable=usable, tokens=token_scores)
+        metrics.total("unscored_completions", scored.unscored & valid)
         log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
         valid = valid & scored.usable
         completion_mask = sequences.completion_mask
@@ -239,8 +244,8 @@ class RolloutCollector:
         response_mask = completion_mask & usable[:, None]
         if args.mask_truncated_completions:
             response_mask = response_mask & samples.stopped[:, None]
-        if state.global_step == 0 and self.warns_of_far_scores:
-            self._warn_about_far_scores(scored)
+        if state.global_step == 0:
+            self._warn_about_scores(scored)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
         kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
@@ -320,7 +325,14 @@ class RolloutCollector:
         metrics: Metrics,
         extra: dict[str, list],
     ) -> ScoringBatch:
+        def log_extra(column: str, values: list) -> None:
+            if len(values) != len(rows):
+                got = f"got {len(values)} for {len(rows)} completions"
+                raise ValueError(f"`log_extra` must get one value per completion in {column!r}, {got}.")
+            extra[column] = values
+
         def log_metric(name: str, value: float) -> None:
+            check_metric_name(name)
             metrics.mean(name, torch.tensor(float(value), device=self.accelerator.device))
 
         prompts = [row["prompt"] for row in rows]
@@ -328,18 +340,25 @@ class RolloutCollector:
             logger.warning_once(
                 "The policy samples token ids that the tokenizer does not have, which decode to nothing."
             )
-        completions: list = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        prompt_ids = [row[PROMPT_IDS] for row in rows]
+        decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
+        completions: list = decode(completion_ids)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
+        else:
+            # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
+            starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
+            joined = zip(starts, texts, completions)
+            completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
         columns = [key for key in rows[0] if key not in ("prompt", PROMPT_IDS)]
         return ScoringBatch(
             prompts,
             completions,
             completion_ids,
             columns={key: [row[key] for row in rows] for key in columns},
-            prompt_ids=[row[PROMPT_IDS] for row in rows],
+            prompt_ids=prompt_ids,
             trainer_state=state,
-            log_extra=extra.__setitem__,
+            log_extra=log_extra,
             log_metric=log_metric,
         )
 
@@ -377,8 +396,8 @@ class RolloutCollector:
         first = self.accelerator.process_index * len(scores)
         return advantages[first : first + len(scores)]
 
-    def _warn_about_far_scores(self, scored: Scored) -> None:
-        """Warn if scores are far from 0, the first prediction of a new critic.
+    def _warn_about_scores(self, scored: Scored) -> None:
+        """Warn if first scores are all equal, or far from 0, the first prediction of a new critic.
 
         With λ < 1 the score at the end reaches earlier tokens through the values in between, which start at 0. So only
         the last tokens receive it.
@@ -386,11 +405,17 @@ class RolloutCollector:
         moments = RunningMoments()
         moments.update(scored.totals, scored.usable, self.all_sum)
         mean, deviation = moments.mean, math.sqrt(moments.squares / max(moments.count - 1, 1))
-        # equal scores may differ by rounding
-        if moments.count < 8 or not 1e-6 * abs(mean) < deviation < abs(mean) / 3:
+        if moments.count < 8 or not self.accelerator.is_main_process:
             return
-        ending, lengths = ("worse", "grow") if mean < 0 else ("better", "shrink")
-        if self.accelerator.is_main_process:
+        if deviation <= 1e-6 * abs(mean):  # equal scores may differ by rounding
+            logger.warning(
+                "All %d scores of the first rollout are %.3g, which teaches nothing about the completions; check the "
+                "reward, or make the task easier.",
+                moments.count,
+                mean,
+            )
+        elif self.warns_of_far_scores and deviation < abs(mean) / 3:
+            ending, lengths = ("worse", "grow") if mean < 0 else ("better", "shrink")
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
                 "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "

@@ -22,6 +22,7 @@ REWARD_FIELDS = (
     "per_device_reward_batch_size",
     "reward_label",
     "reward_quantization",
+    "reward_timeout",
     "offload_rewards",
     "trust_remote_code",
 )
@@ -82,11 +83,16 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
         checked_label(model_id, config.num_labels, args.reward_label)
 
 
-def check_reward_columns(reward_funcs: Iterable[Any], columns: Iterable[str], dataset: str) -> None:
-    """Check that functions can be called with the columns of a dataset."""
-    passed = [name for name in columns if name not in ("prompt", PROMPT_IDS)]
-    for function in filter(_is_function, reward_funcs):
-        check_signature(function, passed, dataset)
+def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str) -> None:
+    """Check that functions can be called with the columns of a dataset, or of each one in a mapping."""
+    if isinstance(dataset, dict):
+        for key, entry in dataset.items():
+            check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]")
+        return
+    columns = getattr(dataset, "column_names", None)  # those of a stream may be unknown
+    passed = [column for column in columns or () if column not in ("prompt", PROMPT_IDS)]
+    for function in filter(_is_function, reward_funcs if columns else ()):
+        check_signature(function, passed, f"`{name}`")
 
 
 def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
@@ -108,6 +114,7 @@ def build_rewards(
     per_device_reward_batch_size: int = 16,
     reward_label: int | None = None,
     reward_quantization: str | None = "nf4",
+    reward_timeout: float | None = None,
     offload_rewards: bool = False,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
@@ -133,7 +140,7 @@ def build_rewards(
         elif _is_reward(entry):
             rewards.append(cast(Reward, entry))
         else:
-            rewards.append(FunctionReward(cast(Callable, entry)))
+            rewards.append(FunctionReward(cast(Callable, entry), reward_timeout))
     for index, reward in enumerate(rewards):
         taken = {other.name for other in rewards if other is not reward}
         if reward.name in {other.name for other in rewards[:index]}:  # metrics need distinct names

@@ -8,7 +8,6 @@ import asyncio
 import ipaddress
 import json
 import os
-import random
 import re
 import warnings
 from contextlib import aclosing, suppress
@@ -21,7 +20,7 @@ import httpx2
 import openai
 
 from ..redaction import shortened
-from .scoring import RewardError, ScoringBatch, run_coroutine
+from .scoring import RewardError, ScoringBatch, finished, started
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
@@ -129,11 +128,7 @@ class HttpReward:
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError | None]:
         """Score completions; a failed request fails its completions."""
-        state = random.getstate()  # the jitter of back-off must not change the run's random numbers
-        try:
-            return run_coroutine(self._post_all(batch))
-        finally:
-            random.setstate(state)
+        return finished(started(self._post_all(batch)))
 
     def _body(self, batch: ScoringBatch, rows: slice) -> dict[str, Any]:
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's base."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from trl import apply_chat_template, is_conversational
 
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
+from ..modeling.loading import check_loaded
 from .scoring import RewardError, ScoringBatch
 
 logger = logging.get_logger(__name__)
@@ -70,14 +72,17 @@ def load_classifier(
     """Load a reward model."""
     config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     checked_label(model_id, config.num_labels, label)
-    return AutoModelForSequenceClassification.from_pretrained(
+    model, report = AutoModelForSequenceClassification.from_pretrained(
         model_id,
         config=config,
         dtype=dtype,
         quantization_config=quantization(quantize, dtype),
         device_map={"": torch.device(device)},
         trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
+    check_loaded(model_id, report, "a sequence classifier, e.g. one trained with TRL's `RewardTrainer`")
+    return model
 
 
 class SequenceScorer:
@@ -121,24 +126,26 @@ class SequenceScorer:
         if length + max_completion_length > context:
             logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
 
-    def score(self, batch: ScoringBatch) -> list[float]:
-        """Score completions in batches of similar length."""
+    def score(self, batch: ScoringBatch) -> list[float | RewardError]:
+        """Score completions in batches of similar length; one that is too long for the model fails."""
         rows = self._encode(batch.prompts, batch.completions)
-        by_length = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-        longest = len(rows[by_length[-1]])
-        if self.context_length is not None and longest > self.context_length:
-            raise RewardError(
-                f"Completion {by_length[-1]} with its prompt has {longest} tokens; the reward model `{self.name}` "
-                f"takes {self.context_length}. Lower `max_completion_length`, or drop long prompts."
+        limit = self.context_length or sys.maxsize
+        scores: dict[int, float | RewardError] = {
+            index: RewardError(
+                f"Completion {index} with its prompt has {len(row)} tokens; the reward model `{self.name}` takes "
+                f"{limit}. Lower `max_completion_length`, or drop long prompts."
             )
-        scores = torch.empty(len(rows))
+            for index, row in enumerate(rows)
+            if len(row) > limit
+        }
+        by_length = sorted((i for i in range(len(rows)) if i not in scores), key=lambda i: len(rows[i]))
         # the bar appears after three seconds
-        starts = tqdm(range(0, len(rows), self.batch_size), desc=f"Scoring with {self.name}", leave=False, delay=3)
-        for start in starts:
+        starts = range(0, len(by_length), self.batch_size)
+        for start in tqdm(starts, desc=f"Scoring with {self.name}", leave=False, delay=3):
             index = by_length[start : start + self.batch_size]
             inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
-            scores[index] = self._score(inputs["input_ids"], inputs["attention_mask"]).float().cpu()
-        return scores.tolist()
+            scores |= zip(index, self._score(inputs["input_ids"], inputs["attention_mask"]).tolist())
+        return [scores[index] for index in range(len(rows))]
 
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError
@@ -182,8 +189,8 @@ class ClassifierReward(SequenceScorer):
         if offload_from is not None:
             self.model.to("cpu")
 
-    def score(self, batch: ScoringBatch) -> list[float]:
-        """Score completions in batches of similar length."""
+    def score(self, batch: ScoringBatch) -> list[float | RewardError]:
+        """Score completions in batches of similar length; one that is too long for the model fails."""
         if self.offload_from is None:
             return super().score(batch)
         try:

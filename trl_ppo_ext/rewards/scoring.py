@@ -3,18 +3,24 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from threading import Thread
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
+from ..config import LARGEST_SCORE
 from ..redaction import shortened
 
 T = TypeVar("T")
+logger = logging.get_logger(__name__)
 
 # keyword arguments of every function, besides the dataset's columns
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -57,13 +63,27 @@ class Reward(Protocol):
 class FunctionReward:
     """Function with the signature of TRL's reward functions. It may be asynchronous."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], timeout: float | None = None):
         self.function = function
         self.name = function_name(function)
+        self.timeout = timeout  # seconds
 
     def score(self, batch: ScoringBatch) -> Any:
-        """Call the function."""
-        return self.function(**{name: getattr(batch, name) for name in PASSED}, **batch.columns)
+        """Call the function, with a timeout in a thread of its own."""
+        call = partial(self.function, **{name: getattr(batch, name) for name in PASSED}, **batch.columns)
+        if self.timeout is None:
+            return call()
+        called: Future = Future()
+        called.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                called.set_result(call())
+            except BaseException as error:
+                called.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
+        return finished(called, self.timeout)
 
 
 def function_name(function: Callable) -> str:
@@ -85,7 +105,7 @@ class Scores(NamedTuple):
         return self.tokens.sum(1)
 
 
-def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
+def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: bool = False) -> Scores:
     """Check the scores that a reward returned, or its exception, and place them at their tokens."""
     expected = len(lengths)
     entries = scores.tolist() if hasattr(scores, "tolist") else scores
@@ -106,13 +126,19 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
-        elif entry is not None:
+        elif entry is not None and not (nan_is_none and _is_nan(entry)):
             try:
                 tokens[index] = _at_tokens(entry, length, max(lengths))
             except ValueError as error:
                 cause, remedy = error.args
                 failures[index] = RewardError(f"The reward `{name}` returned {cause} for completion {index}{remedy}")
     return Scores(tokens, failures)
+
+
+def _is_nan(entry: Any) -> bool:
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # not one number
+        return math.isnan(entry)
+    return False
 
 
 def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
@@ -136,21 +162,44 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
             number = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not abs(number) <= torch.finfo(torch.float32).max:
-            remedy = "; a score must be a finite number, or None if the reward does not apply."
+        if not abs(number) <= LARGEST_SCORE:
+            remedy = "; a score must be a finite number, or None if the reward does not apply"
+            remedy += f", and at most {LARGEST_SCORE:g} in size."
             raise ValueError(shortened(repr(value), 80), remedy)
         tokens[position] += number
     return tokens
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool:  # a notebook already runs a loop, so this one gets a thread
-        return pool.submit(asyncio.run, coroutine).result()
+@cache
+def _event_loop(running: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
+    """One loop for the coroutines of a run, so that they can share a semaphore; it is not the one that waits."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+if hasattr(os, "register_at_fork"):  # a fork has no threads
+    os.register_at_fork(after_in_child=_event_loop.cache_clear)
+
+
+def started(awaitable: Awaitable[T]) -> "Future[T]":
+    """Start an awaitable in an event loop, which runs in a thread: e.g. a notebook already runs one."""
+
+    async def run() -> T:
+        return await awaitable
+
+    running = None
+    with suppress(RuntimeError):
+        running = asyncio.get_running_loop()
+    return asyncio.run_coroutine_threadsafe(run(), _event_loop(running))
+
+
+def finished(future: "Future[T]", timeout: float | None = None) -> T:
+    """Wait for a result. After the timeout a thread continues, because it cannot be ended."""
+    if not wait([future], timeout).done:
+        future.cancel()
+        raise TimeoutError(f"no result within reward_timeout={timeout:g} s")
+    return future.result()
 
 
 class Scored(NamedTuple):
@@ -158,13 +207,18 @@ class Scored(NamedTuple):
 
     rewards: Tensor  # [batch, rewards] score of each reward; NaN if it does not apply
     tokens: Tensor  # [batch, response] weighted sum of the rewards at their tokens
-    usable: Tensor  # [batch] False if a reward failed and the completion is skipped
+    usable: Tensor  # [batch] False if the completion is skipped: a reward failed, or none applies
     failed: Tensor  # [batch, rewards] True if a reward failed
 
     @property
     def totals(self) -> Tensor:
         """`[batch]`, the weighted sum of the rewards of each completion."""
         return self.tokens.sum(1)
+
+    @property
+    def unscored(self) -> Tensor:
+        """`[batch]`, True if no reward applies and none failed."""
+        return self.rewards.isnan().all(1) & ~self.failed.any(1)
 
 
 def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
@@ -175,16 +229,18 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
             results.append(reward.score(batch))
         except Exception as error:
             results.append(error)
-    pending = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(results[index] for index in pending), return_exceptions=True)
-
-    if pending:
-        for index, result in zip(pending, run_coroutine(together())):
-            results[index] = result
+    results = [started(result) if inspect.isawaitable(result) else result for result in results]
+    for index, (reward, result) in enumerate(zip(rewards, results)):
+        if isinstance(result, Future):
+            try:
+                results[index] = finished(result, reward.timeout if isinstance(reward, FunctionReward) else None)
+            except Exception as error:
+                results[index] = error
     lengths = [len(ids) for ids in batch.completion_ids]
-    return [read_scores(reward.name, result, lengths) for reward, result in zip(rewards, results)]
+    return [
+        read_scores(reward.name, result, lengths, isinstance(reward, FunctionReward))  # as in TRL
+        for reward, result in zip(rewards, results)
+    ]
 
 
 def score_all(
@@ -203,14 +259,14 @@ def score_all(
     failed = torch.zeros(len(batch), len(rewards), dtype=torch.bool)
     for column, scores in enumerate(all_scores):
         failed[list(scores.failures), column] = True
-        if on_error == "raise" and scores.failures:
-            raise next(iter(scores.failures.values()))
     failed = failed.to(device)
     # every process reaches this reduction, so that all of them stop together
     counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(batch)], dtype=torch.long)])).tolist()
     for reward, scores, count in zip(rewards, all_scores, counts):
+        first = next(iter(scores.failures.values()), None)
+        if count and on_error == "raise":
+            raise first or RewardError(f"The reward `{reward.name}` failed on another process.")
         if count > max_failures * counts[-1]:
-            first = next(iter(scores.failures.values()), None)
             raise RewardError(
                 f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
                 f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
@@ -225,16 +281,14 @@ def score_all(
                 length = len(batch.completion_ids[index])
                 scores.tokens[index] = _at_tokens(float(on_error), length, scores.tokens.shape[1])
 
-    # 3. Sum the scores; every completion needs at least one.
-    totals = torch.stack([scores.totals for scores in all_scores], 1).to(device)
-    unscored = (totals.isnan().all(1) & usable).nonzero()
-    if len(unscored):
-        raise RewardError(
-            f"No reward applies to {len(unscored)} of {len(totals)} completions: every reward returned None, first "
-            f"for completion {int(unscored[0])}. Add a reward that returns a number for every completion."
-        )
+    # 3. Sum the scores, and skip completions without any.
+    totals = torch.stack([scores.totals for scores in all_scores], 1)
+    if totals.isnan().all() and not any(scores.failures for scores in all_scores):
+        logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
+    totals = totals.to(device)
     weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
     tokens = torch.stack(weighted).sum(0).to(device)
+    usable = usable & ~totals.isnan().all(1)
     return Scored(totals, tokens * usable[:, None], usable, failed)
 
 

@@ -157,3 +157,16 @@ def test_models_that_read_padding_are_refused(tmp_path):
     built = trainer(tmp_path, model, peft_config=LoraConfig(target_modules=["key", "value"]))
     with pytest.raises(ValueError, match=r"RwkvForCausalLM does not ignore padding.*attention mask"):
         built.train()
+
+
+@pytest.mark.parametrize("kwargs", [None, {"ignore_mismatched_sizes": True}])
+def test_base_without_all_weights_raises(tmp_path, kwargs):
+    if kwargs is None:
+        llama().model.save_pretrained(tmp_path / "base")  # without its output projection
+    else:
+        llama(vocab_size=40).save_pretrained(tmp_path / "base")
+        llama().config.save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        ValueError, match=r"must be a causal .*lack [12] weights, which would be random: .*lm_head.weight"
+    ):
+        load_actor_critic(str(tmp_path / "base"), config(tmp_path, model_init_kwargs=kwargs))

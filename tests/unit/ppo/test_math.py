@@ -14,6 +14,7 @@ from trl_ppo_ext.ppo_math import (
     clipped_policy_loss,
     clipped_value_loss,
     exact_kl,
+    explained_variance,
     gae,
     kl_estimate,
     length_adaptive_lambda,
@@ -734,3 +735,14 @@ def test_dual_clip_within_the_clip_range_raises(dual_clip):
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=rf"`dual_clip`.*{dual_clip}"):
         clipped_policy_loss(x, x, x, 0.2, 0.2, dual_clip)
+
+
+@pytest.mark.parametrize("level", [0.0, 7.3, -1e4])
+def test_equal_returns_explain_nothing(level):
+    mask, returns = torch.ones(4, 5, dtype=torch.bool), torch.full((4, 5), level)
+    rounding = returns * (1 + 1e-7 * torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
+    for targets in (returns, rounding):
+        assert explained_variance(targets, targets, mask) == 0
+    small = 1e-5 * torch.arange(20.0).reshape(4, 5)  # of a reward of any scale
+    assert explained_variance(small, small, mask) == 1
+    assert explained_variance(torch.zeros(4, 5), small, mask).abs() < 1e-6

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -217,12 +216,6 @@ def test_openai_credentials_in_the_environment_are_not_sent(port, make, monkeypa
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: {KEY}")
     (error,) = make(port, "wrong_key").score(batch(["abc"]))
     assert "401 Unauthorized: no such key: None" in str(error)
-
-
-def test_retries_do_not_change_the_random_state(port):
-    state = random.getstate()
-    assert judge(port, "broken_twice", max_retries=2).score(batch(["abc"])) == [3]
-    assert random.getstate() == state
 
 
 @pytest.mark.parametrize(

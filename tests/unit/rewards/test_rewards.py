@@ -1,6 +1,7 @@
 """Scores of functions and classifiers."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
@@ -105,11 +106,11 @@ def test_rewards_are_summed_where_they_apply(weights, totals):
     assert scored.totals.tolist() == totals
 
 
-def test_completion_without_any_score_raises():
+def test_completion_without_any_score_is_skipped():
     rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, None], [None, None, 2])]
     given = batch(*[("p", "c")] * 3)
-    with pytest.raises(RewardError, match=r"1 of 3 completions.*first for completion 1\. Add a reward"):
-        score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
+    scored = score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
+    assert scored.usable.tolist() == [True, False, True] and scored.unscored.tolist() == [False, True, False]
 
 
 # ---- functions ----
@@ -408,7 +409,7 @@ def test_4bit_scores_correlate_with_full_precision(saved):
     quantized = torch.tensor(built(path).score(batch(*pairs)))
     assert torch.corrcoef(torch.stack([full, quantized]))[0, 1] > 0.95
     assert (full - quantized).abs().max() > 1e-4  # or nothing was quantized
-    plain = built(path, quantization="none").score(batch(*pairs))
+    plain = built(path, reward_quantization="none").score(batch(*pairs))
     assert plain == pytest.approx(full.tolist(), abs=1e-5)
 
 
@@ -446,3 +447,19 @@ def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_pat
     )
     with pytest.raises(RewardError, match=r"longest prompt has 6 tokens.*takes 6\. Set `max_prompt_length`"):
         build(6)
+
+
+def test_text_that_is_too_long_fails_only_itself():
+    model = llama(classifier=True)
+    model.config.max_position_embeddings = 8
+    reward = ClassifierReward(model, tokenizer())
+    scores = reward.score(batch(("w1", " w2"), ("w1 " * 9, "w2"), ("w3", " w4 w5")))
+    assert scores[0] == reward.score(batch(("w1", " w2")))[0] and isinstance(scores[2], float)
+    assert re.search(r"Completion 1 with its prompt has \d+ tokens; .* takes 8\. Lower", str(scores[1]))
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_classifier_without_its_head_raises(tmp_path, quantize):
+    llama().save_pretrained(tmp_path)  # a causal language model
+    with pytest.raises(ValueError, match=r"must be a sequence classifier, .*lack 1 weights, .*random: score.weight"):
+        load_classifier(str(tmp_path), torch.float32, quantize, label=0)

@@ -1,0 +1,135 @@
+"""An error that ends a run leaves a checkpoint of the last optimizer step, from which the run resumes bit for bit."""
+
+import errno
+
+import pytest
+import torch
+from runs_of_tiny import trainer, weights
+from tiny import length_reward, prompts
+from transformers import TrainerCallback
+
+from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
+
+TIMED = ("time/", "tokens_per_second", "train_")
+SETTINGS = {
+    "max_steps": 12,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 5,
+    "normalize_rewards": True,
+    "kl_target": 0.5,
+    "kl_horizon": 100,
+    "ema_decay": 0.5,
+    "save_total_limit": 1,
+}
+
+
+class FaultError(Exception):
+    pass
+
+
+def fails_in_reward(built):
+    """In the collection of a rollout, once tokens were sampled and metrics logged."""
+
+    def reward(trainer_state, completion_ids, **kwargs):
+        if trainer_state.global_step == 8:
+            raise FaultError
+        return length_reward(completion_ids)
+
+    built.collector.rewards[0].function = reward
+
+
+def fails_after(name, calls):
+    """In the call of a method of the trainer after so many that succeed."""
+
+    def install(built):
+        method, left = getattr(built, name), iter(range(calls))
+
+        def failing(*args, **kwargs):
+            if next(left, None) is None:
+                raise FaultError
+            return method(*args, **kwargs)
+
+        setattr(built, name, failing)
+
+    return install
+
+
+def logs(built):
+    return [
+        {name: x for name, x in log.items() if not name.startswith(TIMED)}
+        for log in built.state.log_history
+        if "reward" in log
+    ]
+
+
+@pytest.mark.parametrize(
+    ("install", "step"),
+    [
+        (fails_in_reward, 8),
+        (fails_after("compute_loss", 13), 6),  # the second micro-batch of a step
+        (fails_after("compute_loss", 17), 8),  # the second one of a rollout
+        (fails_after("_get_grad_norm", 6), 6),
+        (fails_after("evaluate", 1), 10),
+    ],
+    ids=["reward", "second micro-batch", "new rollout", "before the step", "evaluation"],
+)
+def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, step):
+    settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)}
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    failing = trainer(tmp_path, **settings)
+    install(failing)
+    with pytest.raises(Exception) as error:
+        failing.train()
+    (checkpoint,) = checkpoints(tmp_path)
+    assert checkpoint.name == f"checkpoint-{step}" and failing.state.global_step == step
+    verify(checkpoint)
+    assert any(str(checkpoint) in note for note in error.value.__notes__)
+    again = trainer(tmp_path, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+    assert again.averaged_policy.state_dict().keys() and logs(again) == logs(whole)
+
+
+def test_error_in_the_optimizer_leaves_no_inexact_checkpoint(tmp_path):
+    class Breaks(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise FaultError  # the weights have changed, the schedule has not
+
+    failing = trainer(tmp_path, callbacks=[Breaks()], **SETTINGS)
+    with pytest.raises(FaultError):
+        failing.train()
+    assert not checkpoints(tmp_path)
+
+
+def test_error_before_the_first_step_writes_nothing(tmp_path):
+    failing = trainer(tmp_path, **SETTINGS)
+    fails_after("compute_loss", 0)(failing)
+    with pytest.raises(FaultError) as error:
+        failing.train()
+    assert not checkpoints(tmp_path) and not hasattr(error.value, "__notes__")
+
+
+def test_error_keeps_other_checkpoints(tmp_path):
+    failing = trainer(tmp_path, save_strategy="steps", **SETTINGS | {"save_steps": 4})
+    fails_in_reward(failing)
+    fails_after("compute_loss", 11)(failing)
+    with pytest.raises(FaultError):
+        failing.train()
+    # `save_total_limit` would delete the older one, though the error may be due to the last steps
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-5", "checkpoint-4"]
+
+
+def test_failing_disk_does_not_hide_the_error(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    failing = trainer(tmp_path, **SETTINGS)
+    fails_after("compute_loss", 5)(failing)
+    monkeypatch.setattr(trainers, "save_file", full)
+    with pytest.raises(FaultError) as error:
+        failing.train()
+    assert "No space left" in error.value.__notes__[0] and not checkpoints(tmp_path)
