@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import (
     BitsAndBytesConfig,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -40,6 +41,7 @@ from . import distributed
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
 from .checkpoints import files, hub, resume
 from .checkpoints.atomic import rotate, verify
+from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
@@ -135,6 +137,7 @@ class PPOTrainer(Trainer):
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
+        self._base_model = model_id
         reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         check_trainer_arguments(
@@ -149,6 +152,7 @@ class PPOTrainer(Trainer):
             peft_config,
         )
         check_trackers(args)
+        files.check_target(args.output_dir, model_id)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
@@ -179,6 +183,8 @@ class PPOTrainer(Trainer):
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
+        datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
+        self._inputs = fingerprints(actor_critic, tokenizer, template_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
@@ -222,7 +228,7 @@ class PPOTrainer(Trainer):
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
         self._samples: Samples | None = None  # last batch, logged with the next metrics
-        self._takes_step = True
+        self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals = resume.StopSignals()
         self.preempted = False
@@ -340,7 +346,10 @@ class PPOTrainer(Trainer):
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 
         def steps() -> tuple[int, int]:
-            return self.state.global_step, self.state.max_steps
+            step, last = self.state.global_step, self.state.max_steps
+            stops = [x for x in self.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback)]
+            ended = any(x.early_stopping_patience_counter >= x.early_stopping_patience for x in stops)
+            return last if step and ended else step, last  # a run that was stopped early is not continued
 
         if isinstance(dataset, IterableDataset):
             if max_steps < 1:
@@ -357,8 +366,14 @@ class PPOTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
-        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+        if isinstance(eval_dataset, str):
+            eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = cast(Dataset, self.eval_dataset)
+        elif isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        if isinstance(eval_dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
+            eval_dataset = cast(Dataset, list(eval_dataset))
         return super().get_eval_dataloader(eval_dataset)
 
     # ---- evaluation and logging ----
@@ -414,19 +429,26 @@ class PPOTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
 
-        Exits with code 75 after SIGTERM or SIGINT, once a checkpoint is saved.
+        The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory that has checkpoints.
+        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved.
         """
         self._resumed, self.preempted, checkpoint = {}, False, None
-        if resume_from_checkpoint:
-            checkpoint, self._resumed = resume.find_checkpoint(
-                resume_from_checkpoint,
-                self.args.output_dir,
-                self.args.should_save,
-                self.accelerator.process_index,
-                lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
-            )
-        with self.signals.watched():
-            output = super().train(checkpoint, *args, **kwargs)
+        output_dir, is_writer = self.args.output_dir, self.args.should_save
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        words = {"true": True, "false": False, "none": None}  # of a command line
+        resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+        with resume.locked(output_dir, is_writer):
+            if resume_from_checkpoint:
+                rank, check = self.accelerator.process_index, self._check_checkpoint
+                checkpoint, self._resumed = resume.find_checkpoint(
+                    resume_from_checkpoint, output_dir, is_writer, rank, check
+                )
+            elif not self._begun:
+                resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
+            self._begun = True
+            with self.signals.watched():
+                output = super().train(checkpoint, *args, **kwargs)
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
@@ -434,6 +456,13 @@ class PPOTrainer(Trainer):
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
+
+    def _check_checkpoint(self, path: str) -> None:
+        files.check_settings(path, files.load_state(path).get("settings", {}), self.args, self._inputs)
+        needed = [TRAINER_STATE_NAME, *([] if self.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME])]
+        missing = [name for name in needed if not os.path.isfile(os.path.join(path, name))]
+        if missing:
+            raise files.CheckpointError(f"`{path}` lacks {', '.join(missing)}; resume from another checkpoint.")
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -464,6 +493,16 @@ class PPOTrainer(Trainer):
                 model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return model, train_dataloader
+
+    def _load_callback_state(self) -> None:
+        """Restore the state of callbacks, whose arguments are the script's, and the path of the best checkpoint."""
+        for name, states in self.state.stateful_callbacks.items():
+            callbacks = [x for x in self.callback_handler.callbacks if type(x).__name__ == name]
+            for callback, state in zip(callbacks, as_list(states)):
+                vars(callback).update(state["attributes"])
+        best = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if os.path.isdir(best):  # the run may have been moved or copied
+            self.state.best_model_checkpoint = best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)
@@ -513,6 +552,18 @@ class PPOTrainer(Trainer):
         self._metrics["train"].load_state_dict(parts["metrics"], self.accelerator.device)
         self.guard.skipped = int(parts["guard"]["skipped"])
 
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        """Log, evaluate and save; after the last step of an epoch only when the epoch ends, as one.
+
+        Otherwise a checkpoint of that step would lack what is due at the end of the epoch.
+        """
+        step, state = self.state.global_step, self.state
+        ends = float(state.epoch).is_integer() or step >= state.max_steps
+        is_step, self._last_step = step != self._last_step, step  # at the end of an epoch, the step is known
+        due = not ends if is_step else ends or not self.preempted
+        if due and step > self._initial_global_step:  # otherwise the run had ended already
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _finalize_training(self, *args, **kwargs) -> Any:
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best checkpoint."""
         if self.preempted:
@@ -535,7 +586,12 @@ class PPOTrainer(Trainer):
                     best,
                     error,
                 )
-                self.state.best_model_checkpoint = None
+                self.state.best_model_checkpoint = best = None
+        if best is not None and not os.path.samefile(Path(best).parent, self._get_output_dir(None)):
+            # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
+            if self.args.load_best_model_at_end:
+                self._load_best_model()
+            self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
@@ -552,6 +608,7 @@ class PPOTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapters, critic, tokenizer and model card."""
         output_dir = output_dir or self.args.output_dir
+        files.check_target(output_dir, self._base_model)
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
         if self.args.should_save:
@@ -566,7 +623,8 @@ class PPOTrainer(Trainer):
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             averages = self.averaged_policy.state_dict()
             files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
-        files.save_state(self.collector.state_dict() | {"settings": files.run_settings(self.args)}, directory)
+        settings = files.run_settings(self.args) | self._inputs
+        files.save_state(self.collector.state_dict() | {"settings": settings}, directory)
         self.processing_class.save_pretrained(directory)
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
@@ -575,11 +633,21 @@ class PPOTrainer(Trainer):
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self.store_flos()
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(final)
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
+        trained = self.actor_critic.trained_weights() if weights is None else weights
+        nonfinite = next((name for name, x in trained.items() if not x.isfinite().all()), None)
+        if nonfinite is not None:
+            logger.warning(
+                "`%s` is not written: %s has NaN or inf. Resume from an earlier checkpoint with a lower `learning_rate` "
+                "and `resume_with_changed_settings=True`.",
+                final,
+                nonfinite,
+            )
+            return
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(final)
         fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
         is_writer = args.should_save
 
@@ -609,13 +677,9 @@ class PPOTrainer(Trainer):
             torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                states, name = self.state.stateful_callbacks, type(callback).__name__
-                if isinstance(states[name], list):
-                    states[name].append(callback.state())
-                else:
-                    states[name] = callback.state()
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
+        self.state.stateful_callbacks = stateful.stateful_callbacks
         self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
@@ -658,6 +722,7 @@ class _StepCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """Restore the run state, after the Trainer has set up its own."""
+        self.trainer._last_step = state.global_step
         if self.trainer._resumed:
             self.trainer._load_run_state()
 

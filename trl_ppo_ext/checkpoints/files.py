@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peft import PeftModel
@@ -31,6 +32,15 @@ CRITIC_FILES = {  # by `PPOConfig.critic`
 
 class CheckpointError(ValueError):
     """Raised when a checkpoint is damaged, lacks a file, or does not fit the model or the run."""
+
+
+def check_target(directory: str, base: str) -> None:
+    """Raise a `ValueError` if an adapter would be saved into the base's own directory."""
+    if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
+        raise ValueError(
+            f"`output_dir` must not be the base model's own directory, got `{directory}`: with an adapter in it the "
+            "base could not be loaded any more; use another directory."
+        )
 
 
 # ---- adapters and critic ----
@@ -169,9 +179,11 @@ def run_settings(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
+def check_settings(
+    directory: str, saved: dict[str, Any], args: Any, inputs: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
-    current = run_settings(args)
+    current = run_settings(args) | dict(inputs)
     was, now = _processes(current | saved), _processes(current)
     if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
         message = f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version)"

@@ -4,10 +4,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from html import escape
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
+from .. import __version__
 from ..arguments import as_list
 from ..modeling import ActorCritic
 
@@ -26,7 +27,16 @@ METRICS = (
     "value/explained_variance"
 ).split()
 BASE_COPY = "path/to/your/copy/of/the/base"
-PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
+PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of this package, which may run from a checkout, and of those that are installed."""
+    versions = {"trl_ppo_ext": __version__}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def _one_line(text: Any) -> str:
@@ -152,5 +162,5 @@ def model_card(
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(x.prefix + name): f"{logged[x.prefix + name]:.4g}" for x, name in metrics},
         step=step,
-        versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
     )
