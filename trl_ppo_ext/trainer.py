@@ -640,7 +640,7 @@ class PPOTrainer(Trainer):
         nonfinite = next((name for name, x in trained.items() if not x.isfinite().all()), None)
         if nonfinite is not None:
             logger.warning(
-                "`%s` is not written: %s has NaN or inf. Resume from an earlier checkpoint with a lower `learning_rate` "
+                "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
                 "and `resume_with_changed_settings=True`.",
                 final,
                 nonfinite,

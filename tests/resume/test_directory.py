@@ -88,7 +88,7 @@ def test_new_run_beside_earlier_checkpoints_is_refused(tmp_path):
     trainer(tmp_path, **SAVING).train()
     before = {path: path.stat().st_mtime for path in tmp_path.rglob("*.safetensors")}
     again = trainer(tmp_path, **SAVING)
-    with pytest.raises(CheckpointError, match=r"got checkpoint-2 .*use another directory.*resume_from_checkpoint=False"):
+    with pytest.raises(CheckpointError, match=r"got checkpoint-2 .*another directory.*resume_from_checkpoint=False"):
         again.train()
     assert again.state.global_step == 0 and before == {path: path.stat().st_mtime for path in before}
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_kills import check_resumed, killed_runs
+from test_kills import killed_runs
 
 
 def random_settings(seed):

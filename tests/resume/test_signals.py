@@ -17,7 +17,6 @@ from trl_ppo_ext.checkpoints import resume as resumable
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.resume import PREEMPTED, StopSignals
 
-
 INTERRUPTED = 3
 
 
