@@ -5,8 +5,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig
-from runs_of_tiny import trainer
-from tiny import CHAT_TEMPLATE, WORDS, length_reward, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOTrainer
@@ -23,26 +22,22 @@ def lora(**changes):
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | changes)
 
 
-def given(**changes):
-    """All that a run is given besides its config."""
+def trainer(folder, chat_template_kwargs=None, resume_with_changed_settings=False, **changes):
+    args = SAVING | {"chat_template_kwargs": chat_template_kwargs}
     usual = {
         "model": llama(),
         "reward_funcs": [length_reward, llama(classifier=True)],
-        "dataset": prompts(),
+        "train_dataset": prompts(),
         "processing_class": tokenizer(chat_template=CHAT_TEMPLATE),
+        "reward_processing_classes": [None, tokenizer()],
         "peft_config": lora(),
     }
-    return usual | changes
+    args = config(folder, **args, resume_with_changed_settings=resume_with_changed_settings)
+    return PPOTrainer(args=args, **usual | changes)
 
 
 def mapped(**columns):
     return prompts().map(lambda row: columns)
-
-
-def stored(folder, **kwargs):
-    """A model in a directory, so that it is loaded by the trainer."""
-    llama().save_pretrained(folder)
-    return str(folder)
 
 
 # by the name in the message: what differs
@@ -55,9 +50,9 @@ CHANGES = {
     "chat_template of the config": lambda: {"chat_template_kwargs": {"enable_thinking": True}},
     "rewards": lambda: {"reward_funcs": [brevity, llama(classifier=True)]},
     "rewards of another model": lambda: {"reward_funcs": [length_reward, llama(classifier=True, seed=1)]},
-    "train_dataset": lambda: {"dataset": prompts(15)},
-    "train_dataset of other columns": lambda: {"dataset": mapped(answer="4")},
-    "train_dataset of other rows": lambda: {"dataset": mapped(target=3)},
+    "train_dataset": lambda: {"train_dataset": prompts(15)},
+    "train_dataset of other columns": lambda: {"train_dataset": mapped(answer="4")},
+    "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "peft_config.lora_alpha": lambda: {"peft_config": lora(lora_alpha=16)},
     "peft_config.use_rslora": lambda: {"peft_config": lora(use_rslora=True)},
 }
@@ -66,12 +61,12 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    trainer(folder, **given(), **SAVING).train()
+    trainer(folder).train()
     return folder
 
 
 def test_same_inputs_resume(run, tmp_path):
-    again = trainer(shutil.copytree(run, tmp_path / "run"), **given(), **SAVING)
+    again = trainer(shutil.copytree(run, tmp_path / "run"))
     again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert again.state.global_step == 2
 
@@ -79,21 +74,18 @@ def test_same_inputs_resume(run, tmp_path):
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_input_is_refused_by_name(run, change):
     with pytest.raises(CheckpointError, match=rf"{change.partition(' of ')[0]} \(was .*resume_with_changed_settings"):
-        trainer(run, **given(**CHANGES[change]()), **SAVING).train(resume_from_checkpoint=True)
+        trainer(run, **CHANGES[change]()).train(resume_from_checkpoint=True)
 
 
 def test_changed_input_is_allowed_by_a_setting(run, tmp_path):
-    copy, changed = shutil.copytree(run, tmp_path / "run"), given(model=llama(seed=1), dataset=prompts(15))
-    again = trainer(copy, **changed, **SAVING, resume_with_changed_settings=True)
+    copy = shutil.copytree(run, tmp_path / "run")
+    again = trainer(copy, resume_with_changed_settings=True, model=llama(seed=1), train_dataset=prompts(15))
     again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert again.state.global_step == 2
 
 
-def test_changed_quantization_is_refused_by_name(tmp_path):
-    args = {"reward_funcs": length_reward, "train_dataset": prompts(), "processing_class": tokenizer()}
-    base, built = stored(tmp_path / "base"), trainer(tmp_path / "run", **SAVING)
-    built.train()
+def test_changed_quantization_is_refused_by_name(run, tmp_path):
+    llama().save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    other = PPOTrainer(base, args=built.args, quantization_config=nf4, **args)
     with pytest.raises(CheckpointError, match=r"quantization_config \(was None, is .*nf4"):
-        other.train(resume_from_checkpoint=True)
+        trainer(run, model=str(tmp_path), quantization_config=nf4).train(resume_from_checkpoint=True)
