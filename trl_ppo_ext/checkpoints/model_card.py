@@ -4,10 +4,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -17,9 +16,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftConfig
 
-from .. import __version__
 from ..arguments import as_list
 from ..modeling import ActorCritic
+from ..tracking.run_log import package_versions
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 METRICS = (
@@ -28,15 +27,6 @@ METRICS = (
 ).split()
 BASE_COPY = "path/to/your/copy/of/the/base"
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of this package, which may run from a checkout, and of those that are installed."""
-    versions = {"trl_ppo_ext": __version__}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def _one_line(text: Any) -> str:

@@ -5,14 +5,17 @@ import math
 import os
 import platform
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..checkpoints.model_card import package_versions
+from .. import __version__
 from ..ppo.rollouts import Samples
 from ..redaction import without_secrets
 from .completions import as_text
@@ -27,6 +30,15 @@ COLUMNS = 8  # columns added by reward functions
 PACKAGES = (
     "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub tokenizers"
 ).split()
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of this package, which may run from a checkout, and of those that are installed."""
+    versions = {"trl_ppo_ext": __version__}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def environment() -> dict[str, Any]:

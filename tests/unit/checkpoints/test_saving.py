@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.checkpoints import model_card as model_cards
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.tracking import run_log
 
 IDS = [[4, 5, 6, 7, 8]]
 LOAD_WITHOUT_THE_PACKAGE = """
@@ -207,10 +207,10 @@ def test_base_directory_is_no_output_directory(base, tmp_path):
 def test_checkout_that_is_not_installed_saves(monkeypatch, tmp_path):
     def version(name):
         if name == "trl_ppo_ext":
-            raise model_cards.PackageNotFoundError(name)
+            raise run_log.PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(model_cards, "version", version)
+    monkeypatch.setattr(run_log, "version", version)
     built = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     built.train()
     assert f"trl_ppo_ext {trl_ppo_ext.__version__}, trl 1.0" in (tmp_path / "checkpoint-1" / "README.md").read_text()
