@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from peft import PeftModel
@@ -179,11 +178,9 @@ def run_settings(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(
-    directory: str, saved: dict[str, Any], args: Any, inputs: Mapping[str, Any] = MappingProxyType({})
-) -> None:
+def check_settings(directory: str, saved: dict[str, Any], args: Any, inputs: dict[str, Any] | None = None) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
-    current = run_settings(args) | dict(inputs)
+    current = run_settings(args) | (inputs or {})
     was, now = _processes(current | saved), _processes(current)
     if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
         message = f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version)"

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from datasets import IterableDataset
-from peft import PeftConfig
 from torch import Tensor, nn, uint8
 from transformers import PreTrainedTokenizerBase
 
@@ -34,12 +33,6 @@ def _weights(tensors: Iterable[Tensor]) -> str:
             sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
             digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _adapter(config: PeftConfig) -> dict[str, Any]:
-    """Fields of an adapter's config that are set."""
-    values = {name: value for name, value in config.to_dict().items() if value and name not in _NOT_COMPARED}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def _rows(dataset: Any) -> str | None:
@@ -80,7 +73,7 @@ def fingerprints(
     }
     adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
     for prefix, name in adapters.items():
-        fields = _adapter(policy.peft_config[name]) if name is not None else {}
-        values |= {f"{prefix}.{field}": value for field, value in fields.items()}
+        fields = policy.peft_config[name].to_dict() if name is not None else {}
+        values |= {f"{prefix}.{key}": value for key, value in fields.items() if value and key not in _NOT_COMPARED}
     values |= {name: _rows(dataset) for name, dataset in datasets.items()}
-    return json.loads(json.dumps(values, default=str))
+    return json.loads(json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
