@@ -13,6 +13,7 @@ from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_deepspeed, uses_fsdp
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
+from .modeling.loading import check_available
 from .rewards import check_reward_arguments, check_reward_columns
 
 # arguments of TRL's PPOTrainer (until 1.12), and what replaces them
@@ -108,6 +109,8 @@ def load_tokenizer(
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
         raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
     kwargs = hub_kwargs(args)
+    if isinstance(model, str):
+        check_available("model", model, kwargs)
     tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
     if isinstance(model, str):
         config, generation_config = AutoConfig.from_pretrained(model, **kwargs), None

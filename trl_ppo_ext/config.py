@@ -141,6 +141,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
         max_skipped_steps (`int`, *optional*, defaults to `5`):
             End the run after this many consecutive steps with a NaN or inf gradient (not with fp16's scaler).
+        resume_from_checkpoint (`str` or `bool`, *optional*):
+            Checkpoint from which `train()` resumes, or `True` for the latest valid one in `output_dir`. `False` moves
+            checkpoints of an earlier run aside and begins anew.
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
             Whether a checkpoint may be resumed under settings that differ from those it was saved under.
         log_completions (`bool`, *optional*, defaults to `False`): Whether to print completions with the metrics.
@@ -511,6 +514,7 @@ _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
     "reward_on_error": str | float,
     "scale_rewards": str | bool | None,
+    "resume_from_checkpoint": str | bool | None,
     "accelerator_config": AcceleratorConfig | dict | str | None,
     "fsdp": str | bool | list[str] | None,
     "debug": str | list[str] | None,

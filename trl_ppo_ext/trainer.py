@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import (
     BitsAndBytesConfig,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -37,6 +38,7 @@ from . import distributed
 from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
 from .checkpoints import files, hub, resume
 from .checkpoints.atomic import rotate, verify
+from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
@@ -135,6 +137,7 @@ class PPOTrainer(Trainer):
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
+        self._base_model = model_id
         reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         check_trainer_arguments(
@@ -150,6 +153,7 @@ class PPOTrainer(Trainer):
             eval_dataset,
         )
         check_trackers(args)
+        files.check_target(args.output_dir, model_id)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
@@ -183,6 +187,8 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
+        datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
+        self._inputs = fingerprints(actor_critic, tokenizer, template_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
@@ -228,7 +234,7 @@ class PPOTrainer(Trainer):
         may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
         check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
         self._samples: Samples | None = None  # last batch, logged with the next metrics
-        self._takes_step = True
+        self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals = resume.StopSignals()
         self.preempted = False
@@ -349,7 +355,10 @@ class PPOTrainer(Trainer):
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 
         def steps() -> tuple[int, int]:
-            return self.state.global_step, self.state.max_steps
+            step, last = self.state.global_step, self.state.max_steps
+            stops = [x for x in self.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback)]
+            ended = any(x.early_stopping_patience_counter >= x.early_stopping_patience for x in stops)
+            return last if step and ended else step, last  # a run that was stopped early is not continued
 
         if isinstance(dataset, IterableDataset):
             if max_steps < 1:
@@ -366,8 +375,14 @@ class PPOTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
-        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+        if isinstance(eval_dataset, str):
+            eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = cast(Dataset, self.eval_dataset)
+        elif isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        if isinstance(eval_dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
+            eval_dataset = cast(Dataset, list(eval_dataset))
         return super().get_eval_dataloader(eval_dataset)
 
     # ---- evaluation and logging ----
@@ -423,25 +438,31 @@ class PPOTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
 
-        Exits with code 75 after SIGTERM or SIGINT, once a checkpoint is saved. An error that ends the run first saves
-        a checkpoint of the last optimizer step, which a note of the exception names.
+        The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory that has checkpoints.
+        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error
+        that ends the run first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
-        self._resumed, self.preempted, checkpoint = {}, False, None
-        self._return_to_step = None
-        if resume_from_checkpoint:
-            checkpoint, self._resumed = resume.find_checkpoint(
-                resume_from_checkpoint,
-                self.args.output_dir,
-                self.args.should_save,
-                self.accelerator.process_index,
-                lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
-            )
-        with self.signals.watched():
-            try:
-                output = super().train(checkpoint, *args, **kwargs)
-            except Exception as error:
-                self._save_after_error(error)
-                raise
+        self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
+        output_dir, is_writer = self.args.output_dir, self.args.should_save
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        words = {"true": True, "false": False, "none": None}  # of a command line
+        resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+        with resume.locked(output_dir, is_writer):
+            if resume_from_checkpoint:
+                rank, check = self.accelerator.process_index, self._check_checkpoint
+                checkpoint, self._resumed = resume.find_checkpoint(
+                    resume_from_checkpoint, output_dir, is_writer, rank, check
+                )
+            elif not self._begun:
+                resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
+            self._begun = True
+            with self.signals.watched():
+                try:
+                    output = super().train(checkpoint, *args, **kwargs)
+                except Exception as error:
+                    self._save_after_error(error)
+                    raise
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
@@ -449,24 +470,6 @@ class PPOTrainer(Trainer):
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
-        self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
-        metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
-        skipped, stopped_early = self.guard.skipped, self.updates.stopped_early
-        tokens = self.state.num_input_tokens_seen
-
-        def return_to_step() -> None:
-            restore_random_state()
-            self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
-            self._metrics["train"].load_state_dict(metrics, self.accelerator.device)
-            self.collector.load_state_dict(collector)
-            self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
-
-        self._return_to_step = return_to_step
 
     def _save_after_error(self, error: Exception) -> None:
         """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
@@ -478,9 +481,19 @@ class PPOTrainer(Trainer):
         try:
             return_to_step()
             final = self._write_checkpoint(None)
-            error.add_note(f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`.")
+            if final is not None:
+                error.add_note(
+                    f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`."
+                )
         except Exception as failure:  # must not hide the first one
             error.add_note(f"The optimizer steps since the last checkpoint are lost, saving failed too: {failure}")
+
+    def _check_checkpoint(self, path: str) -> None:
+        files.check_settings(path, files.load_state(path).get("settings", {}), self.args, self._inputs)
+        needed = [TRAINER_STATE_NAME, *([] if self.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME])]
+        missing = [name for name in needed if not os.path.isfile(os.path.join(path, name))]
+        if missing:
+            raise files.CheckpointError(f"`{path}` lacks {', '.join(missing)}; resume from another checkpoint.")
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -511,6 +524,16 @@ class PPOTrainer(Trainer):
                 model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return model, train_dataloader
+
+    def _load_callback_state(self) -> None:
+        """Restore the state of callbacks, whose arguments are the script's, and the path of the best checkpoint."""
+        for name, states in self.state.stateful_callbacks.items():
+            callbacks = [x for x in self.callback_handler.callbacks if type(x).__name__ == name]
+            for callback, state in zip(callbacks, as_list(states)):
+                vars(callback).update(state["attributes"])
+        best = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if os.path.isdir(best):  # the run may have been moved or copied
+            self.state.best_model_checkpoint = best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)
@@ -560,6 +583,32 @@ class PPOTrainer(Trainer):
         self._metrics["train"].load_state_dict(parts["metrics"], self.accelerator.device)
         self.guard.skipped = int(parts["guard"]["skipped"])
 
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
+
+        After the last step of an epoch this waits until the epoch ends, or a checkpoint would lack what is due then.
+        """
+        self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
+        step, state = self.state.global_step, self.state
+        ends = float(state.epoch).is_integer() or step >= state.max_steps
+        is_step, self._last_step = step != self._last_step, step  # at the end of an epoch, the step is known
+        due = not ends if is_step else ends or not self.preempted
+        if due and step > self._initial_global_step:  # otherwise the run had ended already
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+        restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
+        metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
+        skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
+
+        def return_to_step() -> None:
+            restore_random_state()
+            self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
+            self._metrics["train"].load_state_dict(metrics, self.accelerator.device)
+            self.collector.load_state_dict(collector)
+            self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
+
+        self._return_to_step = return_to_step
+
     def _finalize_training(self, *args, **kwargs) -> Any:
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best checkpoint."""
         self._return_to_step = None  # the weights may become those of the best checkpoint
@@ -583,7 +632,12 @@ class PPOTrainer(Trainer):
                     best,
                     error,
                 )
-                self.state.best_model_checkpoint = None
+                self.state.best_model_checkpoint = best = None
+        if best is not None and not os.path.samefile(Path(best).parent, self._get_output_dir(None)):
+            # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
+            if self.args.load_best_model_at_end:
+                self._load_best_model()
+            self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
@@ -600,6 +654,7 @@ class PPOTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapters, critic, tokenizer and model card."""
         output_dir = output_dir or self.args.output_dir
+        files.check_target(output_dir, self._base_model)
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
         if self.args.should_save:
@@ -614,28 +669,41 @@ class PPOTrainer(Trainer):
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             averages = self.averaged_policy.state_dict()
             files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
-        files.save_state(self.collector.state_dict() | {"settings": files.run_settings(self.args)}, directory)
+        settings = files.run_settings(self.args) | self._inputs
+        files.save_state(self.collector.state_dict() | {"settings": settings}, directory)
         self.processing_class.save_pretrained(directory)
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
         args, final = self.args, self._write_checkpoint(trial)
+        if final is None:
+            return
         if args.should_save:
             rotate(final, args.save_total_limit, self.state.best_model_checkpoint, self._validity)
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
 
-    def _write_checkpoint(self, trial: Any) -> Path:
-        """Write a checkpoint from which the run continues bit for bit: aside first, then renamed."""
+    def _write_checkpoint(self, trial: Any) -> Path | None:
+        """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self.store_flos()
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(final)
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
+        trained = self.actor_critic.trained_weights() if weights is None else weights
+        nonfinite = next((name for name, x in trained.items() if not x.isfinite().all()), None)
+        if nonfinite is not None:
+            logger.warning(
+                "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
+                "and `resume_with_changed_settings=True`.",
+                final,
+                nonfinite,
+            )
+            return None
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(final)
         fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
         is_writer = args.should_save
 
@@ -662,13 +730,9 @@ class PPOTrainer(Trainer):
             torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                states, name = self.state.stateful_callbacks, type(callback).__name__
-                if isinstance(states[name], list):
-                    states[name].append(callback.state())
-                else:
-                    states[name] = callback.state()
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
+        self.state.stateful_callbacks = stateful.stateful_callbacks
         self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
@@ -711,6 +775,7 @@ class _StepCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """Restore the run state, after the Trainer has set up its own."""
+        self.trainer._last_step = state.global_step
         if self.trainer._resumed:
             self.trainer._load_run_state()
 

@@ -72,7 +72,7 @@ def train(
     """One run; its completions are those of `completions_of` unless it is to sample.
 
     `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
-    which every process loads whole; `others` takes all other ways in which the model is run.
+    which every process loads whole; `others` takes all other ways in which the model is run, and evaluates a stream.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     defaults = {
@@ -89,7 +89,7 @@ def train(
         rewards + ([reward_adapter(output_dir)] if others else []),
         config(output_dir, **defaults | settings),
         prompts(),
-        eval_dataset=prompts(5),
+        eval_dataset=prompts(5).to_iterable_dataset() if others else prompts(5),  # of a length that two do not share
         processing_class=tokenizer(),
         ptx_dataset=ptx,
     )

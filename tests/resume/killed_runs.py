@@ -17,6 +17,7 @@ import torch
 from processes import finished, start
 from safetensors.torch import load_file
 from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers import EarlyStoppingCallback
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
@@ -25,7 +26,7 @@ from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 18
 BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
-TIMED = ("time/", "tokens_per_second", "train_", "epoch")
+TIMED = ("time/", "tokens_per_second", "train_", "epoch", "eval_time/", "eval_runtime", "eval_samples_", "eval_steps_")
 SETTINGS = {
     "max_steps": STEPS,
     "save_strategy": "steps",
@@ -45,6 +46,8 @@ SETTINGS = {
 def train(output_dir, settings):
     """Train in this process, from the newest whole checkpoint if there is one."""
     settings = SETTINGS | settings
+    patience = settings.pop("patience", None)
+    callbacks = [EarlyStoppingCallback(patience)] if patience else None
     rank, fails = int(os.environ.get("RANK", "0")), settings.pop("fails", None)
     dataset = prompts(settings.pop("rows", 16))
     if settings.pop("stream", False):
@@ -52,17 +55,22 @@ def train(output_dir, settings):
     if settings.pop("disk", None) == rank:
         fill_disk()
 
-    def reward(completion_ids, prompts, trainer_state, **kwargs):
-        with open(f"{output_dir}/prompts-{rank}", "a") as file:
-            print(json.dumps([trainer_state.global_step, prompts]), file=file)
+    def reward(completion_ids, prompts, target, trainer_state, **kwargs):
+        if target[0] >= 0:  # not of an evaluation
+            with open(f"{output_dir}/prompts-{rank}", "a") as file:
+                print(json.dumps([trainer_state.global_step, prompts]), file=file)
         if fails == rank and trainer_state.global_step >= 4:
             raise ValueError("the judge is on strike")
         return length_reward(completion_ids)
 
     os.makedirs(output_dir, exist_ok=True)
     args = config(output_dir, **settings)
-    trainer = PPOTrainer(llama(), reward, args, dataset, processing_class=tokenizer())
+    evaluated = prompts(4).map(lambda row: {"target": -1})
+    trainer = PPOTrainer(llama(), reward, args, dataset, evaluated, tokenizer(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=bool(checkpoints(output_dir)) or None)
+    trainer.save_model(f"{output_dir}/end")
+    if rank == 0:
+        trainer.state.save_to_json(f"{output_dir}/end/trainer_state.json")
     trainer.end()
 
 
@@ -96,15 +104,15 @@ def newest(output_dir):
 
 
 def outcome(output_dir):
-    """Weights of the last checkpoint, and what was logged, timings aside."""
-    last = Path(output_dir) / f"checkpoint-{STEPS}"
+    """Weights at the end, and what was logged, timings aside."""
+    last = Path(output_dir) / "end"
     weights = {
         f"{path.relative_to(last)}:{name}": x
         for path in sorted(last.rglob("*.safetensors"))
-        if not path.name.startswith("run_state")
         for name, x in load_file(path).items()
     }
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    history = [log for log in history if "train_runtime" not in log]  # one per start
     return weights, [{k: v for k, v in log.items() if not k.startswith(TIMED)} for log in history]
 
 
@@ -182,18 +190,19 @@ class Killer:
 
 
 def main(folder, scenarios, settings):
-    """Print what came of each scenario: how many processes, the signal or what fails, for whom, and how often."""
+    """Print what came of each scenario: processes, the signal or what fails, for whom, how often, own settings."""
     logging.set_verbosity_error()
     folder, killers = Path(folder), {}
-    for name, (processes, number, whom, times) in scenarios.items():
-        if processes not in killers:
-            killers[processes] = Killer(folder / f"{processes}", processes, settings)
+    for name, (processes, number, whom, times, *own) in scenarios.items():
+        kind = f"{processes} {own}"
+        if kind not in killers:
+            killers[kind] = Killer(folder / (name if own else f"{processes}"), processes, settings | dict(*own))
         for turn in range(times):
             if number in ("fails", "disk"):
                 saving = {"save_strategy": "no"} if number == "fails" else {}  # the error itself saves
-                told = killers[processes].fail(f"{name}-{turn}", **{number: whom}, **saving)
+                told = killers[kind].fail(f"{name}-{turn}", **{number: whom}, **saving)
             else:
-                told = killers[processes].kill(f"{name}-{turn}", getattr(signal, number), whom)
+                told = killers[kind].kill(f"{name}-{turn}", getattr(signal, number), whom)
             print(json.dumps({"scenario": name} | told), flush=True)
 
 

@@ -147,7 +147,9 @@ def test_kill_between_two_renames_is_repaired(copy, named):
 def test_checkpoint_left_aside_survives_the_next_save(copy):
     (copy / REPLACED).mkdir()
     os.rename(copy / "checkpoint-2", copy / REPLACED / "checkpoint-2")
-    trainer(copy, max_steps=1, **SAVING).train()
+    built = trainer(copy, max_steps=2, **SAVING)
+    built._begun = True  # as in a second `train()`
+    built.train()
     verify(copy / "checkpoint-1")
     verify(copy / "checkpoint-2")
 

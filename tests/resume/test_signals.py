@@ -1,7 +1,9 @@
-"""A signal makes a run save and exit; a second one exits at once."""
+"""A signal makes a run save and exit; a second one has its usual effect."""
 
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 
@@ -15,24 +17,72 @@ from trl_ppo_ext.checkpoints import resume as resumable
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.resume import PREEMPTED, StopSignals
 
+INTERRUPTED = 3
+
 
 def left_with(numbers, pause):
-    """Exit code of a process that gets signals at some distance."""
+    """Exit code of a process that gets signals at some distance; `INTERRUPTED` for a `KeyboardInterrupt`."""
     child = os.fork()
     if not child:
-        with StopSignals().watched():
-            for number in numbers:
-                os.kill(os.getpid(), number)
-                time.sleep(pause)
+        try:
+            with StopSignals().watched():
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+                    time.sleep(pause)
+        except KeyboardInterrupt:
+            os._exit(INTERRUPTED)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_exits_at_once(number):
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -15), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, -1)])
+def test_second_signal_has_its_usual_effect(number, code):
+    """That of Ctrl-C is an exception: a notebook must survive it."""
     assert left_with([number], 0) == 0
-    assert left_with([number, number, number], 0.6) == 128 + number
-    assert left_with([signal.SIGTERM, number], resumable.SAME_SIGNAL) == 128 + number
+    assert left_with([number, number, number], 0.6) == code
+    assert left_with([signal.SIGTERM, number], resumable.SAME_SIGNAL) == code
+
+
+def test_ignored_signal_stays_ignored():
+    """As SIGHUP does under `nohup`."""
+    before, stops = signal.signal(signal.SIGHUP, signal.SIG_IGN), StopSignals()
+    try:
+        with stops.watched():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stops.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_closed_terminal_leaves_a_checkpoint(tmp_path):
+    """A run in a terminal writes to it in every step, and writing to a closed one raises."""
+    terminal, end = os.openpty()
+    child = os.fork()
+    if not child:
+        os.setsid()
+        fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+        for descriptor in (0, 1, 2):
+            os.dup2(end, descriptor)
+        os.close(terminal)
+        try:
+            built = trainer(tmp_path, max_steps=2000, save_total_limit=1)
+            built.add_callback(Writes())
+            built.train()
+        except SystemExit as stopped:
+            os._exit(stopped.code)
+        os._exit(1)
+    os.close(end)
+    shown, until = b"", time.monotonic() + 60
+    while b"step 3" not in shown and time.monotonic() < until:
+        shown += os.read(terminal, 1024)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == PREEMPTED
+    verify(checkpoints(tmp_path)[0])
+
+
+class Writes(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        os.write(1, f"step {state.global_step}\n".encode())
 
 
 def test_signal_from_terminal_and_launcher_counts_once():
@@ -41,9 +91,11 @@ def test_signal_from_terminal_and_launcher_counts_once():
 
 def test_handlers_are_restored(monkeypatch):
     monkeypatch.setattr(resumable.signal, "signal", recorded := Recorded())
+    monkeypatch.setattr(resumable.signal, "getsignal", lambda number: None)
     with StopSignals().watched():
         pass
-    assert recorded.given[-2:] == [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_DFL)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    assert recorded.given[-3:] == [(number, signal.SIG_DFL) for number in numbers]
 
 
 class Recorded:

@@ -3,6 +3,7 @@
 import gc
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -12,8 +13,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainerCallback, TrainingArguments
 
 from trl_ppo_ext import PPOTrainer, arguments
+from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.modeling import loading
 from trl_ppo_ext.ppo.metrics import check_best_metric
 from trl_ppo_ext.rewards import RewardError
+from trl_ppo_ext.tracking import completions
 
 
 def case(name, error, message, **given):
@@ -523,3 +527,28 @@ def test_invalid_scores_end_the_run_before_an_update(tmp_path, scores, message):
     with pytest.raises(RewardError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize("argument", ["model", "reward_funcs"])
+def test_name_that_cannot_be_read_fails_at_once(tmp_path, monkeypatch, argument):
+    """Loading would ask the Hub five more times, for 23 seconds."""
+    asked = []
+
+    def offline(url, **kwargs):
+        asked.append((url, kwargs["timeout"]))
+        raise httpx2.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(loading, "get_hf_file_metadata", offline)
+    with pytest.raises(ValueError, match=rf"`{argument}` must be .*'some/modle' \(Name or .*check its spelling"):
+        build(tmp_path, {argument: "some/modle"})
+    assert asked == [("https://huggingface.co/some/modle/resolve/main/config.json", loading.ANSWER)]
+
+
+def test_tracker_that_is_not_installed_is_named_before_loading(tmp_path, monkeypatch):
+    monkeypatch.setattr(completions, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(trainers, "load_actor_critic", None)
+    with pytest.raises(ValueError, match=r"`report_to` names 'wandb', which is not installed"):
+        build(tmp_path, {}, report_to="wandb")

@@ -33,6 +33,15 @@ class CheckpointError(ValueError):
     """Raised when a checkpoint is damaged, lacks a file, or does not fit the model or the run."""
 
 
+def check_target(directory: str, base: str) -> None:
+    """Raise a `ValueError` if an adapter would be saved into the base's own directory."""
+    if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
+        raise ValueError(
+            f"`output_dir` must not be the base model's own directory, got `{directory}`: with an adapter in it the "
+            "base could not be loaded any more; use another directory."
+        )
+
+
 # ---- adapters and critic ----
 
 
@@ -169,9 +178,9 @@ def run_settings(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(directory: str, saved: dict[str, Any], args: Any) -> None:
+def check_settings(directory: str, saved: dict[str, Any], args: Any, inputs: dict[str, Any] | None = None) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
-    current = run_settings(args)
+    current = run_settings(args) | (inputs or {})
     was, now = _processes(current | saved), _processes(current)
     if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
         message = f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version)"

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -19,6 +18,7 @@ from peft import PeftConfig
 
 from ..arguments import as_list
 from ..modeling import ActorCritic
+from ..tracking.run_log import package_versions
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 METRICS = (
@@ -26,7 +26,7 @@ METRICS = (
     "value/explained_variance"
 ).split()
 BASE_COPY = "path/to/your/copy/of/the/base"
-PACKAGES = ("trl_ppo_ext", "trl", "transformers", "peft", "accelerate", "torch")
+PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
 
 
 def _one_line(text: Any) -> str:
@@ -152,5 +152,5 @@ def model_card(
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(x.prefix + name): f"{logged[x.prefix + name]:.4g}" for x, name in metrics},
         step=step,
-        versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
     )

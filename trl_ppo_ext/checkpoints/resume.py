@@ -1,8 +1,9 @@
-"""Find and write checkpoints on all ranks, and exit cleanly on a signal."""
+"""Lock a run's directory, find and write checkpoints on all ranks, and exit cleanly on a signal."""
 
 import os
 import shutil
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging
 
 from ..distributed import on_every_rank
-from .atomic import STAGING, latest_valid_checkpoint, publish, restore_replaced, verify
+from .atomic import STAGING, checkpoints, latest_valid_checkpoint, publish, restore_replaced, verify
 from .files import CheckpointError
 
 logger = logging.get_logger(__name__)
 
+LOCK = ".lock"
+EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # the last is missing on Windows
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -37,16 +42,18 @@ def run_state_file(rank: int) -> str:
 
 
 class StopSignals:
-    """Handlers of SIGTERM and SIGINT: save and exit; a second one, at least a second later, exits at once."""
+    """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a second signal, a second later, has its usual effect."""
 
     def __init__(self):
         self.received: int | None = None
         self.at = 0.0
+        self._before: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.received is not None:
             if time.monotonic() - self.at >= SAME_SIGNAL:
-                os._exit(128 + number)
+                self._restore()
+                signal.raise_signal(number)
             return
         self.received, self.at = number, time.monotonic()
         logger.warning(
@@ -55,6 +62,14 @@ class StopSignals:
             signal.Signals(number).name,
             PREEMPTED,
         )
+        for descriptor in (1, 2):  # writing to a closed terminal would end the run before it has saved
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            # `None` is a handler that was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -63,13 +78,62 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python allows handlers only in the main thread
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in numbers}
+        # an ignored signal stays ignored, such as SIGHUP under `nohup`
+        self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self._handle)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                # `None` is a handler that was not set from Python
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._restore()
+
+
+@contextmanager
+def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
+    """Hold the lock of a run's directory on all ranks; when a process dies, the system releases it."""
+    lock = FileLock(os.path.join(output_dir, LOCK))
+
+    def acquire() -> None:
+        try:
+            os.makedirs(output_dir, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"Another run is training in `{output_dir}`, and both would mix their checkpoints; set another "
+                "`output_dir`, or end that run."
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
+
+    on_every_rank(acquire if is_writer else bool, CheckpointError)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
+    """Raise [`CheckpointError`] if a directory has checkpoints of an earlier run, or move them aside."""
+
+    def check() -> None:
+        restore_replaced(output_dir)
+        earlier = checkpoints(output_dir)
+        if earlier and not begin_anew:
+            raise CheckpointError(
+                "`output_dir` must have no checkpoints of an earlier run, which a new run would mix with its own, got "
+                f"{earlier[0].name} in `{output_dir}`; use another directory, `train(resume_from_checkpoint=True)` to "
+                "continue that run, or `train(resume_from_checkpoint=False)` to begin anew and move them aside."
+            )
+        if earlier:
+            aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
+            aside.mkdir()
+            for path in earlier:
+                os.rename(path, aside / path.name)
+            logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
+
+    on_every_rank(check if is_writer else bool, *READ_ERRORS)
 
 
 def find_checkpoint(

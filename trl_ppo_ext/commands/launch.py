@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
-from ..modeling.loading import hub_kwargs
+from ..modeling.loading import check_available, hub_kwargs
 from ..redaction import is_secret, sentence, shortened
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
@@ -253,6 +253,7 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
                 f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`; omit one of the two."
             )
     args.model_init_kwargs = options or None
+    check_available("model_name_or_path", name, hub_kwargs(args))
     try:
         if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
             AutoConfig.from_pretrained(name, **hub_kwargs(args))

@@ -49,13 +49,10 @@ class TrainConfig(PPOConfig):
     _argument_group_name = "training (fields of PPOConfig)"
 
     resume_from_checkpoint: str | None = HfArg(
-        default=None, help="A checkpoint to resume from, or true for the newest complete one in output_dir."
+        default=None,
+        help="A checkpoint to resume from, true for the newest complete one in output_dir, or false to begin anew in "
+        "a directory with checkpoints.",
     )
-
-    def __post_init__(self):
-        if isinstance(self.resume_from_checkpoint, bool):
-            self.resume_from_checkpoint = str(self.resume_from_checkpoint)
-        super().__post_init__()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,9 +63,8 @@ def main(argv: Sequence[str]) -> None:
         dry_run(script, args, model, mixture)
         return
     trainer = build_trainer(script, args, model, load_datasets(script, mixture))
-    checkpoint = trainer.args.resume_from_checkpoint
     try:
-        trainer.train({"true": True, "false": None, "none": None}.get(str(checkpoint).lower(), checkpoint))
+        trainer.train()
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:

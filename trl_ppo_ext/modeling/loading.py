@@ -6,12 +6,16 @@ from copy import copy
 from typing import Any, cast
 
 import torch
+from httpx2 import HTTPError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
+from ..redaction import shortened
 from .actor_critic import ActorCritic
 from .adapter_files import check_same_base, read_adapter_config, read_critic
 from .adapters import (
@@ -28,6 +32,7 @@ logger = logging.get_logger(__name__)
 
 REFERENCE_ADAPTER = "reference"
 CRITIC_ADAPTER = "critic"
+ANSWER = 2  # seconds in which the Hub must answer
 
 
 def compute_dtype(args: Any) -> torch.dtype:
@@ -56,6 +61,7 @@ def check_model_arguments(
                 f"`model={model!r}` is a saved adapter; pass its base as `model`, and this path as `peft_config` "
                 "(`adapter_name_or_path` in a config file): the adapter then starts the policy."
             )
+        check_available("model", model, hub_kwargs(args))
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
@@ -144,6 +150,26 @@ def hub_kwargs(args: Any) -> dict[str, Any]:
     names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
     settings = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
     return {key: value for key, value in settings.items() if key in names}
+
+
+def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` for a model that is neither on this machine nor on the Hub, after one short request."""
+    if os.path.isdir(name):
+        return
+    revision, folder = kwargs.get("revision"), kwargs.get("subfolder") or ""
+    try:
+        cached = try_to_load_from_cache(name, os.path.join(folder, CONFIG_NAME), kwargs.get("cache_dir"), revision)
+        if not isinstance(cached, str):
+            url = hf_hub_url(name, CONFIG_NAME, subfolder=folder, revision=revision)
+            get_hf_file_metadata(url, token=kwargs.get("token"), timeout=ANSWER)
+    except RemoteEntryNotFoundError:  # the name is right; loading names what is missing
+        return
+    except (OSError, ValueError, HTTPError) as error:  # a name that the Hub does not have, or no connection
+        raise ValueError(
+            f"`{argument}` must be a directory or a model on the Hub that can be read, got {name!r} "
+            f"({shortened(str(error).splitlines()[0], 160)}); check its spelling and the connection. Offline, use "
+            f"one that was fetched before (`hf download {name}`); for a private one, log in (`hf auth login`)."
+        ) from None
 
 
 def _load_base(

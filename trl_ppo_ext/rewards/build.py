@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import PROMPT_IDS
 from ..modeling import ActorCritic
+from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
 from .scoring import PASSED, FunctionReward, Reward, function_name
 
@@ -79,6 +80,7 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
     for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
+        check_available("reward_funcs", model_id, {})
         config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
         checked_label(model_id, config.num_labels, args.reward_label)
 

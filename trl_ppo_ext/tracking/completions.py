@@ -8,6 +8,10 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from ..ppo.rollouts import Samples
 
@@ -56,7 +60,10 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
 
 
 def check_trackers(args: Any) -> None:
-    """Raise an error if a tracker would upload the base model."""
+    """Raise an error if a tracker is not installed, or would upload the base model."""
+    known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}  # these are available without being listed
+    for name in (known & set(args.report_to)) - set(get_available_reporting_integrations()):
+        raise ValueError(f"`report_to` names {name!r}, which is not installed; install its package, or remove it.")
     log_model = os.environ.get("WANDB_LOG_MODEL", "")
     if "wandb" in args.report_to and log_model.lower() not in ("", "false", "0"):
         raise ValueError(

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from .. import __version__
 from ..ppo.rollouts import Samples
 from ..redaction import without_secrets
 from .completions import as_text
@@ -26,20 +28,24 @@ LONGEST = 2_000  # characters of a prompt, a completion, or a cell of another co
 TIMES = 60  # entries with completions over a run, and as many for evaluation
 COLUMNS = 8  # columns added by reward functions
 PACKAGES = (
-    "trl_ppo_ext torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub "
-    "tokenizers"
+    "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub tokenizers"
 ).split()
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of this package, which may run from a checkout, and of those that are installed."""
+    versions = {"trl_ppo_ext": __version__}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def environment() -> dict[str, Any]:
     """Versions and GPUs, without names of people or machines, paths or environment variables."""
-    packages = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
-        "packages": packages,
+        "packages": package_versions(PACKAGES),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cuda": torch.version.cuda,

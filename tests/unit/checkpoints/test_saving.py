@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import AutoModelForCausalLM
 
+import trl_ppo_ext
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.tracking import run_log
 
 IDS = [[4, 5, 6, 7, 8]]
 LOAD_WITHOUT_THE_PACKAGE = """
@@ -189,3 +191,26 @@ def test_push_to_hub_uploads_adapter_value_head_and_card(base, tmp_path, monkeyp
     assert "me/run" in (tmp_path / "run" / "README.md").read_text()
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
+
+
+def test_base_directory_is_no_output_directory(base, tmp_path):
+    """An adapter in it would make the base unusable."""
+    files = sorted(os.listdir(base))
+    with pytest.raises(ValueError, match=r"`output_dir` must not be the base model's own directory, .*use another"):
+        PPOTrainer(base, length_reward, config(base), prompts())
+    built = PPOTrainer(base, length_reward, config(tmp_path), prompts())
+    with pytest.raises(ValueError, match=r"base model's own directory"):
+        built.save_model(f"{base}/../{os.path.basename(base)}")
+    assert sorted(os.listdir(base)) == files
+
+
+def test_checkout_that_is_not_installed_saves(monkeypatch, tmp_path):
+    def version(name):
+        if name == "trl_ppo_ext":
+            raise run_log.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(run_log, "version", version)
+    built = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    built.train()
+    assert f"trl_ppo_ext {trl_ppo_ext.__version__}, trl 1.0" in (tmp_path / "checkpoint-1" / "README.md").read_text()

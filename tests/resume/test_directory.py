@@ -1,0 +1,211 @@
+"""A run's directory: moved, copied, used twice, or shared by two runs."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import in_a_fork
+from runs_of_tiny import trainer
+from tiny import prompts
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from trl_ppo_ext.checkpoints.atomic import checkpoints, seal, verify
+from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.checkpoints.resume import EARLIER, locked
+
+SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "eval_value/explained_variance",
+    "load_best_model_at_end": True,
+    "save_total_limit": 1,
+}
+
+
+def names(folder):
+    return [path.name for path in checkpoints(folder)]
+
+
+def best_at_first(folder, **settings):
+    """A trainer for which the first checkpoint is the best."""
+    built = trainer(folder, eval_dataset=prompts(4), **SAVING | BEST | settings)
+    loop = built.evaluation_loop
+
+    def worse(*args, **kwargs):
+        output = loop(*args, **kwargs)
+        output.metrics[BEST["metric_for_best_model"]] = -float(built.state.global_step)
+        return output
+
+    built.evaluation_loop = worse
+    return built
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_moved_or_copied_run_keeps_its_best_checkpoint(tmp_path, moved):
+    best_at_first(tmp_path / "old", save_total_limit=2, load_best_model_at_end=False).train()
+    (shutil.move if moved else shutil.copytree)(tmp_path / "old", tmp_path / "new")
+    again = best_at_first(tmp_path / "new", max_steps=3, resume_with_changed_settings=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-1")
+    assert names(tmp_path / "new") == ["checkpoint-1"]  # as a run ends that loads the best one
+    assert moved or names(tmp_path / "old") == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_run_in_another_directory_keeps_its_last_checkpoint(tmp_path):
+    best_at_first(tmp_path / "old", save_total_limit=2, load_best_model_at_end=False).train()
+    again = best_at_first(tmp_path / "new", max_steps=3, resume_with_changed_settings=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "old" / "checkpoint-2"))
+    assert names(tmp_path / "new") == ["checkpoint-3"] and names(tmp_path / "old") == ["checkpoint-2", "checkpoint-1"]
+
+
+@pytest.mark.parametrize("given", [True, "true", "run/checkpoint-1"])
+def test_config_names_the_checkpoint_to_resume_from(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    trainer("run", **SAVING).train()
+    again = trainer("run", **SAVING, resume_from_checkpoint=given)
+    steps = []
+    again.add_callback(Notes(steps))
+    again.train()
+    assert steps == ([2] if given == "run/checkpoint-1" else []) and again.state.global_step == 2
+
+
+class Notes(TrainerCallback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+
+
+def test_new_run_beside_earlier_checkpoints_is_refused(tmp_path):
+    trainer(tmp_path, **SAVING).train()
+    before = {path: path.stat().st_mtime for path in tmp_path.rglob("*.safetensors")}
+    again = trainer(tmp_path, **SAVING)
+    with pytest.raises(CheckpointError, match=r"got checkpoint-2 .*another directory.*resume_from_checkpoint=False"):
+        again.train()
+    assert again.state.global_step == 0 and before == {path: path.stat().st_mtime for path in before}
+
+
+@pytest.mark.parametrize("settings, argument", [({}, False), ({"resume_from_checkpoint": "false"}, None)])
+def test_run_begun_anew_moves_earlier_checkpoints_aside(tmp_path, settings, argument):
+    trainer(tmp_path, **SAVING).train()
+    trainer(tmp_path, **SAVING | settings | {"max_steps": 1}).train(resume_from_checkpoint=argument)
+    assert names(tmp_path) == ["checkpoint-1"]
+    (aside,) = tmp_path.glob(f"{EARLIER}*")
+    assert names(aside) == ["checkpoint-2", "checkpoint-1"]
+    verify(aside / "checkpoint-2")
+
+
+def test_second_train_of_a_trainer_may_replace_its_checkpoints(tmp_path):
+    built = trainer(tmp_path, **SAVING)
+    built.train()
+    built.train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"]
+
+
+class Meets(TrainerCallback):
+    """Starts a second run in the directory of the first."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        with pytest.raises(CheckpointError, match="Another run is training in"):
+            trainer(args.output_dir, **SAVING).train(resume_from_checkpoint=False)
+        trainer(f"{args.output_dir}/other", max_steps=1).train()
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    built = trainer(tmp_path, callbacks=[Meets()], max_steps=1)
+    built.train()
+    built.train()  # the lock was released
+    assert built.state.global_step == 1
+
+
+def test_lock_is_released_when_the_process_is_killed(tmp_path):
+    def hold():
+        with locked(str(tmp_path), True):
+            (tmp_path / "held").touch()
+            time.sleep(60)
+
+    child = in_a_fork(hold, {})
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="Another run"), locked(str(tmp_path), True):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with locked(str(tmp_path), True):
+        pass
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt"])
+def test_checkpoint_without_an_optimizer_is_refused(tmp_path, file):
+    trainer(tmp_path, **SAVING).train()
+    (tmp_path / "checkpoint-2" / file).unlink()
+    seal(tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=rf"lacks {file}; resume from another"):
+        trainer(tmp_path, **SAVING).train(resume_from_checkpoint=True)
+
+
+class Breaks(TrainerCallback):
+    """Makes a weight NaN after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == self.step:
+            with torch.no_grad():
+                model.value_head.weight[0, 0] = torch.nan
+
+
+def test_non_finite_weights_are_not_saved(tmp_path, caplog):
+    built = trainer(tmp_path, callbacks=[Breaks(3)], save_total_limit=2, **SAVING | {"max_steps": 4})
+    with caplog.at_level(logging.WARNING):
+        built.train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"]
+    assert "checkpoint-3` is not written: value_head.weight has NaN or inf" in caplog.text
+
+
+# ---- what callbacks and epochs leave for later ----
+
+
+@pytest.mark.parametrize("patience", [3, 5])
+def test_early_stopping_goes_on_counting(tmp_path, patience):
+    """With the patience of the script, which may have changed."""
+    settings = {"max_steps": 6, "resume_with_changed_settings": True, "load_best_model_at_end": False}
+    best_at_first(tmp_path, **settings | {"max_steps": 2, "save_total_limit": None}).train()
+    counted = best_at_first(tmp_path, **settings | {"max_steps": 2})
+    counted.add_callback(EarlyStoppingCallback(3))
+    counted.train(resume_from_checkpoint=False)
+    stops = EarlyStoppingCallback(patience)
+    again = best_at_first(tmp_path, **settings)
+    again.add_callback(stops)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == {3: 4, 5: 6}[patience] and stops.early_stopping_patience_counter == patience
+    state = json.loads((checkpoints(tmp_path)[0] / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+
+
+@pytest.mark.parametrize("save", ["steps", "epoch"])
+def test_checkpoint_has_what_is_due_at_the_end_of_its_epoch(tmp_path, save):
+    """Logs and evaluations of an epoch used to be lost by a run that was killed at its last step."""
+    settings = {
+        "logging_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "eval_dataset": prompts(4),
+        "save_strategy": save,
+        "save_steps": 4,
+        "max_steps": 8,
+    }
+    trainer(tmp_path, dataset=prompts(8), **settings).train()
+    first, last = (
+        json.loads(Path(tmp_path, f"checkpoint-{step}", "trainer_state.json").read_text()) for step in (4, 8)
+    )
+    assert [entry["step"] for entry in first["log_history"]] == [4, 4]
+    assert [entry["step"] for entry in last["log_history"]] == [4, 4, 8, 8]

@@ -1,0 +1,79 @@
+"""Fingerprints of what a run is given besides its config: a resumed run must be given the same."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from datasets import IterableDataset
+from torch import Tensor, nn, uint8
+from transformers import PreTrainedTokenizerBase
+
+from ..data.loading import spread_indices
+from ..data.prompts import PROMPT_IDS
+from ..distributed import gathered
+from ..modeling import ActorCritic
+
+SAMPLED_ROWS = 64
+SAMPLED_WEIGHTS = 16  # per tensor
+# fields of an adapter's config that name places, or change nothing
+_NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=lambda x: type(x).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _weights(tensors: Iterable[Tensor]) -> str:
+    """Digest of a few numbers of each tensor. All ranks must call it."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        with gathered([x]):
+            sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
+            digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _rows(dataset: Any) -> str | None:
+    if dataset is None:
+        return None
+    columns = sorted(set(dataset.column_names or ()) - {PROMPT_IDS})
+    if isinstance(dataset, IterableDataset):  # its rows are not read ahead
+        return f"stream of {', '.join(columns)}"
+    rows = [dataset[index] for index in spread_indices(len(dataset), SAMPLED_ROWS)]
+    sample = _digest([[row[name] for name in columns] for row in rows])
+    return f"{len(dataset)} rows of {', '.join(columns)} ({sample})"
+
+
+def _frozen(reward: Any) -> Iterable[Tensor]:
+    """Weights of a classifier, or the score head of an adapter."""
+    model = getattr(reward, "model", None)
+    return model.parameters() if isinstance(model, nn.Module) else getattr(reward, "head", {}).values()
+
+
+def fingerprints(
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None,
+    rewards: list,
+    datasets: dict[str, Any],
+) -> dict[str, Any]:
+    """Names and fingerprints of models, tokenizer, rewards and datasets, as JSON. All ranks must call it."""
+    policy, config = actor_critic.policy, actor_critic.config
+    quantization: Any = getattr(config, "quantization_config", None)
+    values = {
+        "base weights": _weights(x for x in policy.parameters() if not x.requires_grad),
+        "dtype": actor_critic.dtype,
+        "attn_implementation": config._attn_implementation,
+        "quantization_config": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
+        "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
+        "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
+        "rewards": {reward.name: _weights(_frozen(reward)) for reward in rewards},
+    }
+    adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
+    for prefix, name in adapters.items():
+        fields = policy.peft_config[name].to_dict() if name is not None else {}
+        values |= {f"{prefix}.{key}": value for key, value in fields.items() if value and key not in _NOT_COMPARED}
+    values |= {name: _rows(dataset) for name, dataset in datasets.items()}
+    return json.loads(json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
