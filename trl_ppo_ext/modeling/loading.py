@@ -49,7 +49,6 @@ def check_model_arguments(
                 f"`model={model!r}` is a saved adapter; load it on its base with `PeftModel.from_pretrained(base, "
                 f"{model!r})` and pass that: the adapter then starts the policy."
             )
-        check_available("model", model, args)
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
