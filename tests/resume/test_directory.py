@@ -103,6 +103,13 @@ def test_run_begun_anew_moves_earlier_checkpoints_aside(tmp_path, settings, argu
     verify(aside / "checkpoint-2")
 
 
+def test_checkpoints_of_another_trainer_are_moved_aside(tmp_path):
+    """With two names changed, a script of GRPOTrainer runs in the directory that it had."""
+    (tmp_path / "checkpoint-9").mkdir()
+    trainer(tmp_path, **SAVING).train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"] and list(tmp_path.glob(f"{EARLIER}*/checkpoint-9"))
+
+
 def test_second_train_of_a_trainer_may_replace_its_checkpoints(tmp_path):
     built = trainer(tmp_path, **SAVING)
     built.train()

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..distributed import on_every_rank
-from .atomic import STAGING, checkpoints, latest_valid_checkpoint, publish, restore_replaced, verify
+from .atomic import MANIFEST, STAGING, checkpoints, latest_valid_checkpoint, publish, restore_replaced, verify
 from .files import CheckpointError
 
 logger = logging.get_logger(__name__)
@@ -120,7 +120,7 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
     def check() -> None:
         restore_replaced(output_dir)
         earlier = checkpoints(output_dir)
-        if earlier and not begin_anew:
+        if not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
             raise CheckpointError(
                 "`output_dir` must have no checkpoints of an earlier run, which a new run would mix with its own, got "
                 f"{earlier[0].name} in `{output_dir}`; use another directory, `train(resume_from_checkpoint=True)` to "

@@ -61,7 +61,6 @@ def check_model_arguments(
                 f"`model={model!r}` is a saved adapter; pass its base as `model`, and this path as `peft_config` "
                 "(`adapter_name_or_path` in a config file): the adapter then starts the policy."
             )
-        check_available("model", model, hub_kwargs(args))
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):

@@ -281,7 +281,7 @@ WRONG = [
     ({"dataset_name": "chat.jsonl", "model_name_or_path": "plain"}, "chat_template", "messages", "set|give"),
     ({"max_completion_length": 64}, "max_completion_length", "=64", "lower it"),
     ({"model_name_or_path": None}, "`model_name_or_path`", "no model", "give an id or a path"),
-    ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "Give the id"),
+    ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "check its spelling"),
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a function, a sequence classifier"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
     ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
