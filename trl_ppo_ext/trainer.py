@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, IntervalStrategy, PredictionOutput
 from transformers.utils import logging
 
 from . import distributed
@@ -52,7 +52,7 @@ from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import REWARD_FIELDS, RewardFunc, build_rewards
+from .rewards import REWARD_FIELDS, ClassifierReward, RewardFunc, build_rewards
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -172,6 +172,11 @@ class PPOTrainer(Trainer):
             ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
+        if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
+            logger.warning(
+                "PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16 on every "
+                "linear layer except the output projection."
+            )
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
@@ -211,13 +216,18 @@ class PPOTrainer(Trainer):
         self.collector = RolloutCollector(
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
         )
+        self.reward_func_names = [reward.name for reward in rewards]
+        self.reward_funcs = [
+            reward.model if isinstance(reward, ClassifierReward) else given
+            for reward, given in zip(rewards, reward_list)
+        ]
+        self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
-        ema_decay, self.averaged_policy = args.ema_decay, cast(AveragedWeights | None, None)
-        if ema_decay is not None:
-            self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), ema_decay)
+        decay, averaged = args.ema_decay, actor_critic.policy_parameters()
+        self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
@@ -357,9 +367,13 @@ class PPOTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
-        if isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+        if not isinstance(eval_dataset, str | None) and eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset | list[dict]) -> DataLoader:
+        """Dataloader of the prompts of `predict`."""
+        return super().get_test_dataloader(self._tokenize(test_dataset, name="test_dataset"))
 
     # ---- evaluation and logging ----
 
@@ -373,6 +387,12 @@ class PPOTrainer(Trainer):
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
         self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
+
+    def predict(self, *args, **kwargs) -> PredictionOutput:
+        """Sample and score; only the metrics are returned."""
+        output = super().predict(*args, **kwargs)
+        self._samples = None  # not of the next log
+        return output
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
@@ -631,10 +651,17 @@ class PPOTrainer(Trainer):
             **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata,
         )
 
-    def create_model_card(self, **metadata: Any) -> None:
-        """Write the model card of the run to its output directory; `metadata` are fields of the card."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **metadata: Any,
+    ) -> None:
+        """Write the model card of the run to its output directory; `metadata` are further fields of the card."""
         if self.is_world_process_zero():
             directory = self.args.output_dir
+            metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
             self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
 
     def push_to_hub(
@@ -662,8 +689,10 @@ class _StepCallback(TrainerCallback):
             self.trainer._load_run_state()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """Update the average; agree on all ranks whether to stop."""
+        """Update the average; log after the last step; agree on all ranks whether to stop."""
         trainer = self.trainer
+        if state.global_step >= state.max_steps and args.logging_strategy == IntervalStrategy.STEPS:
+            control.should_log = True  # the metrics since the last log would be lost
         if trainer.averaged_policy is not None:
             trainer.averaged_policy.update()
         received = trainer.signals.received is not None

@@ -158,10 +158,10 @@ KNOWN_FROM_ARGUMENTS = [
     ),
     case("empty dataset", ValueError, r"`train_dataset` is empty.*at least one prompt", train_dataset=questions()),
     case(
-        "list of rows",
+        "list of text",
         TypeError,
-        r"`train_dataset` must be a `datasets.Dataset`.*got list; `datasets.Dataset.from_list\(rows\)`",
-        train_dataset=[{"prompt": "w1"}],
+        r"`train_dataset` must be a `datasets.Dataset`.*a list of dicts, got list",
+        train_dataset=["w1"],
     ),
     case("DatasetDict", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: DatasetDict(train=prompts())),
     case("dict of datasets", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: {"train": prompts()}),

@@ -81,24 +81,8 @@ def map_rows(
         return dataset.map(encode_numbered, with_indices=True, desc=f"Tokenizing {name}", **kwargs)
 
 
-def tokenize_prompts(
-    dataset: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    max_completion_length: int,
-    context_length: int | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> Dataset | IterableDataset:
-    """Add the token ids of each prompt as a column, and check every prompt."""
-    # 1. Columns
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(
-            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
-            "`datasets.Dataset.from_list(rows)` converts a list of dicts."
-        )
-    columns = dataset.column_names or list(next(iter(dataset), {}))
-    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
-        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+def _check_columns(columns: list[str], name: str) -> None:
+    """Raise for a dataset without prompts, or with columns that rewards or the policy cannot take."""
     if "prompt" not in columns:
         raise PromptError(
             f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
@@ -109,6 +93,35 @@ def tokenize_prompts(
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
+    for column in {"image", "images"} & set(columns):
+        raise PromptError(
+            f"`{name}` has a column {column!r}, but images are not supported: the policy would answer without seeing "
+            f"them. To train on the text, drop it (`dataset.remove_columns({column!r})`)."
+        )
+
+
+def tokenize_prompts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    max_completion_length: int,
+    context_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Dataset | IterableDataset:
+    """Add the token ids of each prompt as a column, and check every prompt."""
+    # 1. Columns
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        dataset = Dataset.from_list(dataset)
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
+            f"{type(dataset).__name__}."
+        )
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+        raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
+    _check_columns(columns, name)
+
     # 2. Lengths
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
     if limit < 1:
