@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, IntervalStrategy, PredictionOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput
 from transformers.utils import logging
 
 from . import distributed
@@ -112,6 +112,7 @@ class PPOTrainer(Trainer):
 
     # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the Trainer must not divide
     loss_is_scaled_for_ga = True
+    aux_loss_enabled = False  # as GRPOTrainer's; the router of a mixture of experts is frozen
 
     def __init__(
         self,
@@ -410,7 +411,8 @@ class PPOTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
-        if self._metrics["train"] and "loss" in logs:
+        # the summary at the end has what was not logged yet, as in TRL
+        if self._metrics["train"] and not logs.keys().isdisjoint(("loss", "train_loss")):
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self._tokens_since_log:
@@ -689,10 +691,8 @@ class _StepCallback(TrainerCallback):
             self.trainer._load_run_state()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """Update the average; log after the last step; agree on all ranks whether to stop."""
+        """Update the average; agree on all ranks whether to stop."""
         trainer = self.trainer
-        if state.global_step >= state.max_steps and args.logging_strategy == IntervalStrategy.STEPS:
-            control.should_log = True  # the metrics since the last log would be lost
         if trainer.averaged_policy is not None:
             trainer.averaged_policy.update()
         received = trainer.signals.received is not None

@@ -123,15 +123,18 @@ def test_model_card_takes_the_arguments_of_trl(trained):
 
 
 def test_run_shorter_than_logging_steps_logs_its_reward(trained):
-    (entry,) = [entry for entry in trained.state.log_history if "loss" in entry]
-    assert {"reward", "kl", "num_tokens"} <= entry.keys()
+    (entry,) = [entry for entry in trained.state.log_history if "reward" in entry]
+    assert {"train_loss", "kl", "num_tokens"} <= entry.keys()
     assert entry["step"] == 4
 
 
-def test_logging_strategy_no_logs_no_step(tmp_path):
-    built = trainer(tmp_path, logging_strategy="no")
+def test_summary_holds_only_what_was_not_logged(tmp_path):
+    built = trainer(tmp_path, logging_steps=3)  # of 4 steps, two per rollout
     built.train()
-    assert not [entry for entry in built.state.log_history if "loss" in entry]
+    first, summary = built.state.log_history
+    assert first["step"] == 3 and summary["step"] == 4
+    assert "reward" in first and "reward" not in summary
+    assert "approx_kl" in summary
 
 
 # ---- what differs is said
