@@ -85,9 +85,8 @@ def check_trainer_arguments(
         check_fsdp(args, optimizer, quantization_config)
     if uses_deepspeed(args):
         check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
-    workers = args.dataloader_num_workers
-    if workers > 1 and isinstance(train_dataset, IterableDataset):  # every worker would read all of it
-        raise ValueError(f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, got {workers}.")
+    if isinstance(train_dataset, IterableDataset):
+        args.dataloader_num_workers = 0  # this process reads a stream; workers would pass on row numbers
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
     check_model_arguments(model, args, quantization_config, peft_config)

@@ -21,7 +21,7 @@ from .redaction import shortened
 
 T = TypeVar("T")
 DEEPSPEED = Version("0.19.8")  # skips steps with a non-finite gradient in every dtype
-FSDP_FORWARDS = ("generate", "reference_logprobs", "read_trunk", "check_logits")  # called besides `forward`
+FSDP_FORWARDS = ("generate", "sample", "reference_logprobs", "read_trunk", "check_logits")  # called besides `forward`
 FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # their state has the shapes of the parameters
 QUANTIZED = "A quantized base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every rank."
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput
 from transformers.utils import logging
 
 from . import distributed
@@ -52,7 +52,7 @@ from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .randomness import capture_random_state, fixed_seed
-from .rewards import REWARD_FIELDS, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import REWARD_FIELDS, ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 
@@ -114,6 +114,7 @@ class PPOTrainer(Trainer):
 
     # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the Trainer must not divide
     loss_is_scaled_for_ga = True
+    aux_loss_enabled = False  # as GRPOTrainer's; the router of a mixture of experts is frozen
 
     def __init__(
         self,
@@ -179,6 +180,11 @@ class PPOTrainer(Trainer):
             ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
+        if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
+            logger.warning(
+                "PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16 on every "
+                "linear layer except the output projection."
+            )
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
@@ -221,13 +227,18 @@ class PPOTrainer(Trainer):
         self.collector = RolloutCollector(
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
         )
+        self.reward_func_names = [reward.name for reward in rewards]
+        self.reward_funcs = [
+            reward.model if isinstance(reward, ClassifierReward) else given
+            for reward, given in zip(rewards, reward_list)
+        ]
+        self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
         if ptx_dataset is not None:
             ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
-        ema_decay, self.averaged_policy = args.ema_decay, cast(AveragedWeights | None, None)
-        if ema_decay is not None:
-            self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), ema_decay)
+        decay, averaged = args.ema_decay, actor_critic.policy_parameters()
+        self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
@@ -379,11 +390,15 @@ class PPOTrainer(Trainer):
             eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
         elif eval_dataset is None:
             eval_dataset = cast(Dataset, self.eval_dataset)
-        elif isinstance(eval_dataset, Dataset | IterableDataset) and eval_dataset is not self.eval_dataset:
+        elif eval_dataset is not self.eval_dataset:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if isinstance(eval_dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
             eval_dataset = cast(Dataset, list(eval_dataset))
         return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset | list[dict]) -> DataLoader:
+        """Dataloader of the prompts of `predict`."""
+        return super().get_test_dataloader(self._tokenize(test_dataset, name="test_dataset"))
 
     # ---- evaluation and logging ----
 
@@ -397,6 +412,12 @@ class PPOTrainer(Trainer):
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
         self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
+
+    def predict(self, *args, **kwargs) -> PredictionOutput:
+        """Sample and score; only the metrics are returned."""
+        output = super().predict(*args, **kwargs)
+        self._samples = None  # not of the next log
+        return output
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
@@ -414,7 +435,8 @@ class PPOTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
-        if self._metrics["train"] and "loss" in logs:
+        # the summary at the end has what was not logged yet, as in TRL
+        if self._metrics["train"] and not logs.keys().isdisjoint(("loss", "train_loss")):
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self._tokens_since_log:
@@ -748,10 +770,17 @@ class PPOTrainer(Trainer):
             **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata,
         )
 
-    def create_model_card(self, **metadata: Any) -> None:
-        """Write the model card of the run to its output directory; `metadata` are fields of the card."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **metadata: Any,
+    ) -> None:
+        """Write the model card of the run to its output directory; `metadata` are further fields of the card."""
         if self.is_world_process_zero():
             directory = self.args.output_dir
+            metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
             self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
 
     def push_to_hub(

@@ -46,15 +46,23 @@ DATASETS = {
     "trl-lib/DeepMath-103K": {"prompt": lambda row: _messages(f"w{row} w2"), "solution": lambda row: f"${row}$"},
     "trl-lib/tldr": {"prompt": lambda row: f"w{row} w3 w4", "completion": lambda row: "w5 w6"},
     "openai/gsm8k": {"question": lambda row: f"w{row} w7", "answer": lambda row: f"w8 #### {row}"},
+    "mlabonne/smoltldr": {"prompt": lambda row: f"w{row} w3 w4", "completion": lambda row: "w5 w6"},
+    "AI-MO/NuminaMath-TIR": {
+        "problem": lambda row: f"w{row} w5",
+        "solution": lambda row: f"${row}$",
+        "messages": lambda row: _messages(f"w{row} w5"),
+    },
     "stanfordnlp/imdb": {"text": lambda row: f"w{row} w9 w10 w11", "label": lambda row: row % 2},
 }
 
 
-def load_dataset(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
+def load_dataset(path: str, name: str | None = None, split: str | list | None = None, **kwargs: Any) -> Any:
     """`datasets.load_dataset` without the Hub."""
     if path not in DATASETS:
         raise KeyError(f"The documentation loads the dataset {path!r}: add its schema to DATASETS of {__file__}.")
     rows = _rows(**DATASETS[path])
+    if isinstance(split, list):
+        return [rows] * len(split)
     return rows if split is not None else datasets.DatasetDict(train=rows, test=rows)
 
 

@@ -171,10 +171,10 @@ KNOWN_FROM_ARGUMENTS = [
     ),
     case("empty dataset", ValueError, r"`train_dataset` is empty.*at least one prompt", train_dataset=questions()),
     case(
-        "list of rows",
+        "list of text",
         TypeError,
-        r"`train_dataset` must be a `datasets.Dataset`.*got list; `datasets.Dataset.from_list\(rows\)`",
-        train_dataset=[{"prompt": "w1"}],
+        r"`train_dataset` must be a `datasets.Dataset`.*a list of dicts, got list",
+        train_dataset=["w1"],
     ),
     case("DatasetDict", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: DatasetDict(train=prompts())),
     case("dict of datasets", TypeError, r"dict.*dataset\['train'\]", train_dataset=lambda: {"train": prompts()}),
@@ -208,7 +208,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "as many tokenizers as rewards",
         ValueError,
-        r"`reward_processing_classes` has 2 entries for 1 rewards; give one for each",
+        r"`reward_processing_classes` has 2 entries for 1 rewards; they must match",
         reward_processing_classes=[None, None],
     ),
     # model and adapter
@@ -282,8 +282,8 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_weights": [1.0, 2.0]}, r"`args.reward_weights` has 2 entries for 1 rewards; give one for each"),
-        ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; give one for each"),
+        ({"reward_weights": [1.0, 2.0]}, r"`args.reward_weights` has 2 entries for 1 rewards; they must match"),
+        ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; they must match"),
         (
             {"model_init_kwargs": {"dtype": "float32"}},
             r"`model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",

@@ -90,7 +90,7 @@ def passes(built, reward):
     prompts = torch.tensor([[4, 5], [6, 7]])
 
     def generate():
-        built.generate(prompts, torch.ones_like(prompts), SAMPLING)
+        built.sample(prompts, torch.ones_like(prompts), SAMPLING)
 
     def score():
         with built.adapter(reward):

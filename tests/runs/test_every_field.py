@@ -83,7 +83,7 @@ def counted(built):
 
     built.updates.start = starting
     built.collector.collect = during("collect", built.collector.collect)
-    built.actor_critic.generate = during("generate", built.actor_critic.generate)
+    built.actor_critic.sample = during("generate", built.actor_critic.sample)
     built.actor_critic.trunk.register_forward_pre_hook(count("trunk"))
     for reward in built.collector.rewards:
         if hasattr(reward, "model"):

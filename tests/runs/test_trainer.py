@@ -274,7 +274,8 @@ def test_rollout_is_recomputed_by_hand(tmp_path):
 
 
 def test_streaming_dataset_trains_with_max_steps(tmp_path):
-    built = trainer(tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12)
+    built = trainer(tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12, dataloader_num_workers=2)
+    assert built.args.dataloader_num_workers == 0  # the stream is read here
     rollouts = rollouts_of(built)
     built.train()
     assert built.state.global_step == 12 and len(rollouts) == 3

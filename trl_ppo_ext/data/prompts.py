@@ -116,8 +116,8 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
 def _check_columns(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
-            f"`{name}` must be a `datasets.Dataset` or `IterableDataset`, got {type(dataset).__name__}; "
-            "`datasets.Dataset.from_list(rows)` converts a list of dicts."
+            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
+            f"{type(dataset).__name__}."
         )
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
@@ -132,6 +132,11 @@ def _check_columns(dataset: Any, name: str) -> None:
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
+    for column in {"image", "images"} & set(columns):
+        raise PromptError(
+            f"`{name}` has a column {column!r}, but images are not supported: the policy would answer without seeing "
+            f"them. To train on the text, drop it (`dataset.remove_columns({column!r})`)."
+        )
 
 
 def tokenize_prompts(
@@ -145,6 +150,8 @@ def tokenize_prompts(
     overlong: str = "error",
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt as a column, and check every prompt."""
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        dataset = Dataset.from_list(dataset)
     _check_columns(dataset, name)
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"

@@ -160,12 +160,12 @@ class TransformersGenerator:
         # layers are gathered for all processes, so all of them sample until the last one is done
         options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
-            return self.actor_critic.generate(*inputs, **options)
+            return self.actor_critic.sample(*inputs, **options)
         cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
         # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
-            return self.actor_critic.generate(*inputs, past_key_values=cache, **options)
+            return self.actor_critic.sample(*inputs, past_key_values=cache, **options)
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""

@@ -54,11 +54,23 @@ class AdapterSwitch:
                 object.__setattr__(layer, "_active_adapter", active if adapters is None or name in adapters else [])
 
 
+# attributes of the policy that a user of a trained model reaches for; the Trainer must not find others, such as
+# `is_quantized` or `main_input_name`, by which it would treat this as a plain model
+POLICY_API = frozenset(
+    "base_model generate generation_config get_base_model get_input_embeddings get_nb_trainable_parameters "
+    "get_output_embeddings merge_adapter merge_and_unload name_or_path peft_config print_trainable_parameters "
+    "push_to_hub unload unmerge_adapter".split()
+)
+
+
 class ActorCritic(nn.Module):
     """A PEFT policy with a critic on the same base.
 
     The critic is a value head on the policy's last hidden state, or on that of an adapter of its own. The head is
     float32 and starts at zero, so the first values are 0. Adapters are switched here and nowhere else.
+
+    Called with token ids it is the policy, a causal language model: so are `generate`, `save_pretrained`,
+    `merge_and_unload`, `generation_config` and other attributes of a `PeftModel`.
 
     Args:
         policy (`PeftModel`): Causal language model with an adapter, as returned by [`load_actor_critic`].
@@ -73,6 +85,8 @@ class ActorCritic(nn.Module):
     Raises:
         `ValueError`: If the model has no output projection, or an adapter is on it.
     """
+
+    accepts_loss_kwargs = False  # the Trainer would read it off the signature of `forward`
 
     def __init__(
         self,
@@ -105,6 +119,13 @@ class ActorCritic(nn.Module):
             self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=self.device)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name) if name in POLICY_API else super().__getattr__(name)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the policy's adapter, as a `PeftModel` does."""
+        self.policy.save_pretrained(save_directory, **{"selected_adapters": [self.policy_adapter]} | kwargs)
 
     @property
     def config(self):
@@ -183,7 +204,12 @@ class ActorCritic(nn.Module):
 
     # ---- forwards ----
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call [`score_responses`] on sequences; on anything else, return the policy's output with its logits."""
+        is_rollout = bool(args) and isinstance(args[0], Sequences)
+        return self.score_responses(*args, **kwargs) if is_rollout else self.policy(*args, **kwargs)
+
+    def score_responses(
         self,
         sequences: Sequences,
         temperature: float = 1.0,
@@ -284,7 +310,7 @@ class ActorCritic(nn.Module):
             )
 
     @torch.no_grad()
-    def generate(
+    def sample(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -292,7 +318,7 @@ class ActorCritic(nn.Module):
         stopping_criteria: list[StoppingCriteria] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Sample from the policy.
+        """Sample from the policy for a rollout, with nothing of the model's own generation config.
 
         Args:
             input_ids (`Tensor` of shape `[batch, prompt]`): Token ids, padded on the left.

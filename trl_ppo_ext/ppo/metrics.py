@@ -109,6 +109,16 @@ def log_rewards(
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Callable[[Tensor], Tensor]) -> None:
+    """Log the share of prompts whose completions all have the same reward; a group may span ranks."""
+    if group_size == 1:
+        return
+    totals, usable = gather(scored.totals), gather(scored.usable)
+    equal = ppo_math.dr_grpo_advantages(totals, usable, group_size) == 0  # exactly, if there is no spread
+    equal, usable = equal.view(-1, group_size), usable.view(-1, group_size)
+    metrics.mean("frac_reward_zero_std", equal.all(1), usable.any(1))
+
+
 def log_completions(
     metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, valid: Tensor
 ) -> None:
@@ -122,7 +132,10 @@ def log_completions(
     metrics.maximum("completions/max_length", lengths, valid)
     metrics.minimum("completions/min_length", lengths, valid)
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
-    metrics.mean("completions/mean_terminated_length", lengths, stopped & valid)
+    terminated = stopped & valid
+    metrics.mean("completions/mean_terminated_length", lengths, terminated)
+    metrics.maximum("completions/max_terminated_length", lengths, terminated)
+    metrics.minimum("completions/min_terminated_length", lengths, terminated)
 
 
 def log_reward_hacking(

@@ -24,7 +24,7 @@ from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatc
 from ..sequences import Sequences
 from . import math as ppo_math
 from .guards import NonFiniteGuard
-from .metrics import Metrics, check_metric_name, log_completions, log_reward_hacking, log_rewards
+from .metrics import Metrics, check_metric_name, log_completions, log_groups, log_reward_hacking, log_rewards
 
 logger = logging.get_logger(__name__)
 
@@ -246,6 +246,7 @@ class RolloutCollector:
             response_mask = response_mask & samples.stopped[:, None]
         if state.global_step == 0:
             self._warn_about_scores(scored)
+        log_groups(metrics, scored, args.num_generations, self.accelerator.gather)
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
         kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one

@@ -78,7 +78,7 @@ def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any
     weights = args.reward_weights if weighted else None
     for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
         if values is not None and len(values) != len(reward_funcs):
-            raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; give one for each.")
+            raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
     for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
         check_available("reward_funcs", model_id, {})
         config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)

@@ -185,6 +185,10 @@ class ClassifierReward(SequenceScorer):
         super().__init__(name, tokenizer, batch_size, getattr(text_config, "max_position_embeddings", None))
         text_config.pad_token_id = self.tokenizer.pad_token_id
         self.model = model.requires_grad_(False).eval()
+        for module in model.modules():
+            # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
+            if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
+                module.support_avx512bf16_for_cpu = False
         self.offload_from = offload_from
         if offload_from is not None:
             self.model.to("cpu")

@@ -288,7 +288,7 @@ WRONG = [
     ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`prompts`", r"end its .*`\*\*kwargs`"),
     ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"\(none\).*add a missing column"),
     ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
-    ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "give one for each"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "they must match"),
     ({"critic": "none"}, "`num_generations`", "got 1", "use e.g. 8"),
     ({"critic_init": "splits"}, "`critic_init", "'splits'", "pretrain-critic"),
     ({"critic_init": "nobody/critic"}, "`critic_init", "'nobody/critic'", "check the connection"),

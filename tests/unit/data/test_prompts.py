@@ -131,8 +131,8 @@ def test_dataset_without_prompts_raises_with_its_columns(kind):
 
 
 def test_invalid_or_empty_datasets_raise():
-    with pytest.raises(TypeError, match=r"`eval_dataset` must be .*got list; .*from_list"):
-        tokenize_prompts([{"prompt": "w1"}], tokenizer(), "eval_dataset", 4)
+    with pytest.raises(TypeError, match=r"`eval_dataset` must be .*a list of dicts, got list"):
+        tokenize_prompts(["w1"], tokenizer(), "eval_dataset", 4)
     with pytest.raises(PromptError, match=r"`train_dataset` is empty.*at least one prompt"):
         tokenize_prompts(dataset(), tokenizer(), "train_dataset", 4)
     with pytest.raises(PromptError, match=r"max_completion_length=64 .*context of 64 tokens; lower it"):

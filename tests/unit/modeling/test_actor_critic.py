@@ -165,7 +165,7 @@ def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
     built = actor_critic(tmp_path, model)
     settings = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=4, eos_token_id=1, pad_token_id=0)
     prompts = torch.full((64, 2), 5)
-    ids = built.generate(prompts, torch.ones_like(prompts), settings)[:, 2:]
+    ids = built.sample(prompts, torch.ones_like(prompts), settings)[:, 2:]
     assert len(ids.unique()) > 10 and (ids >= 4).any()
     assert model.generation_config.min_p == 1.0
 

@@ -1,6 +1,7 @@
 """Scores of functions and classifiers."""
 
 import functools
+import math
 import re
 from types import SimpleNamespace
 
@@ -411,6 +412,15 @@ def test_4bit_scores_correlate_with_full_precision(saved):
     assert (full - quantized).abs().max() > 1e-4  # or nothing was quantized
     plain = built(path, reward_quantization="none").score(batch(*pairs))
     assert plain == pytest.approx(full.tolist(), abs=1e-5)
+
+
+def test_4bit_classifier_may_have_any_width(tmp_path):
+    """The fast kernel of some CPUs takes whole blocks only."""
+    path = str(tmp_path / "narrow")
+    llama(classifier=True, hidden_size=24).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    (score,) = built(path).score(batch(("w1 ", "w2")))
+    assert math.isfinite(score)
 
 
 def test_classifier_with_two_labels_raises(tmp_path):

@@ -1,0 +1,179 @@
+"""Scripts treat the trainer as a GRPOTrainer, and its model as a model."""
+
+import logging
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel
+from runs_of_tiny import trainer, weights
+from tiny import config, length_reward, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with a critic on an adapter of its own and a classifier, after one rollout."""
+    classifier = llama(classifier=True)
+    built = PPOTrainer(
+        llama(),
+        [length_reward, classifier],
+        config(tmp_path_factory.mktemp("run"), critic="adapter", logging_steps=100),
+        prompts(),
+        processing_class=tokenizer(),
+        reward_processing_classes=[None, tokenizer()],
+    )
+    built.train()
+    return built
+
+
+@pytest.fixture
+def inputs():
+    return {"input_ids": torch.tensor([[4, 5, 6]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+
+
+# ---- the model
+
+
+def test_model_generates_as_the_trained_policy(trained, inputs):
+    ids = trained.model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=31)
+    assert ids.shape == (1, 7)
+    logits = trained.model(input_ids=ids[:, :-1]).logits
+    assert torch.equal(logits.argmax(-1)[0, 2:], ids[0, 3:])
+    with trained.model.policy.disable_adapter():
+        assert not torch.equal(trained.model(ids[:, :-1]).logits, logits)
+
+
+def test_model_keeps_its_generation_config(trained):
+    trained.evaluate(prompts(2))
+    assert trained.model.generation_config is trained.model.policy.get_base_model().generation_config
+    assert trained.model.generation_config.eos_token_id == 1
+
+
+def test_saved_pretrained_adapter_loads_with_peft(trained, inputs, tmp_path):
+    trained.model.save_pretrained(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # neither the critic's adapter nor a reference
+    loaded = PeftModel.from_pretrained(llama(), str(tmp_path))
+    assert torch.equal(loaded(**inputs).logits, trained.model(**inputs).logits)
+
+
+def test_merged_model_equals_the_policy(tmp_path, inputs):
+    built = trainer(tmp_path)
+    built.train()
+    expected = built.model(**inputs).logits
+    merged = built.model.merge_and_unload()
+    assert type(merged) is type(llama())
+    torch.testing.assert_close(merged(**inputs).logits, expected)
+
+
+def test_model_has_the_attributes_of_a_peft_model(trained, capsys):
+    model = trained.model
+    model.print_trainable_parameters()
+    assert "trainable params" in capsys.readouterr().out
+    assert model.get_nb_trainable_parameters()[0] > 0
+    assert model.peft_config["default"].r == 16
+    assert model.get_input_embeddings() is model.policy.get_base_model().get_input_embeddings()
+    assert model.get_output_embeddings().out_features == 32
+
+
+def test_trainer_finds_no_plain_model(trained):
+    """Attributes that it acts on, such as `is_quantized`, are those of the base."""
+    for name in ("is_quantized", "hf_device_map", "main_input_name", "quantization_method", "tie_weights", "nothing"):
+        assert not hasattr(trained.model, name)
+
+
+# ---- the trainer
+
+
+def test_trainer_names_its_rewards(trained):
+    function, classifier = trained.reward_funcs
+    assert function is length_reward
+    assert classifier.config.num_labels == 1
+    assert trained.reward_func_names == ["length_reward", "LlamaForSequenceClassification"]
+    assert trained.reward_processing_classes[0] is None
+    assert trained.reward_processing_classes[1].pad_token == "<pad>"
+
+
+def test_predict_returns_metrics(trained):
+    before, logged = weights(trained), len(trained.state.log_history)
+    metrics = trained.predict(prompts(4)).metrics
+    assert {"test_reward", "test_kl", "test_rewards/length_reward/mean"} <= metrics.keys()
+    assert len(trained.state.log_history) == logged
+    assert all(torch.equal(x, before[name]) for name, x in weights(trained).items())
+
+
+def test_evaluate_accepts_a_list_of_rows(trained):
+    rows = prompts(4)
+    assert trained.evaluate(rows.to_list())["eval_reward"] == trained.evaluate(rows)["eval_reward"]
+
+
+def test_list_of_rows_trains(tmp_path):
+    built = trainer(tmp_path, dataset=prompts().to_list())
+    built.train()
+    assert built.state.global_step == 4
+
+
+def test_model_card_takes_the_arguments_of_trl(trained):
+    trained.create_model_card("my-model", "trl-lib/tldr", "mine")
+    card = ModelCard.load(f"{trained.args.output_dir}/README.md")
+    assert card.data.datasets == ["trl-lib/tldr"]
+    assert "mine" in card.data.tags
+    assert "# my-model" in card.text
+
+
+def test_run_shorter_than_logging_steps_logs_its_reward(trained):
+    (entry,) = [entry for entry in trained.state.log_history if "reward" in entry]
+    assert {"train_loss", "kl", "num_tokens"} <= entry.keys()
+    assert entry["step"] == 4
+
+
+def test_summary_holds_only_what_was_not_logged(tmp_path):
+    built = trainer(tmp_path, logging_steps=3)  # of 4 steps, two per rollout
+    built.train()
+    first, summary = built.state.log_history
+    assert first["step"] == 3 and summary["step"] == 4
+    assert "reward" in first and "reward" not in summary
+    assert "approx_kl" in summary
+
+
+# ---- what differs is said
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules="all-linear")])
+def test_default_adapter_is_announced(tmp_path, peft_config, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    trainer(tmp_path, peft_config=peft_config)
+    announced = [record for record in caplog.records if "LoRA of rank 16" in record.getMessage()]
+    assert len(announced) == (peft_config is None)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_refused_with_a_remedy(tmp_path, column):
+    rows = prompts().add_column(column, ["cat.png"] * 16)
+    with pytest.raises(ValueError, match=rf"`train_dataset` has a column '{column}', but images .*remove_columns"):
+        trainer(tmp_path, dataset=rows)
+
+
+# ---- metrics of GRPO
+
+
+def equal_in_odd_groups(prompts, completion_ids, **kwargs):
+    """Two groups of four, the first without spread."""
+    return [0.1 if row < 4 else 0.1 * row for row in range(len(prompts))]
+
+
+def test_groups_without_spread_are_counted(tmp_path):
+    built = trainer(tmp_path, reward_funcs=equal_in_odd_groups, num_generations=4, num_ppo_epochs=1)
+    built.train()
+    logged = [entry["frac_reward_zero_std"] for entry in built.state.log_history if "reward" in entry]
+    assert logged == [0.5, 0.5]
+
+
+def test_terminated_lengths_are_logged(tmp_path):
+    built = trainer(tmp_path, dataset=prompts(64), per_device_train_batch_size=32, max_steps=1)
+    built.train()
+    entry = built.state.log_history[0]
+    lowest, mean, highest = (entry[f"completions/{name}_terminated_length"] for name in ("min", "mean", "max"))
+    assert 1 <= lowest < mean < highest <= 8
