@@ -50,7 +50,7 @@ def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
     if device.startswith("cuda") and not gpu:
         raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
     device = device if device != "auto" else "cuda" if gpu else "cpu"
-    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported()
+    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     auto = torch.bfloat16 if has_bf16 else torch.float32
     return device, auto if dtype == "auto" else getattr(torch, dtype)
 
@@ -114,14 +114,15 @@ class SequenceScorer:
                 f"Completion {by_length[-1]} with its prompt has {longest} tokens; the reward model `{self.name}` "
                 f"takes {self.context_length}. Lower `max_completion_length`, or drop long prompts."
             )
-        scores = torch.empty(len(rows))
+        parts = []
         # the bar appears after three seconds
         starts = tqdm(range(0, len(rows), self.batch_size), desc=f"Scoring with {self.name}", leave=False, delay=3)
         for start in starts:
             index = by_length[start : start + self.batch_size]
             inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
-            scores[index] = self._score(inputs["input_ids"], inputs["attention_mask"]).float().cpu()
-        return scores.tolist()
+            parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
+        scores = torch.cat(parts).tolist()  # the only wait for the device
+        return [score for _, score in sorted(zip(by_length, scores))]
 
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError
@@ -178,7 +179,7 @@ class ClassifierReward(SequenceScorer):
     @torch.inference_mode()
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         device = self.model.get_input_embeddings().weight.device
-        input_ids, mask = input_ids.to(device), mask.to(device)
+        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
         model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Module):  # encoders pool by themselves
@@ -252,7 +253,8 @@ class AdapterReward(SequenceScorer):
     @torch.no_grad()
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         device = self.actor_critic.device
-        read = partial(last_states, input_ids=input_ids.to(device), mask=mask.to(device))
+        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+        read = partial(last_states, input_ids=input_ids, mask=mask)
         states = self.actor_critic.read_trunk(read, self.adapter_name)
         head = {key: x.to(states.device) for key, x in self.head.items()}  # the model may have moved since
         with torch.autocast(states.device.type, enabled=False):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from trl_ppo_ext.ppo_math import (
     aggregate_loss,
@@ -734,3 +735,13 @@ def test_dual_clip_within_the_clip_range_raises(dual_clip):
     x = torch.ones(1, 2)
     with pytest.raises(ValueError, match=rf"`dual_clip`.*{dual_clip}"):
         clipped_policy_loss(x, x, x, 0.2, 0.2, dual_clip)
+
+
+def test_gae_takes_one_operation_per_token():
+    counts = []
+    for width in (8, 40):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            gae(normal(3, width), normal(3, width, seed=1), torch.ones(3, width), 1.0, 0.95)
+        views = ("aten::select", "aten::as_strided")
+        counts.append(sum(event.name.startswith("aten::") and event.name not in views for event in profiler.events()))
+    assert counts[1] - counts[0] == 32
