@@ -87,7 +87,7 @@ def rollout(rows=4, lengths=None, critic=True, seed=0, **coefficients):
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) * batch.completion_mask for _ in range(5)]
     old_logprobs, ref_logprobs, advantages, old_values, returns = tensors
     values = {"old_values": old_values, "returns": returns} if critic else {}
-    return Rollout(batch, mask, old_logprobs, ref_logprobs, advantages, **values, **coefficients)
+    return Rollout(batch, mask, old_logprobs, advantages, ref_logprobs, **values, **coefficients)
 
 
 def token_scores(batch, seed=1):

@@ -11,6 +11,7 @@ from enum import Enum
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -45,8 +46,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning.
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
-        bf16 (`bool`, *optional*): Train in bfloat16; trained weights stay in float32. Default if the GPU has it.
+        bf16 (`bool`, *optional*):
+            Train in bfloat16; trained weights stay in float32. Default if the GPU has it; a V100 or T4 emulates it.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
+            The Trainer's filter of the logged loss waits for the GPU at every micro-batch. NaN and inf count as 0.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
         model_init_kwargs (`dict`, *optional*):
             Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
@@ -94,7 +98,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         mask_truncated_completions (`bool`, *optional*, defaults to `False`): Whether to skip truncated completions.
         num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
         num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
-        kl_coef (`float`, *optional*, defaults to `0.05`): Coefficient of the KL penalty.
+        kl_coef (`float`, *optional*, defaults to `0.05`):
+            Coefficient of the KL penalty. 0 skips the reference's forward, and the KL is not logged.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
             Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens.
         kl_placement (`str`, *optional*, defaults to `"reward"`):
@@ -161,6 +166,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     adam_epsilon: float = 1e-5
     bf16: bool | None = None
     logging_steps: float = 10
+    logging_nan_inf_filter: bool = False
     remove_unused_columns: bool | None = False
 
     model_init_kwargs: dict[str, Any] | str | None = None
@@ -250,7 +256,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available() and not emulated
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
@@ -408,6 +415,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     def prompt_seed(self) -> int:
         """Seed of the order of prompts."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether log-probs under the reference are needed."""
+        return self.kl_coef != 0
 
     @property
     def trains_entropy(self) -> bool:

@@ -12,7 +12,7 @@ def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, left: bool, device: t
     width = max((len(row) for row in rows), default=0)
     fill = [[pad_token_id] * (width - len(row)) for row in rows]
     padded = [space + list(row) if left else list(row) + space for row, space in zip(rows, fill)]
-    return torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)
+    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), width).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class PPOTrainer(Trainer):
         # 5. Assemble the collector of rollouts, and the updates.
         self.actor_critic = actor_critic
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
-        self._metrics = {"train": Metrics(), "eval": Metrics()}
+        self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(
             args.output_dir, self.accelerator.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
@@ -281,8 +281,9 @@ class PPOTrainer(Trainer):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
         seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
-        self._metrics["train"].mean("time/update", torch.tensor(seconds, device=loss.device))
-        return loss
+        self._metrics["train"].mean("time/update", seconds)
+        # NaN would stay in the Trainer's running sum, whose own filter waits for the device
+        return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _collect(self, row_numbers: Rows) -> None:
         unique = sorted(set(row_numbers))
@@ -293,7 +294,8 @@ class PPOTrainer(Trainer):
         self.updates.start(rollout, self.state.global_step)
         sequences = self._samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
-        prompt_tokens, completion_tokens = self.collector.all_sum(lengths.to(self.accelerator.device)).tolist()
+        lengths = lengths.to(self.accelerator.device, non_blocking=True)
+        prompt_tokens, completion_tokens = self.collector.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
 
@@ -328,7 +330,7 @@ class PPOTrainer(Trainer):
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
             finite = math.isfinite(float(grad_norm))
             skipped = float(not finite and self.is_world_process_zero())
-            self._metrics["train"].total("skipped_steps", torch.tensor(skipped, device=self.accelerator.device))
+            self._metrics["train"].total("skipped_steps", skipped)
             rollout = self.updates.rollout
             if rollout is not None:
                 suspects = {} if finite else self.updates.suspects()
@@ -602,7 +604,7 @@ class PPOTrainer(Trainer):
         self._total_loss_scalar = -loss  # the final mean is that of this `train()`
         if parts["rollout"]:
             self.updates.load_state_dict(parts["rollout"], self.state.global_step)
-        self._metrics["train"].load_state_dict(parts["metrics"], self.accelerator.device)
+        self._metrics["train"].load_state_dict(parts["metrics"])
         self.guard.skipped = int(parts["guard"]["skipped"])
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
@@ -625,7 +627,7 @@ class PPOTrainer(Trainer):
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
-            self._metrics["train"].load_state_dict(metrics, self.accelerator.device)
+            self._metrics["train"].load_state_dict(metrics)
             self.collector.load_state_dict(collector)
             self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
 

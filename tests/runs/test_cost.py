@@ -120,6 +120,14 @@ def test_step_takes_the_fewest_forwards_of_the_base(step, critic, settings):
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
 
 
+@pytest.mark.parametrize("placement", ["reward", "loss", "both"])
+def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
+    counted = step(kl_coef=0.0, kl_placement=placement, kl_estimator="exact" if placement == "both" else "k1")
+    plan = counted.trainer.plan
+    assert counted.forwards["score_tokens"] == counted.forwards["loss"] == plan.micro_steps
+    assert not {"kl", "kl_per_completion", "loss/kl"} & counted.trainer.state.log_history[0].keys()
+
+
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_only_sampled_tokens_reach_the_vocabulary(step, settings):
     """Once each for policy and reference, and once per epoch; while sampling, only the newest position."""

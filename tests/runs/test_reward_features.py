@@ -395,6 +395,25 @@ def test_running_moments_are_those_of_all_values():
     assert moments.deviation == pytest.approx(x.double().std().item(), rel=1e-10)
 
 
+class AppleTensor(torch.Tensor):
+    """Tensor as on an Apple GPU, which has no float64."""
+
+    device = torch.device("mps")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return out
+
+
+def test_running_moments_need_no_float64_on_apple_gpus():
+    moments, x = RunningMoments(), torch.tensor([1.0, 2.0, 6.0]).as_subclass(AppleTensor)
+    moments.update(x, torch.ones(3).as_subclass(AppleTensor), ALONE["all_sum"])
+    assert (moments.mean, moments.squares) == (3.0, 14.0)
+
+
 def shape(scores, **settings):
     shaping = RewardShaping(**settings)
     mask = torch.ones(len(scores), dtype=torch.bool)

@@ -118,7 +118,7 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     trainer.actor_critic.eval()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
-        return [collector.collect(rows[start : start + size], Metrics(), trainer.state)[0] for start in starts]
+        return [collector.collect(rows[start : start + size], Metrics(device), trainer.state)[0] for start in starts]
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:

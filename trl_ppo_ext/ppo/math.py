@@ -57,14 +57,17 @@ def gae(
     Source: https://huggingface.co/papers/1506.02438
     """
     _same_shape(rewards=rewards, values=values, response_mask=response_mask)
-    counts = response_mask.bool()
-    advantages = torch.zeros_like(rewards)
-    advantage = next_value = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(counts[:, t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(counts[:, t], values[:, t], next_value)
-        advantages[:, t] = advantage
+    counts, width = response_mask.bool(), rewards.shape[1]
+    # the n-th unmasked value in slot n, and 0 in the slots after the last one
+    number = counts.long().cumsum(1)
+    slots = values.new_zeros(len(values), width + 1)
+    slots = slots.scatter(1, torch.where(counts, number - 1, width), values.masked_fill(~counts, 0))
+    deltas = (rewards + gamma * slots.gather(1, number) - values).masked_fill(~counts, 0)
+    decay = gamma * (lam[:, None] if isinstance(lam, Tensor) else lam) * torch.ones_like(rewards)
+    decay = decay.masked_fill(~counts, 1)
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(width)):  # one operation per token: launches take the time on a GPU
+        advantage = torch.addcmul(deltas[:, t], decay[:, t], advantage, out=advantages[:, t])
     advantages = advantages.masked_fill(~counts, 0)
     returns = (advantages + values).masked_fill(~counts, 0)
     return advantages, returns

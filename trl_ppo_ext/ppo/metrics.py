@@ -25,25 +25,31 @@ class Metrics:
     """Running sums on the device, synchronized only in [`compute`].
 
     A mean is kept as numerator and denominator, so that tokens are averaged and not batches, and ranks with more
-    tokens weigh more. All ranks must add the same names.
+    tokens weigh more. All ranks must add the same names. Values may be Python numbers.
     """
 
-    def __init__(self):
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.device = device
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+    def _float(self, values: Tensor | float) -> Tensor:
+        if isinstance(values, Tensor):
+            return values.detach().float()
+        return torch.full((), values, dtype=torch.float32, device=self.device)  # a copy would wait for the device
+
+    def mean(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
         """Average values over a mask."""
-        values = values.detach().float()
+        values = self._float(values)
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum
         entry = torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
         self._sums[name] = self._sums[name] + entry if name in self._sums else entry
 
-    def total(self, name: str, values: Tensor) -> None:
+    def total(self, name: str, values: Tensor | float) -> None:
         """Sum values."""
-        entry = values.detach().float().sum()
+        entry = self._float(values).sum()
         self._totals[name] = self._totals[name] + entry if name in self._totals else entry
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
@@ -63,12 +69,12 @@ class Metrics:
         kinds = {"sum": self._sums, "total": self._totals, "max": self._maxima}
         return {f"{kind}:{name}": x for kind, entries in kinds.items() for name, x in entries.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | str) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state returned by [`state_dict`]."""
         kinds: dict[str, dict[str, Tensor]] = {"sum": {}, "total": {}, "max": {}}
         for key, x in state.items():
             kind, _, name = key.partition(":")
-            kinds[kind][name] = x.to(device)
+            kinds[kind][name] = x.to(self.device)
         self._sums, self._totals, self._maxima = kinds["sum"], kinds["total"], kinds["max"]
 
     def __bool__(self) -> bool:
@@ -122,11 +128,12 @@ def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Callab
 def log_completions(
     metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, valid: Tensor
 ) -> None:
-    """Log KL, entropy, and lengths; `stopped` and `valid` are `[batch]`."""
+    """Log KL (with a reference), entropy, and lengths; `stopped` and `valid` are `[batch]`."""
     mask, lengths = completion_mask & valid[:, None], completion_mask.sum(1)
-    kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
-    metrics.mean("kl", kl, mask)
-    metrics.mean("kl_per_completion", (kl * mask).sum(1), valid)
+    if tokens.ref_logprobs is not None:
+        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
+        metrics.mean("kl", kl, mask)
+        metrics.mean("kl_per_completion", (kl * mask).sum(1), valid)
     metrics.mean("entropy", tokens.entropies, mask)
     metrics.mean("completions/mean_length", lengths, valid)
     metrics.maximum("completions/max_length", lengths, valid)
@@ -155,9 +162,10 @@ def log_reward_hacking(
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
-    everyone = gather(torch.tensor(numbers, device=valid.device))[gather(valid)]
-    repeated = 1 - len(everyone.unique()) / max(len(everyone), 1)
-    metrics.mean("completions/repeated_ratio", torch.tensor(repeated, device=valid.device))
+    local = torch.stack([torch.tensor(numbers).to(valid.device, non_blocking=True), valid.long()], 1)
+    everyone, counts = gather(local).cpu().unbind(1)
+    everyone = everyone[counts.bool()]
+    metrics.mean("completions/repeated_ratio", 1 - len(everyone.unique()) / max(len(everyone), 1))
     if scored.rewards.shape[1] > 1:
         applies = (~scored.rewards.isnan()).sum(1)
         mean = scored.rewards.nanmean(1, keepdim=True)

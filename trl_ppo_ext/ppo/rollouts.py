@@ -58,8 +58,8 @@ class Rollout:
     sequences: Sequences
     response_mask: Tensor  # 1 at sampled tokens that are trained
     old_logprobs: Tensor  # under the policy that sampled
-    ref_logprobs: Tensor  # under the reference
     advantages: Tensor
+    ref_logprobs: Tensor | None = None  # under the reference; None without a KL penalty
     old_values: Tensor | None = None  # None without a critic
     returns: Tensor | None = None  # targets of the values
     kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
@@ -145,7 +145,8 @@ class RolloutCollector:
         self.accelerator = accelerator
         self.guard = guard
         self.shaping = RewardShaping(**{name: getattr(args, name) for name in SHAPING_FIELDS})
-        self.kl_estimator, self.kl_in_reward = args.kl_estimator, args.kl_placement != "loss"
+        self.kl_estimator = args.kl_estimator
+        self.kl_in_reward = args.uses_reference and args.kl_placement != "loss"
         kl_coef, kl_target = args.kl_coef, args.kl_target
         self.kl_coef = ppo_math.Coefficient(kl_coef)
         if kl_target is not None:
@@ -185,7 +186,7 @@ class RolloutCollector:
         prompt_ids = [row[PROMPT_IDS] for row in rows]
         with self._timed("generate", metrics):
             completion_ids = self.generator.generate(prompt_ids)
-        stopped = torch.tensor([*map(self.generator.has_stopped, completion_ids)], device=device)
+        stopped = torch.tensor([*map(self.generator.has_stopped, completion_ids)]).to(device, non_blocking=True)
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
 
         # 2. Log-probs under policy and reference, values and entropies, with the forward of the updates.
@@ -277,8 +278,8 @@ class RolloutCollector:
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
         entropy_coef = self.entropy_coef.value
-        metrics.mean("kl_coef", torch.tensor(kl_coef, device=advantages.device))
-        metrics.mean("entropy_coef", torch.tensor(entropy_coef, device=advantages.device))
+        metrics.mean("kl_coef", kl_coef)
+        metrics.mean("entropy_coef", entropy_coef)
         rollout = Rollout(
             sequences=sequences,
             response_mask=response_mask,
@@ -307,16 +308,21 @@ class RolloutCollector:
         index = [part for rows in ordered for part in rows.split(size)]
         quiet = args.disable_tqdm or not self.accelerator.is_main_process
         outputs: dict[str, Tensor] = {}
+        start = 0
         with self.accelerator.autocast():
             for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
                 part = sequences.rows(rows)
                 scores = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
-                scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, temperature))
+                if args.uses_reference:
+                    scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, temperature))
                 for name, x in scores._asdict().items():
                     if x is not None:
                         out = outputs.setdefault(name, x.new_zeros(sequences.completion_ids.shape))
-                        out[rows.to(x.device), : x.shape[1]] = x
-        return TokenScores(**outputs)
+                        out[start : start + len(x), : x.shape[1]] = x
+                start += len(rows)
+        # rows in the order of the micro-batches until here
+        order = torch.cat(index).argsort().to(sequences.completion_ids.device, non_blocking=True)
+        return TokenScores(**outputs).map(lambda x: x[order])
 
     def _scoring_batch(
         self,
@@ -334,7 +340,7 @@ class RolloutCollector:
 
         def log_metric(name: str, value: float) -> None:
             check_metric_name(name)
-            metrics.mean(name, torch.tensor(float(value), device=self.accelerator.device))
+            metrics.mean(name, float(value))
 
         prompts = [row["prompt"] for row in rows]
         if max(map(max, completion_ids)) >= len(self.tokenizer):
@@ -364,11 +370,13 @@ class RolloutCollector:
         )
 
     def _update_coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
+        if self.args.kl_target is None and self.args.entropy_target is None:
+            return
         completions = int(self.all_sum(usable.sum()))
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
-        if completions:
+        if self.args.kl_target is not None and completions:
+            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
             self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
-        if self.all_sum(response_mask.sum()):
+        if self.args.entropy_target is not None and self.all_sum(response_mask.sum()):
             entropy = ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)
             self.entropy_coef.update(float(entropy), completions)
 
@@ -432,7 +440,7 @@ class RolloutCollector:
     def _timed(self, name: str, metrics: Metrics) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        metrics.mean(f"time/{name}", torch.tensor(time.perf_counter() - start, device=self.accelerator.device))
+        metrics.mean(f"time/{name}", time.perf_counter() - start)
 
     # ---- checkpoints ----
 

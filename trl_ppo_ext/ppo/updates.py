@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def loss_denominators(
     counts = lengths if aggregation == "token" else (lengths > 0).long()
     if aggregation == "constant":
         counts = counts * max_completion_length
-    return all_sum(counts[rows.to(counts.device)].sum((1, 2)))
+    return all_sum(counts[rows.to(counts.device, non_blocking=True)].sum((1, 2)))
 
 
 def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
@@ -93,9 +93,10 @@ def ppo_loss(
         metrics |= {"loss/value": value, "value/clip_ratio": value.detach() > unclipped}
 
     # 3. KL from the reference, if it is in the loss, and the entropy bonus.
-    if kl_estimator is not None:
+    if kl_estimator is not None and rollout.kl_coef:
         exact = kl_estimator == "exact"
-        kl = scores.kls if exact else ppo_math.kl_estimate(scores.logprobs, rollout.ref_logprobs, kl_estimator)
+        ref_logprobs = cast(Tensor, rollout.ref_logprobs)
+        kl = scores.kls if exact else ppo_math.kl_estimate(scores.logprobs, ref_logprobs, kl_estimator)
         loss = loss + rollout.kl_coef * kl
         metrics["loss/kl"] = kl
     if scores.entropies is not None:
@@ -140,7 +141,7 @@ class Updates:
         self.device = args.device
         self.aggregation = args.loss_aggregation
         self.with_entropy = args.trains_entropy
-        kl_estimator = args.kl_estimator if args.kl_placement != "reward" else None
+        kl_estimator = args.kl_estimator if args.uses_reference and args.kl_placement != "reward" else None
         self.exact_kl = kl_estimator == "exact"
         low, high = args.cliprange, args.cliprange_high
         self.loss_settings = {
@@ -233,9 +234,8 @@ class Updates:
             self.stopped_early = approx_kl > target_kl * tokens
         self.kl_sum = torch.zeros_like(self.kl_sum)
         empty = not self.stopped_early and self.is_empty[self.step]
-        self.metrics.mean("stopped_early", torch.full((), float(self.stopped_early), device=self.device))
-        is_logged = empty and self.args.process_index == 0  # totals are summed over ranks
-        self.metrics.total("empty_steps", torch.full((), float(is_logged), device=self.device))
+        self.metrics.mean("stopped_early", self.stopped_early)
+        self.metrics.total("empty_steps", empty and self.args.process_index == 0)  # totals are summed over ranks
         return not (self.stopped_early or empty)
 
     def suspects(self) -> dict[str, list[int]]:

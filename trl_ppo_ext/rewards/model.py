@@ -56,7 +56,7 @@ def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
     if device.startswith("cuda") and not gpu:
         raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
     device = device if device != "auto" else "cuda" if gpu else "cpu"
-    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported()
+    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     auto = torch.bfloat16 if has_bf16 else torch.float32
     return device, auto if dtype == "auto" else getattr(torch, dtype)
 
@@ -139,12 +139,15 @@ class SequenceScorer:
             if len(row) > limit
         }
         by_length = sorted((i for i in range(len(rows)) if i not in scores), key=lambda i: len(rows[i]))
+        parts = []
         # the bar appears after three seconds
         starts = range(0, len(by_length), self.batch_size)
         for start in tqdm(starts, desc=f"Scoring with {self.name}", leave=False, delay=3):
             index = by_length[start : start + self.batch_size]
             inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
-            scores |= zip(index, self._score(inputs["input_ids"], inputs["attention_mask"]).tolist())
+            parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
+        if parts:
+            scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
         return [scores[index] for index in range(len(rows))]
 
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
@@ -206,7 +209,7 @@ class ClassifierReward(SequenceScorer):
     @torch.inference_mode()
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         device = self.model.get_input_embeddings().weight.device
-        input_ids, mask = input_ids.to(device), mask.to(device)
+        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
         model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Module):  # encoders pool by themselves
@@ -280,7 +283,8 @@ class AdapterReward(SequenceScorer):
     @torch.no_grad()
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         device = self.actor_critic.device
-        read = partial(last_states, input_ids=input_ids.to(device), mask=mask.to(device))
+        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+        read = partial(last_states, input_ids=input_ids, mask=mask)
         states = self.actor_critic.read_trunk(read, self.adapter_name)
         head = {key: x.to(states.device) for key, x in self.head.items()}  # the model may have moved since
         with torch.autocast(states.device.type, enabled=False):

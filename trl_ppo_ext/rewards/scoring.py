@@ -259,9 +259,9 @@ def score_all(
     failed = torch.zeros(len(batch), len(rewards), dtype=torch.bool)
     for column, scores in enumerate(all_scores):
         failed[list(scores.failures), column] = True
-    failed = failed.to(device)
     # every process reaches this reduction, so that all of them stop together
-    counts = all_sum(torch.cat([failed.sum(0), failed.new_tensor([len(batch)], dtype=torch.long)])).tolist()
+    local = torch.cat([failed.sum(0), torch.tensor([len(batch)])])
+    counts = all_sum(local.to(device, non_blocking=True)).tolist()
     for reward, scores, count in zip(rewards, all_scores, counts):
         first = next(iter(scores.failures.values()), None)
         if count and on_error == "raise":
@@ -283,18 +283,18 @@ def score_all(
 
     # 3. Sum the scores, and skip completions without any.
     totals = torch.stack([scores.totals for scores in all_scores], 1)
-    if totals.isnan().all() and not any(scores.failures for scores in all_scores):
+    unscored = totals.isnan().all(1)
+    if unscored.all() and not any(scores.failures for scores in all_scores):
         logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
-    totals = totals.to(device)
     weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
-    tokens = torch.stack(weighted).sum(0).to(device)
-    usable = usable & ~totals.isnan().all(1)
-    return Scored(totals, tokens * usable[:, None], usable, failed)
+    usable = usable & ~unscored
+    scored = Scored(totals, torch.stack(weighted).sum(0) * usable[:, None], usable, failed)
+    return Scored(*(x.to(device, non_blocking=True) for x in scored))
 
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
-    return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device)
+    return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
 
 
 class RunningMoments:
@@ -309,8 +309,9 @@ class RunningMoments:
 
     def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> None:
         """Add a batch."""
-        # float64 where the device has it: the sums must not depend on batch sizes
-        x, weight = x.double(), mask.double()
+        # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
+        dtype = torch.float32 if x.device.type == "mps" else torch.float64
+        x, weight = x.to(dtype), mask.to(dtype)
         total, count = all_sum(torch.stack([(x * weight).sum(), weight.sum()])).tolist()
         if not count:
             return

@@ -114,7 +114,7 @@ class RunLog(TrainerCallback):
         batch, tokens = samples.batch, samples.tokens
         rewards, monitored = samples.scored.rewards.tolist(), samples.monitored.tolist()
         totals, stopped = samples.scored.totals.tolist(), samples.stopped.tolist()
-        kls = (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
+        kls = None if tokens.ref_logprobs is None else (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
         rows = [
             {
                 "prompt": _text(batch.prompts[row]),
@@ -122,7 +122,7 @@ class RunLog(TrainerCallback):
                 "score": totals[row],
                 "rewards": dict(zip(self.rewards, rewards[row])),
                 "monitors": dict(zip(self.monitors, monitored[row])),
-                "kl": kls[row],
+                "kl": None if kls is None else kls[row],
                 "tokens": len(batch.completion_ids[row]),
                 "ended": stopped[row],
                 "extra": {name: _text(values[row]) for name, values in list(samples.extra.items())[:COLUMNS]},

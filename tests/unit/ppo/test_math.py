@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from trl_ppo_ext.ppo_math import (
     aggregate_loss,
@@ -746,3 +747,13 @@ def test_equal_returns_explain_nothing(level):
     small = 1e-5 * torch.arange(20.0).reshape(4, 5)  # of a reward of any scale
     assert explained_variance(small, small, mask) == 1
     assert explained_variance(torch.zeros(4, 5), small, mask).abs() < 1e-6
+
+
+def test_gae_takes_one_operation_per_token():
+    counts = []
+    for width in (8, 40):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            gae(normal(3, width), normal(3, width, seed=1), torch.ones(3, width), 1.0, 0.95)
+        views = ("aten::select", "aten::as_strided")
+        counts.append(sum(event.name.startswith("aten::") and event.name not in views for event in profiler.events()))
+    assert counts[1] - counts[0] == 32

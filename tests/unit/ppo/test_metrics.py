@@ -134,8 +134,19 @@ def test_metrics_continue_from_a_checkpoint():
 
     first, *others = uneven_batches()
     add(stopped, *first)
-    resumed.load_state_dict({name: x.clone() for name, x in stopped.state_dict().items()}, "cpu")
+    resumed.load_state_dict({name: x.clone() for name, x in stopped.state_dict().items()})
     add(whole, *first)
     for batch in others:
         add(whole, *batch), add(resumed, *batch)
     assert resumed.compute(alone, alone) == whole.compute(alone, alone)
+
+
+def test_python_numbers_count_as_tensors_do():
+    numbers, tensors = Metrics(), Metrics()
+    for value in (0.5, 2.0):
+        numbers.mean("mean", value)
+        numbers.total("total", value > 1)
+        tensors.mean("mean", torch.tensor(value))
+        tensors.total("total", torch.tensor(value > 1))
+    computed = [metrics.compute(lambda x: x, lambda x: x) for metrics in (numbers, tensors)]
+    assert computed[0] == computed[1] == {"mean": 1.25, "total": 1.0}

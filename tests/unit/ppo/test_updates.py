@@ -158,6 +158,7 @@ def test_metrics_by_hand():
         advantages=torch.tensor([[1.0, -1.0, 1.0, -2.0]], dtype=torch.float64),
         old_values=torch.tensor([[0.0, 2.0, 0.0, 0.0]], dtype=torch.float64),
         returns=torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64),
+        kl_coef=1e-9,  # without a coefficient the KL is not computed
     )
     scores = TokenScores(ratios.log(), values=torch.tensor([[1.0, 2.0, 0.0, 0.0]], dtype=torch.float64))
     settings = {"dual_clip": 3.0, "vf_coef": 0.1, "cliprange_value": 0.5, "kl_estimator": "k1"}
@@ -174,11 +175,11 @@ def test_metrics_by_hand():
         "clip_ratio/region_mean": [1, 1, 0, 0],
         "clip_ratio/dual_mean": [0, 0, 0, 1],
         "approx_kl": [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.0, 4.0)],
-        "per_token": [-1.3 + 0.3125, 0.8, -1.0 + 0.05, 6.0],  # the rollout's `kl_coef` is 0
+        "per_token": [-1.3 + 0.3125, 0.8, -1.0 + 0.05, 6.0],
     }
     assert metrics.keys() == expected.keys()
     for name, values in expected.items():
-        close(metrics[name].double(), [values])
+        close(metrics[name].double(), [values], 1e-8)
 
 
 # ---- denominators and schedule ----

@@ -1,0 +1,20 @@
+"""Defaults of the config that depend on the machine."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.rewards.model import choose_device
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
+    )
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would use the GPU
+    monkeypatch.setattr(PPOConfig, "world_size", 1)
+    assert PPOConfig("run").bf16 is not emulated
+    assert choose_device("auto", "auto") == ("cuda", torch.float32 if emulated else torch.bfloat16)
