@@ -93,7 +93,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int]) -> Scores:
     if isinstance(scores, RewardError):
         entries = [scores] * expected
     elif isinstance(scores, Exception):
-        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {scores}")
+        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
         failure.__cause__ = scores
         entries = [failure] * expected
     elif not isinstance(entries, list | tuple) or len(entries) != expected:

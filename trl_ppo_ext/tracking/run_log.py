@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..ppo.rollouts import Samples
-from ..redaction import without_secrets
+from ..redaction import shortened, without_secrets
 from .completions import as_text
 from .reading import RUN_LOG
 
@@ -130,7 +130,7 @@ class RunLog(TrainerCallback):
         if self._path is None:
             return
         try:
-            line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=str).encode() + b"\n"
+            line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=shortened).encode() + b"\n"
             os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
             with open(self._path, "ab+") as file:
                 if file.tell():
