@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -208,6 +209,39 @@ def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
     monkeypatch.delenv("TEST_KEY")
     with pytest.raises(ValueError, match="`TEST_KEY` is not set"):
         right.score(batch(["abc"]))
+
+
+@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("how", ["body", "redirect", "scores"])
+def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
+    """Cut, split, in another case, coded, in a redirect, and instead of a score."""
+    monkeypatch.setenv("TEST_KEY", KEY)
+    (error,) = make(port, f"echo_{how}", api_key_env="TEST_KEY").score(batch(["abc"]))
+    if not isinstance(error, RewardError):  # of a score that is text
+        error = read_scores("r", [error], [1]).failures[0]
+    text = re.sub(r"%..|[^a-z0-9]", "", str(error).replace(f"127.0.0.1:{port}", "").lower())
+    for start in range(len(KEY) - 5):
+        assert re.sub(r"\W", "", KEY)[start : start + 5] not in text, (KEY[start:], str(error))
+    assert "***" in str(error)
+
+
+def test_invalid_proxy_is_named_without_its_password(monkeypatch):
+    for wrong in ("http://user:hun/ter2@proxy:80", "ftp://user:hunter2@proxy", "http://user@proxy:hunter2"):
+        monkeypatch.setenv("HTTPS_PROXY", wrong)
+        with pytest.raises(ValueError, match=r"`HTTPS_PROXY`.* must be an address") as caught:
+            RemoteReward("https://example.invalid").score(batch(["abc"]))
+        assert "hun" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_control_characters_of_a_server_are_escaped(port):
+    (error,) = judge(port, "colored").score(batch(["abc"]))
+    assert r"\x1b[31m" in str(error) and str(error).isprintable()
+
+
+def test_pattern_that_hangs_fails_in_time(port):
+    with ends_within(3):
+        (error,) = judge(port, "many_letters", pattern=r"(a|aa)+$").score(batch(["abc"]))
+    assert "searched its answer for more than 1 s; remove nested repeats" in str(error)
 
 
 @pytest.mark.parametrize("make", [judge, remote])
