@@ -1,6 +1,7 @@
 """Judges and remote rewards against a real server that misbehaves, and the server that ships with the package."""
 
 import asyncio
+import http.client
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import pickle
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,10 +22,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 from http_rewards import KEY, TEMPLATE, judge, remote, serving
 from tiny import WORDS, llama, tokenizer
 
 from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands import serve_reward
 from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, load_classifier, read_scores
 from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT, Judge, RemoteReward, fill, readable
 
@@ -399,6 +403,83 @@ def test_invalid_request_gets_a_clear_error(served, content, key, status, said):
     text = caught.value.read().decode()
     assert caught.value.code == status and said in text
     assert "Traceback" not in text and KEY not in text
+
+
+class Stub:
+    """A reward that counts the completions it has scored."""
+
+    batch_size = 2
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.scored = seconds, 0
+
+    def score(self, given):
+        time.sleep(self.seconds)
+        self.scored += len(given)
+        return [float(len(completion)) for completion in given.completions]
+
+
+@contextmanager
+def running(reward):
+    """The server without a key, in a thread; yields its port."""
+    app = serve_reward.create_app(reward, None, 2**20)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **serve_reward.server_settings()))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(port, completions=("ab",), method="POST", **headers):
+    content = json.dumps({"prompts": ["p"] * len(completions), "completions": list(completions)})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, "/score", content, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_server_without_a_key_refuses_web_pages():
+    with running(Stub()) as port:
+        for host in ("127.0.0.1", f"localhost:{port}", "[::1]:9000", "127.9.9.9"):
+            assert ask(port, Host=host) == (200, '{"scores":[2.0]}')
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+            status, text = ask(port, **headers)
+            assert status == 403 and "--api-key-env" in text
+
+
+def test_idle_connections_neither_shut_out_others_nor_stay(monkeypatch):
+    monkeypatch.setattr(serve_reward, "ARRIVAL_TIMEOUT", 0.5)
+    with running(Stub()) as port:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        idle[1].sendall(b"POST /score HTTP/1.1\r\n")  # slow in its headers
+        idle[2].sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")  # in its body
+        assert ask(port)[0] == 200
+        for connection in idle:
+            connection.settimeout(3)
+            assert connection.recv(1) == b""
+            connection.close()
+
+
+def test_request_with_too_many_rows_is_refused_at_once():
+    with running(Stub(10)) as port, ends_within(2):
+        status, text = ask(port, [""] * 100_000)
+        assert status == 400 and "100000 completions; send at most 4096" in text
+
+
+def test_scoring_ends_when_the_client_has_left():
+    reward = Stub(0.1)
+    with running(reward) as port:
+        left = http.client.HTTPConnection("127.0.0.1", port)
+        left.request("POST", "/score", json.dumps({"prompts": ["p"] * 4000, "completions": ["c"] * 4000}))
+        time.sleep(0.3)
+        left.close()
+        assert ask(port)[0] == 200
+        assert reward.scored < 200
 
 
 @pytest.mark.parametrize("options", ["--host 0.0.0.0", "--api-key-env UNSET_KEY", "--max-request-bytes -7"])
