@@ -55,6 +55,8 @@ class TrainConfig(PPOConfig):
     def __post_init__(self):
         if isinstance(self.resume_from_checkpoint, bool):
             self.resume_from_checkpoint = str(self.resume_from_checkpoint)
+        if self.hub_model_id is not None and not self.push_to_hub:
+            raise ValueError("`hub_model_id` needs `push_to_hub`; set it to true, or omit `hub_model_id`.")
         super().__post_init__()
 
 
