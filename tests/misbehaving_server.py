@@ -139,6 +139,26 @@ class Misbehaving(BaseHTTPRequestHandler):
     def wrong_key(self):
         self.reply(f"no such key: {self.headers['Authorization']}".encode(), 401)
 
+    def echo_body(self):
+        key = self.headers["Authorization"].split()[-1]
+        shapes = [key[:9], " ".join(key), key.upper(), key[3:].replace("-", "%2D%2d"), "\u200b".join(key), key[-8:]]
+        self.reply(("; ".join(shapes) + " " + key[:-1]).encode(), 401)
+
+    def echo_redirect(self):
+        key = self.headers["Authorization"].split()[-1]
+        target = f"http://{key.upper()}.example/{key[:-3]}/{key.replace('-', '%2D')}?key={key}"
+        self.reply(b"", 307, [("Location", target)])
+
+    def echo_scores(self):
+        key = self.headers["Authorization"].split()[-1]
+        self.reply(self.answer(f"Score: {key[:-1]}", lambda right: [key[:-1] for _ in right]))
+
+    def colored(self):
+        self.reply(b"\x1b[31mred\x07", 401)
+
+    def many_letters(self):
+        self.reply(self.answer("a" * 60 + "b"))
+
     def needs_key(self):  # its address has the key backwards
         key = self.path.split("/")[2][::-1]
         self.ok() if self.headers["Authorization"] == f"Bearer {key}" else self.reply(b"", 401)

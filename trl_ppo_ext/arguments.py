@@ -90,9 +90,7 @@ def check_trainer_arguments(
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
     check_model_arguments(model, args, quantization_config, peft_config)
-    check_reward_arguments(reward_funcs, reward_processing_classes or None, args)
-    if monitor_funcs:
-        check_reward_arguments(monitor_funcs, None, args, weighted=False)
+    check_reward_arguments(reward_funcs, monitor_funcs, reward_processing_classes or None, args)
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):

@@ -1,30 +1,74 @@
-"""Settings and values for logs, errors and files: without secrets, and short."""
+"""Settings and text for logs, errors and files: without secrets, printable, and short."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
-# matches `hub_token`, `use_auth_token`, `X-Api-Key`, `credentials`; not `max_new_tokens`, `eos_token_id` or `keys`
+# matches `hub_token`, `accessToken`, `X-Api-Key`, `auth`, `headers`; not `max_new_tokens`, `eos_token` or `keys`
 _SECRET = re.compile(
-    r"(^|[-_])(token|(api|access|secret|private)[-_]?key|password|secret|authorization|credentials?)$", re.IGNORECASE
+    r"(?<![a-z])(passw(or)?d|passphrase|secret|credential|authorization|cookie|apikey)s?(?![a-z])"
+    r"|(?<![a-z])(?<!(eos|bos|pad|unk|sep|cls)_)(?<!(stop|mask)_)(token|key|pwd|auth|jwt|sig|signature|headers?)$"
+    r"|(api|auth|access|secret)[-_ ]?(key|token)s$"
 )
+_USER = re.compile(r"""(?<=://)([^\s/?#@:"']*:[^\s"']*|[^\s/?#"']+)@""")  # in an address, e.g. of a proxy
+_SETTING = re.compile(r"""(?<![\w.~-])([\w.~-]+)(=["']?|["']: ?["']?)(?!None|True|False|<)[^\s&#;"'),}]+""")
+_KEY = re.compile(  # keys of known forms
+    r"\b((hf|gh[a-z]|github_pat)_|(xox[a-z]|glpat|sk)-|AKIA|ASIA|AIza)[\w-]{16,}|\beyJ[\w-]{8,}\.[\w.-]+"
+    r"|(?<=[Bb]earer )(?=\S*\d)[^\s\"']{8,}"
+)
+_KEPT = set("\n\t\u200c\u200d")  # the last two join letters and emoji
 
 
 def is_secret(name: str) -> bool:
     """Return whether the value under a name is a secret."""
-    return _SECRET.search(name) is not None
+    return _SECRET.search(re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()) is not None
+
+
+def redacted(text: str) -> str:
+    """Mask users and passwords of addresses, `name=value` of secrets, and keys of known forms."""
+    text = _USER.sub("***@", text)
+    text = _SETTING.sub(lambda match: f"{match[1]}{match[2]}***" if is_secret(match[1]) else match[0], text)
+    return _KEY.sub("***", text)
+
+
+def without_key(text: str, key: str) -> str:
+    """Mask every part of a key from 4 letters on, also in another case, percent-encoded, or split by punctuation."""
+    key = "".join(re.findall(r"[a-z\d]", key.lower()))
+    if not key:
+        return text
+    text = unquote(text)
+    matches = list(re.finditer(r"[A-Za-z\d]", text))
+    letters, length = "".join(match[0].lower() for match in matches), min(4, len(key))
+    kept, end = [], 0
+    for start in range(len(letters) - length + 1):
+        if letters[start : start + length] in key:
+            if matches[start].start() >= end:  # not a continuation of the part before
+                kept += [text[end : matches[start].start()], "***"]
+            end = matches[start + length - 1].end()
+    return "".join([*kept, text[end:]])
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
     """Replace every secret by a placeholder, at any depth."""
-    if isinstance(settings, str | bytes | bytearray) and is_secret(name):
-        return f"<{name.upper()}>"
     if isinstance(settings, Mapping):
         # everything under `credentials` is secret
-        return {key: without_secrets(value, name if is_secret(name) else str(key)) for key, value in settings.items()}
-    if type(settings) in (list, tuple):  # a named tuple cannot be built from a generator
+        items = (
+            (key, without_secrets(value, name if is_secret(name) else str(key))) for key, value in settings.items()
+        )
+        return {redacted(key) if isinstance(key, str) else key: value for key, value in items}
+    if type(settings) in (list, tuple, set, frozenset):
+        if (
+            isinstance(settings, tuple)
+            and len(settings) == 2
+            and isinstance(settings[0], str)
+            and is_secret(settings[0])
+        ):
+            name = settings[0]  # a header as a pair
         return type(settings)(without_secrets(value, name) for value in settings)
-    return settings
+    if is_secret(name) and not isinstance(settings, bool | None):
+        return f"<{name.upper()}>"
+    return redacted(settings) if isinstance(settings, str) else settings
 
 
 def shown(name: str, value: Any) -> str:
@@ -34,9 +78,14 @@ def shown(name: str, value: Any) -> str:
     return f"{shortened(repr(value), 80)} ({type(value).__name__})"
 
 
+def printable(text: str) -> str:
+    """Escape control characters, which a terminal would execute."""
+    return "".join(c if c.isprintable() or c in _KEPT else c.encode("unicode_escape").decode() for c in text)
+
+
 def shortened(text: Any, longest: int = 500) -> str:
-    """The beginning of a text."""
-    text = str(text)
+    """The beginning of a text, printable and without secrets."""
+    text = printable(redacted(str(text)[: longest + 1000]))
     return text if len(text) <= longest else text[:longest] + "..."
 
 

@@ -2,20 +2,21 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast
 
 import trl
 import trl.rewards
+import yaml
 from accelerate import PartialState
 from datasets import IterableDataset
 from transformers import AutoConfig
 from transformers.hf_argparser import HfArg
-from yaml import YAMLError
 
 from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
@@ -26,6 +27,8 @@ from ..trainer import PPOTrainer
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+# environment variables that choose the code of processes
+CODE_VARIABLES = re.compile(r"(LD_|DYLD_|PYTHON|GLIBC_|GCONV_|BASH_|GIT_).*|PATH|ENV|SHELL|CC|CXX")
 
 
 # ---- arguments ----
@@ -54,6 +57,7 @@ class PPOScriptArguments(trl.ScriptArguments):
     )
     monitor_funcs: list[str] | None = HfArg(default=None, help="Rewards that are logged, but not optimized.")
     ptx_dataset_name: str | None = HfArg(default=None, help="Dataset with supervised data in its split 'train'.")
+    directory: str | None = field(default=None, init=False)  # of the config file, with functions beside it
 
     def __post_init__(self):
         _check(self, "reward_funcs", "monitor_funcs")
@@ -84,10 +88,10 @@ class PPOModelConfig(trl.ModelConfig):
         super().__post_init__()
         if not self.use_peft:
             raise ValueError("`use_peft` must be True: the policy is an adapter on a frozen base. Leave it out.")
-        for field in fields(self) if self.adapter_name_or_path is not None else ():
-            value, default = getattr(self, field.name), getattr(PPOModelConfig(), field.name)
-            if field.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
-                raise ValueError(f"`{field.name}={value!r}` is of a new adapter; omit it, or `adapter_name_or_path`.")
+        for entry in fields(self) if self.adapter_name_or_path is not None else ():
+            value, default = getattr(self, entry.name), getattr(PPOModelConfig(), entry.name)
+            if entry.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
+                raise ValueError(f"`{entry.name}={value!r}` is of a new adapter; omit it, or `adapter_name_or_path`.")
         if self.lora_dropout:
             raise ValueError(f"`lora_dropout={self.lora_dropout}` is not supported: log-probs vary. Leave it out.")
         if self.lora_task_type != "CAUSAL_LM":
@@ -130,13 +134,15 @@ def parse(
         exit_on_error=False,
     )
     argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
+    file = None
     if "--config" in argv:
         file = "".join(argv[argv.index("--config") + 1 :][:1])
         if not os.path.exists(file) or os.path.isdir(file):
             hint = f"give its path. The working directory is {os.getcwd()}."
             raise ValueError(f"`--config` must be a YAML file, got {file!r}; {hint}")
-        sys.path.append(os.path.dirname(os.path.abspath(file)))  # of the functions beside it
     try:
+        if file is not None:
+            _check_config(file)
         *parsed, in_file, in_line = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
         )
@@ -145,13 +151,42 @@ def parse(
         for kind, needed in (("float", "a number"), ("int", "an integer")):
             problem = problem.replace(f"invalid {kind} value:", f"must be {needed}, got")
         raise ValueError(f"`{name}` {problem}") from None
-    except (YAMLError, TypeError, UnicodeError, RecursionError) as error:
+    except (yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"The arguments cannot be read: {error}") from error
     for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
         if strings:
             known = [entry.name for type_ in types for entry in fields(type_)]
             raise ValueError(_unknown_argument(strings, place, known))
+    parsed[0].directory = file and os.path.dirname(os.path.abspath(file))
     return tuple(parsed)
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a repeated key, of which YAML keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                line = key.start_mark.line + 1
+                raise ValueError(f"`{key.value}` appears twice in the config file, first in line {line}; keep one.")
+        return node
+
+
+def _check_config(path: str) -> None:
+    """Check what TRL's parser does not: repeated keys, and the environment variables that it sets."""
+    with open(path, encoding="utf-8") as file:
+        config = yaml.load(file, _Loader)
+    variables = config.get("env") if isinstance(config, dict) else None
+    if isinstance(variables, dict) and variables:
+        refused = [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]
+        if refused:
+            remedy = "export it before `trl-ppo` starts, if you want that"
+            raise ValueError(f"`env` must not set `{refused[0]}`, which chooses the code of processes; {remedy}.")
+        if os.environ.get("RANK", "0") == "0":
+            listed = shortened(", ".join(map(str, variables)))
+            print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
 
 
 def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
@@ -171,7 +206,7 @@ def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
 # ---- rewards and datasets ----
 
 
-def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
+def find_reward(name: str, argument: str = "reward_funcs", directory: str | None = None) -> RewardFunc:
     """Resolve an entry of `reward_funcs`: an adapter, a function, or a classifier's path or id."""
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
@@ -180,14 +215,15 @@ def find_reward(name: str, argument: str = "reward_funcs") -> RewardFunc:
     if name in TRL_REWARDS:
         return getattr(trl.rewards, name)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
-    return _import(name, argument) if is_dotted and not os.path.isdir(name) else name
+    return _import(name, argument, directory) if is_dotted and not os.path.isdir(name) else name
 
 
-def _import(name: str, argument: str) -> Any:
-    """Import a function by its dotted path."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # console scripts do not search it
+def _import(name: str, argument: str, directory: str | None) -> Any:
+    """Import a function by its dotted path, also from the working directory or from that of the config file."""
     module_name, _, attribute = name.rpartition(".")
+    # Only during this import: an `apex.py` there must not stand for a package that transformers looks for later.
+    places = [place for place in (directory, os.getcwd()) if place and place not in sys.path]
+    sys.path += places
     try:
         module = import_module(module_name or name)
     except ModuleNotFoundError as error:
@@ -195,6 +231,8 @@ def _import(name: str, argument: str) -> Any:
             raise  # the module exists, and fails to import another one
         problem = f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on sys.path"
         raise ValueError(f"{problem}; name a module and a function in it, or set PYTHONPATH.") from None
+    finally:
+        sys.path[:] = [place for place in sys.path if place not in places]
     value = getattr(module, attribute, None)
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
@@ -222,7 +260,7 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
     if script.eval_rows is not None and test in splits and test != train:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
-        function = _import(script.map_function, "map_function")
+        function = _import(script.map_function, "map_function", script.directory)
         # the main process fills the cache that the others read
         with PartialState().main_process_first():
             splits |= {split: splits[split].map(function) for split in {train, test} & splits.keys()}
@@ -265,8 +303,10 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
     return {
         "model": name,
         "args": args,
-        "reward_funcs": [find_reward(reward) for reward in script.reward_funcs or []],
-        "monitor_funcs": [find_reward(reward, "monitor_funcs") for reward in script.monitor_funcs or []],
+        **{
+            argument: [find_reward(name, argument, script.directory) for name in getattr(script, argument) or []]
+            for argument in ("reward_funcs", "monitor_funcs")
+        },
         "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),
         "quantization_config": trl.get_quantization_config(quantized),
     }

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from ..rewards import Reward, ScoringBatch
+    from ..rewards import ClassifierReward, ScoringBatch
 
 logger = logging.getLogger(__name__)
+
+ARRIVAL_TIMEOUT = 30.0  # seconds until a request has arrived completely
+MAX_CONNECTIONS = 500  # below the usual limit of open files
+MAX_REQUESTS = 64  # that are read and scored; at most this times `--max-request-bytes` is held in memory
+MAX_ROWS = 4096  # completions per request
+PART = 8  # batches that are scored before the server checks if the client is still there
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
@@ -73,22 +79,44 @@ def main(options: argparse.Namespace) -> None:
         create_app(reward, options.api_key_env, options.max_request_bytes),
         host=options.host,
         port=options.port,
-        access_log=False,
-        limit_concurrency=64,  # at most this times `--max-request-bytes` is held in memory
-        timeout_graceful_shutdown=5,
+        **server_settings(),
     )
 
 
-def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int) -> "Starlette":
+def server_settings() -> dict[str, Any]:
+    """Settings of uvicorn: one request per connection, which must arrive in time."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(ARRIVAL_TIMEOUT, self.close_unless_arrived)
+
+        def close_unless_arrived(self) -> None:  # uvicorn itself waits for a request for ever
+            if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+                self.transport.close()
+
+    return {
+        "http": Protocol,
+        "headers": [("Connection", "close")],
+        "limit_concurrency": MAX_CONNECTIONS,
+        "access_log": False,
+        "timeout_graceful_shutdown": 5,
+    }
+
+
+def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_bytes: int) -> "Starlette":
     """Build the ASGI application: `POST /score` and `GET /health`."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from ..rewards.http import read_key
+    from ..rewards.http import is_loopback, read_key
 
-    one_at_a_time = asyncio.Lock()
+    one_at_a_time, slots = asyncio.Lock(), asyncio.Semaphore(MAX_REQUESTS)
 
     async def health(_: "Request") -> "Response":
         return JSONResponse({"status": "ok"})
@@ -99,30 +127,63 @@ def create_app(reward: "Reward", api_key_env: str | None, max_request_bytes: int
             # in constant time, so that the delay does not reveal how much of a guess is right
             if not hmac.compare_digest(authorization, f"Bearer {read_key(api_key_env)}".encode()):
                 raise HTTPException(401, "wrong or missing key; send it as `Authorization: Bearer KEY`")
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > max_request_bytes:
-                cause = f"the request is longer than {max_request_bytes} bytes; send fewer completions"
-                raise HTTPException(413, cause)
-        try:
-            batch = parse_batch(bytes(content))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        async with one_at_a_time:
-            if await request.is_disconnected():  # the client timed out, and has probably retried
-                raise HTTPException(408, "the client has disconnected")
+        elif "origin" in request.headers or not is_loopback(request.url.hostname or ""):
+            # a page in this machine's browser, maybe under a name that its owner points to this machine
+            raise HTTPException(403, "without --api-key-env, only programs may ask, at a loopback address")
+        if slots.locked():
+            raise HTTPException(503, f"{MAX_REQUESTS} requests are waiting; try again later")
+        async with slots:
             try:
-                return JSONResponse({"scores": await asyncio.to_thread(_score, reward, batch)})  # NaN is not JSON
-            except Exception as error:  # the cause stays in the server's log
-                logger.exception("Scoring failed")
-                cause = f"scoring failed with {type(error).__name__}; see the server's log"
-                raise HTTPException(500, cause) from None
+                batch = await read_batch(request, max_request_bytes)
+                return JSONResponse({"scores": await score_parts(reward, batch, request, one_at_a_time)})
+            except ClientDisconnect:  # or too slow
+                raise HTTPException(408, "the client has disconnected") from None
 
     return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
 
 
-def _score(reward: "Reward", batch: "ScoringBatch") -> list[float]:
+async def read_batch(request: "Request", max_request_bytes: int) -> "ScoringBatch":
+    """Read a request, up to a size."""
+    from starlette.exceptions import HTTPException
+
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > max_request_bytes:
+            cause = f"the request is longer than {max_request_bytes} bytes; send fewer completions"
+            raise HTTPException(413, cause)
+    try:
+        return parse_batch(bytes(content))
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+
+
+async def score_parts(
+    reward: "ClassifierReward", batch: "ScoringBatch", request: "Request", one_at_a_time: asyncio.Lock
+) -> list[float]:
+    """Score a batch in parts, as long as its client is there."""
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+
+    from ..rewards import ScoringBatch
+
+    scores: list[float] = []
+    size = PART * reward.batch_size
+    for part in [slice(start, start + size) for start in range(0, len(batch), size)]:
+        async with one_at_a_time:
+            if await request.is_disconnected():  # the client timed out, and has probably retried
+                raise ClientDisconnect
+            try:
+                rows = ScoringBatch(batch.prompts[part], batch.completions[part], [])
+                scores += await asyncio.to_thread(_score, reward, rows)
+            except Exception as error:  # the cause stays in the server's log
+                logger.exception("Scoring failed")
+                cause = f"scoring failed with {type(error).__name__}; see the server's log"
+                raise HTTPException(500, cause) from None
+    return scores
+
+
+def _score(reward: "ClassifierReward", batch: "ScoringBatch") -> list[float]:
     scores = reward.score(batch)
     for failure in (entry for entry in scores if isinstance(entry, Exception)):
         raise failure
@@ -138,10 +199,12 @@ def parse_batch(content: bytes) -> "ScoringBatch":
     try:
         body: Any = json.loads(content)
         prompts, completions = body["prompts"], body["completions"]
-        entries = [*prompts, *completions]
-        is_valid = len(prompts) == len(completions) > 0
+        is_valid, most = len(prompts) == len(completions) > 0, max(len(prompts), len(completions))
     except (ValueError, RecursionError, KeyError, TypeError):
         raise ValueError('the request must be JSON: {"prompts": [...], "completions": [...]}') from None
+    if most > MAX_ROWS:
+        raise ValueError(f"the request has {most} completions; send at most {MAX_ROWS}: lower `batch_size`")
+    entries = [*prompts, *completions]
     chats = all(entry and is_conversational({"prompt": entry}) for entry in entries)
     if not (is_valid and (chats or all(isinstance(entry, str) for entry in entries))):
         raise ValueError(

@@ -54,6 +54,11 @@ class TrainConfig(PPOConfig):
         "a directory with checkpoints.",
     )
 
+    def __post_init__(self):
+        if self.hub_model_id is not None and not self.push_to_hub:
+            raise ValueError("`hub_model_id` needs `push_to_hub`; set it to true, or omit `hub_model_id`.")
+        super().__post_init__()
+
 
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""

@@ -61,28 +61,32 @@ def _is_function(entry: Any) -> bool:
     return callable(entry) and not isinstance(entry, nn.Module | RewardAdapter) and not _is_reward(entry)
 
 
-def check_reward_arguments(reward_funcs: Any, processing_classes: Any, args: Any, weighted: bool = True) -> None:
+def check_reward_arguments(reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: Any) -> None:
     """Check rewards before weights are loaded."""
     if not reward_funcs:
         raise ValueError(
             "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them."
         )
-    for reward in reward_funcs:
+    rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
+    models = (str, RewardAdapter, PreTrainedModel, PeftModel)
+    if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
+        raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
+    for reward in rewards:
         if _is_function(reward):
             check_signature(reward)
-        elif not (isinstance(reward, str | RewardAdapter | PreTrainedModel | PeftModel) or _is_reward(reward)):
+        elif not (isinstance(reward, models) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
                 f"object with `name` and `score` such as `Judge`, got {reward!r}."
             )
-    weights = args.reward_weights if weighted else None
+    weights = args.reward_weights
     for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
-    for model_id in (reward for reward in reward_funcs if isinstance(reward, str)):
+    for model_id in (reward for reward in rewards if isinstance(reward, str)):
         check_available("reward_funcs", model_id, {})
         config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
-        checked_label(model_id, config.num_labels, args.reward_label)
+        checked_label(model_id, config.num_labels, label)
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str) -> None:

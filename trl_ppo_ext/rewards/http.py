@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 
 import httpx2
 import openai
+import regex
 
-from ..redaction import shortened
+from ..redaction import shortened, without_key
 from .scoring import RewardError, ScoringBatch, finished, started
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
+PATTERN_TIMEOUT = 1.0  # seconds that `pattern` may search an answer; nested repeats can take for ever
 _OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 # The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
 NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
@@ -141,19 +143,24 @@ class HttpReward:
         authorization = openai.Omit() if self.api_key_env is None else f"Bearer {read_key(self.api_key_env)}"
         options: openai.RequestOptions = {"headers": {"Authorization": authorization}}
         url = httpx2.URL(self.url)
+        try:
+            http_client = _BoundedClient(
+                follow_redirects=False,
+                verify=_tls(),
+                limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+                # requests to this machine never go through a proxy
+                mounts={f"all://{url.host}": None} if is_loopback(url.host) else None,
+            )
+        except (httpx2.InvalidURL, ValueError):  # the exception repeats a part of the address, which may be a password
+            variables = "`HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`"
+            raise ValueError(f"{variables} must be an address such as http://user:password@proxy:3128.") from None
         client = openai.AsyncOpenAI(
             api_key="in the header",
             base_url=self.url,
             timeout=httpx2.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout)),
             max_retries=self.max_retries,
             default_headers={"Accept-Encoding": "identity"},
-            http_client=_BoundedClient(
-                follow_redirects=False,
-                verify=_tls(),
-                limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
-                # requests to this machine never go through a proxy
-                mounts={f"all://{url.host}": None} if is_loopback(url.host) else None,
-            ),
+            http_client=http_client,
         )
         slots = asyncio.Semaphore(self.concurrency)
         outage: list[str] = []  # causes of the last failures in a row
@@ -200,11 +207,9 @@ class HttpReward:
         return self._excerpt(error, 500)
 
     def _excerpt(self, text: Any, longest: int = 160) -> str:
-        """Return the beginning of a server's text in one printable line, without the key, which servers repeat."""
+        """Return the beginning of a server's text in one line, without the key, which servers repeat."""
         key = os.environ.get(self.api_key_env or "", "").strip()
-        text = str(text).replace(key, "***") if key else str(text)
-        line = "".join(character if character.isprintable() else " " for character in text[:1000])
-        return shortened(" ".join(line.split()), longest)
+        return shortened(" ".join(without_key(str(text)[:2000], key).split()), longest)
 
 
 @dataclass(eq=False, repr=False)
@@ -224,8 +229,8 @@ class Judge(HttpReward):
         name (`str`, *optional*): Name in metrics and errors. Defaults to the last part of `model`.
         api_key_env (`str`, *optional*): Environment variable that holds the key, sent as a bearer token.
         pattern (`str`, *optional*):
-            Regular expression of the number, which is its first group or the whole match, e.g.
-            `r"Score:\s*(-?[\d.]+)"`. Matches any number by default; the 8 in `8/10`.
+            Regular expression (of the `regex` package, a superset of `re`) of the number, which is its first group or
+            the whole match, e.g. `r"Score:\s*(-?[\d.]+)"`. Matches any number by default; the 8 in `8/10`.
         score_range (`tuple[float, float]`, *optional*): Least and greatest accepted score.
         concurrency (`int`, *optional*, defaults to `32`): Simultaneous requests per process of the run.
         timeout (`float`, *optional*, defaults to `60.0`): Seconds per attempt.
@@ -262,8 +267,8 @@ class Judge(HttpReward):
         if self.score_range is not None and not self.score_range[0] < self.score_range[1]:
             raise ValueError(f"`score_range` must be (least, greatest), got {self.score_range!r}.")
         try:
-            re.compile(self.pattern)
-        except re.error as error:
+            regex.compile(self.pattern)
+        except regex.error as error:
             raise ValueError(f"`pattern` must be a regular expression, got {self.pattern!r}: {error}.") from None
         self.url = self.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.name = self.name or self.model.rstrip("/").split("/")[-1]
@@ -290,7 +295,11 @@ class Judge(HttpReward):
         if reason in ("length", "content_filter"):  # the last number of a truncated answer is meaningless
             remedy = "; raise `max_tokens`, or request a shorter answer" if reason == "length" else ""
             raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {shown}')
-        matches = list(re.finditer(self.pattern, text))
+        try:
+            matches = list(regex.finditer(self.pattern, text, timeout=PATTERN_TIMEOUT))
+        except TimeoutError:
+            cause = f"`pattern` {self.pattern!r} searched its answer for more than {PATTERN_TIMEOUT:g} s"
+            raise ValueError(f"{cause}; remove nested repeats such as (a+)+ from it: {shown}") from None
         if not matches:
             raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {shown!r}")
         score = float(matches[-1][1 if matches[-1].re.groups else 0])
@@ -333,7 +342,8 @@ class RemoteReward(HttpReward):
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list):
             raise ValueError(f'it answered {self._excerpt(answer)}, not {{"scores": [...]}}')
-        return scores
+        # an entry with text is invalid, and shown in an error
+        return [self._excerpt(score) if '"' in json.dumps(score) else score for score in scores]
 
 
 def fill(template: str, values: dict[str, str]) -> str:

@@ -113,7 +113,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     if isinstance(scores, RewardError):
         entries = [scores] * expected
     elif isinstance(scores, Exception):
-        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {scores}")
+        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
         failure.__cause__ = scores
         entries = [failure] * expected
     elif not isinstance(entries, list | tuple) or len(entries) != expected:

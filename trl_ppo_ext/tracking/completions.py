@@ -14,10 +14,10 @@ from transformers.integrations.integration_utils import (
 )
 
 from ..ppo.rollouts import Samples
+from ..redaction import printable
 
 WITH_TABLES = ("wandb", "trackio")
 LONGEST = 20_000  # characters of a cell; more would flood the terminal
-_KEPT = set("\n\t\u200c\u200d")  # the last two join letters and emoji
 
 
 def as_text(entry: Any) -> str:
@@ -27,11 +27,9 @@ def as_text(entry: Any) -> str:
     return str(entry)
 
 
-def printable(text: str, encoding: str = "utf-8") -> str:
-    """Escape control characters, which a terminal would execute, and characters that it cannot encode."""
-    kept, cut = text[:LONGEST], len(text) - LONGEST
-    shown = "".join(c if c.isprintable() or c in _KEPT else c.encode("unicode_escape").decode() for c in kept)
-    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+def printable_cell(text: str, encoding: str = "utf-8") -> str:
+    """Escape control characters and those that the terminal cannot encode, and shorten."""
+    shown, cut = printable(text[:LONGEST]).encode(encoding, "backslashreplace").decode(encoding), len(text) - LONGEST
     return shown if cut <= 0 else f"{shown}... ({cut} more characters)"
 
 
@@ -42,7 +40,7 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     console = Console()
 
     def cell(entry: Any) -> Text:
-        return Text(printable(as_text(entry), console.encoding))  # `Text` is never parsed as markup
+        return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
 
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     table.add_column("prompt", style="bright_yellow")

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..ppo.rollouts import Samples
-from ..redaction import without_secrets
+from ..redaction import shortened, without_secrets
 from .completions import as_text
 from .reading import RUN_LOG
 
@@ -136,7 +136,7 @@ class RunLog(TrainerCallback):
         if self._path is None:
             return
         try:
-            line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=str).encode() + b"\n"
+            line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=shortened).encode() + b"\n"
             os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
             with open(self._path, "ab+") as file:
                 if file.tell():

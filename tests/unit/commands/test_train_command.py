@@ -1,7 +1,9 @@
 """`trl-ppo train`: accepted and refused arguments, and the files of a run."""
 
 import contextlib
+import importlib.util
 import json
+import os
 import re
 import runpy
 import shutil
@@ -305,6 +307,12 @@ WRONG = [
     ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
     ({"max_steps": 2.5}, "max_steps", "2.5", "must be int"),
+    ({"hub_model_id": "me/x"}, "`hub_model_id`", "`push_to_hub`", "set it to true"),
+    ({"reward_label": 1}, "`reward_label=", "1", "needs a reward model"),
+    *(
+        ({"env": {"OK": 1, name: "x"}}, "`env`", f"`{name}`", "export it before")
+        for name in ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "GIT_SSH_COMMAND")
+    ),
 ]
 
 
@@ -354,6 +362,38 @@ def test_missing_config_file_is_refused_by_name(there, capsys, file):
     assert cli.main(["train", "--config", file]) == 2
     expected = f"`--config` must be a YAML file, got '{file}'; give its path. The working directory is {there}."
     assert expected in capsys.readouterr().err
+
+
+def test_repeated_key_of_a_config_is_refused(there, capsys):
+    run("--dry_run")
+    file = Path("configs/run.yaml")
+    for text, name in (("max_steps: 5\n", "max_steps"), ("env: {A: 1, B: 2, A: 3}\n", "A")):
+        repeated = there / "configs" / "repeated.yaml"
+        repeated.write_text(file.read_text() + text)
+        capsys.readouterr()
+        assert cli.main(["train", "--config", str(repeated)]) == 2
+        lines = [n for n, row in enumerate(repeated.read_text().splitlines(), 1) if re.search(rf"\b{name}:", row)]
+        assert f"`{name}` appears twice in the config file, first in line {lines[0]}" in capsys.readouterr().err
+
+
+def test_variables_that_a_config_sets_are_printed(there, monkeypatch, capsys):
+    monkeypatch.setenv("OF_MINE", "before")
+    assert run("--dry_run", env={"OF_MINE": "hunter2"}) == 0
+    error = capsys.readouterr().err
+    assert "sets these environment variables: OF_MINE\n" in error and "hunter2" not in error
+    assert os.environ["OF_MINE"] == "hunter2"
+
+
+def test_modules_beside_a_config_stand_for_no_missing_package(there):
+    """They are imported by the named module, and by nobody else."""
+    (there / "configs" / "no_such_library.py").write_text("raise SystemExit('imported')")
+    (there / "configs" / "helper_of_mine.py").write_text("FOUR = 4")
+    (there / "configs" / "mine.py").write_text(
+        "from helper_of_mine import FOUR\n\ndef four(completions, **_):\n    return [FOUR]"
+    )
+    assert run("--dry_run", reward_funcs="mine.four") == 0
+    assert importlib.util.find_spec("no_such_library") is None
+    assert sys.modules["mine"].four([]) == [4]
 
 
 def test_help_lists_every_field_in_its_group(capsys):

@@ -1,11 +1,14 @@
 """Judges and remote rewards against a real server that misbehaves, and the server that ships with the package."""
 
 import asyncio
+import http.client
 import json
 import logging
 import os
 import pickle
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,10 +21,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 from http_rewards import KEY, TEMPLATE, judge, remote, serving
 from tiny import WORDS, llama, tokenizer
 
 from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands import serve_reward
 from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, load_classifier, read_scores
 from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT, Judge, RemoteReward, fill, readable
 
@@ -210,6 +215,39 @@ def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("how", ["body", "redirect", "scores"])
+def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
+    """Cut, split, in another case, coded, in a redirect, and instead of a score."""
+    monkeypatch.setenv("TEST_KEY", KEY)
+    (error,) = make(port, f"echo_{how}", api_key_env="TEST_KEY").score(batch(["abc"]))
+    if not isinstance(error, RewardError):  # of a score that is text
+        error = read_scores("r", [error], [1]).failures[0]
+    text = re.sub(r"%..|[^a-z0-9]", "", str(error).replace(f"127.0.0.1:{port}", "").lower())
+    for start in range(len(KEY) - 5):
+        assert re.sub(r"\W", "", KEY)[start : start + 5] not in text, (KEY[start:], str(error))
+    assert "***" in str(error)
+
+
+def test_invalid_proxy_is_named_without_its_password(monkeypatch):
+    for wrong in ("http://user:hun/ter2@proxy:80", "ftp://user:hunter2@proxy", "http://user@proxy:hunter2"):
+        monkeypatch.setenv("HTTPS_PROXY", wrong)
+        with pytest.raises(ValueError, match=r"`HTTPS_PROXY`.* must be an address") as caught:
+            RemoteReward("https://example.invalid").score(batch(["abc"]))
+        assert "hun" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_control_characters_of_a_server_are_escaped(port):
+    (error,) = judge(port, "colored").score(batch(["abc"]))
+    assert r"\x1b[31m" in str(error) and str(error).isprintable()
+
+
+def test_pattern_that_hangs_fails_in_time(port):
+    with ends_within(3):
+        (error,) = judge(port, "many_letters", pattern=r"(a|aa)+$").score(batch(["abc"]))
+    assert "searched its answer for more than 1 s; remove nested repeats" in str(error)
+
+
+@pytest.mark.parametrize("make", [judge, remote])
 def test_openai_credentials_in_the_environment_are_not_sent(port, make, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
         monkeypatch.setenv(name, KEY)
@@ -358,6 +396,83 @@ def test_invalid_request_gets_a_clear_error(served, content, key, status, said):
     text = caught.value.read().decode()
     assert caught.value.code == status and said in text
     assert "Traceback" not in text and KEY not in text
+
+
+class Stub:
+    """A reward that counts the completions it has scored."""
+
+    batch_size = 2
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.scored = seconds, 0
+
+    def score(self, given):
+        time.sleep(self.seconds)
+        self.scored += len(given)
+        return [float(len(completion)) for completion in given.completions]
+
+
+@contextmanager
+def running(reward):
+    """The server without a key, in a thread; yields its port."""
+    app = serve_reward.create_app(reward, None, 2**20)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **serve_reward.server_settings()))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(port, completions=("ab",), method="POST", **headers):
+    content = json.dumps({"prompts": ["p"] * len(completions), "completions": list(completions)})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, "/score", content, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_server_without_a_key_refuses_web_pages():
+    with running(Stub()) as port:
+        for host in ("127.0.0.1", f"localhost:{port}", "[::1]:9000", "127.9.9.9"):
+            assert ask(port, Host=host) == (200, '{"scores":[2.0]}')
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+            status, text = ask(port, **headers)
+            assert status == 403 and "--api-key-env" in text
+
+
+def test_idle_connections_neither_shut_out_others_nor_stay(monkeypatch):
+    monkeypatch.setattr(serve_reward, "ARRIVAL_TIMEOUT", 0.5)
+    with running(Stub()) as port:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        idle[1].sendall(b"POST /score HTTP/1.1\r\n")  # slow in its headers
+        idle[2].sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")  # in its body
+        assert ask(port)[0] == 200
+        for connection in idle:
+            connection.settimeout(3)
+            assert connection.recv(1) == b""
+            connection.close()
+
+
+def test_request_with_too_many_rows_is_refused_at_once():
+    with running(Stub(10)) as port, ends_within(2):
+        status, text = ask(port, [""] * 100_000)
+        assert status == 400 and "100000 completions; send at most 4096" in text
+
+
+def test_scoring_ends_when_the_client_has_left():
+    reward = Stub(0.1)
+    with running(reward) as port:
+        left = http.client.HTTPConnection("127.0.0.1", port)
+        left.request("POST", "/score", json.dumps({"prompts": ["p"] * 4000, "completions": ["c"] * 4000}))
+        time.sleep(0.3)
+        left.close()
+        assert ask(port)[0] == 200
+        assert reward.scored < 200
 
 
 @pytest.mark.parametrize("options", ["--host 0.0.0.0", "--api-key-env UNSET_KEY", "--max-request-bytes -7"])

@@ -17,13 +17,15 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
 from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
+from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
 from trl_ppo_ext.data.prompts import PromptError, encode
 from trl_ppo_ext.ppo.rollouts import Samples
 from trl_ppo_ext.redaction import without_secrets
-from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, score_all
-from trl_ppo_ext.tracking.completions import LONGEST, print_completions, printable
+from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all
+from trl_ppo_ext.tracking.completions import LONGEST, print_completions, printable_cell
+from trl_ppo_ext.tracking.report import write_report
 
 SECRET = "hf_aVerySecretToken1234"
 
@@ -74,6 +76,88 @@ def test_a_secret_is_one_in_any_spelling_and_of_any_kind(name, value):
 @pytest.mark.parametrize("name", ["keys", "max_new_tokens", "hotkey", "secretary", "token_ids", "X-Request-Id"])
 def test_what_only_sounds_like_a_secret_is_shown(name):
     assert without_secrets({name: "k1"}) == {name: "k1"} and "k1" in redaction.shown(name, "k1")
+
+
+SHAPES = {  # as they are given in `model_init_kwargs`
+    "token": "k1",
+    "hf_token": "k1",
+    "accessToken": "k1",
+    "HF_TOKEN": "k1",
+    "api_key": "k1",
+    "apiKey": "k1",
+    "X-Api-Key": "k1",
+    "ssh_key": "k1",
+    "aws_secret_access_key": "k1",
+    "AWS_SESSION_TOKEN": "k1",
+    "secret_value": "k1",
+    "clientSecret": "k1",
+    "password": 11111,
+    "db_passwd": "k1",
+    "passphrase": b"k1",
+    "pwd": "k1",
+    "auth": ("user", "k1"),
+    "basicAuth": ["user", "k1"],
+    "jwt": "k1",
+    "credentials": {"user": "k1", "of": {"k1"}},
+    "cookies": {"session": "k1"},
+    "Set-Cookie": "a=k1",
+    "headers": {"X-Custom": "k1", "X-Number": 11111},
+    "extra_headers": [["X-Custom", "k1"]],
+    "pairs": [("Authorization", "k1")],
+    "proxies": {"https": "http://user:k1@proxy:3128"},
+    "proxy": "http://user:p/k1@x@proxy:3128",
+    "git": "git+https://k1@host/repo",
+    "url": "https://host/file?a=1&X-Amz-Signature=k1&b=2",
+    "sas": "https://host/file?sig=k1",
+    "link": "https://host/file#access_token=k1",
+    "connection": "Host=x;AccountKey=k1;Name=y",
+    "arguments": ["--token=k1", "--password='k1'"],
+    "json": '{"api_key": "k1", "n": 2}',
+    "api_tokens": ["k1"],
+}
+FORMS = ["hf_abcdefghijklmnopqrk1", "sk-abcdefghijklmnopqrk1", "ghp_abcdefghijklmnopqrk1", "AKIAABCDEFGHIJKLMNk1"]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_secrets_of_every_shape_are_masked(deep):
+    forms = {f"plain{number}": form for number, form in enumerate([*FORMS, "Bearer abcdefk1"])}
+    for name, value in (SHAPES | forms).items():
+        settings = {"a": [{"b": ({name: value},)}]} if deep else {name: value}
+        hidden = str(without_secrets(settings))
+        assert "k1" not in hidden and "11111" not in hidden and name in hidden, (name, hidden)
+
+
+def test_settings_without_secrets_are_unchanged():
+    plain = dict.fromkeys("pad_token eos_token bos_token_id stop_token revision tokens key_size".split(), "k1")
+    plain |= {"use_auth_token": True, "hub_token": None, "url": "https://host:80/a?b=c", "at": "me@host", "n": 3}
+    plain |= {"dtype": torch.float32, "tokenizers": {"token_ids": [1]}, "path": "/a/sk-1/b@c", "size": (1, 2)}
+    assert without_secrets(plain) == plain
+
+
+def test_proxy_with_a_password_is_in_no_file_of_a_run(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "run" / "logs"))
+    proxies = {"https": f"http://user:{SECRET[3:]}@proxy:3128"}
+    settings = {"model_init_kwargs": {"proxies": proxies}, "report_to": "tensorboard", "save_strategy": "steps"}
+    args = config(tmp_path / "run", max_steps=2, save_steps=2, **settings)
+    built = PPOTrainer(base, [length_reward], args, prompts())
+    built.train()
+    built.save_model()
+    write_report([tmp_path / "run"], tmp_path / "run" / "report.html")
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert len(files) > 10 and "proxies" in (tmp_path / "run" / "run_log.jsonl").read_text()
+    assert not [file for file in files if SECRET[3:].encode() in file.read_bytes()]
+
+
+def test_errors_escape_control_characters_and_mask_secrets(capsys, monkeypatch):
+    def fails(**_):
+        raise OSError("\x1b]0;title\x07 at http://user:hunter2@proxy:80")
+
+    scores = read_scores("r", OSError("\x1b[31mred at http://user:hunter2@proxy:80"), [1])
+    assert r"\x1b[31mred at http://***@proxy:80" in str(scores.failures[0])
+    monkeypatch.setattr("trl_ppo_ext.commands.report.main", lambda options: fails())
+    assert cli.main(["report", "x"]) == 2
+    error = capsys.readouterr().err
+    assert r"\x1b]0;title\x07 at http" in error and error.strip().isprintable()
 
 
 # ---- length ----
@@ -260,8 +344,8 @@ def test_a_terminal_that_knows_ascii_alone_gets_codes(monkeypatch):
 
 def test_messages_without_content_and_very_long_text_are_shown(monkeypatch):
     assert "assistant: None" in table([[{"role": "assistant", "tool_calls": []}]], monkeypatch=monkeypatch)
-    shown = printable("x" * (LONGEST + 123))
-    assert shown == "x" * LONGEST + "... (123 more characters)" and printable("x" * LONGEST) == "x" * LONGEST
+    shown = printable_cell("x" * (LONGEST + 123))
+    assert shown == "x" * LONGEST + "... (123 more characters)" and printable_cell("x" * LONGEST) == "x" * LONGEST
     assert len(table(["x" * 10**6], monkeypatch=monkeypatch)) < 10 * LONGEST
 
 
