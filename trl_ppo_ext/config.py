@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -42,6 +42,8 @@ class PPOConfig(TrainingArguments):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
         bf16 (`bool`, *optional*): Train in bfloat16; trained weights stay in float32. Default if the GPU has it.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
+        logging_first_step (`bool`, *optional*):
+            Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
         model_init_kwargs (`dict`, *optional*):
             Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
@@ -144,6 +146,7 @@ class PPOConfig(TrainingArguments):
     adam_epsilon: float = 1e-5
     bf16: bool | None = None
     logging_steps: float = 10
+    logging_first_step: bool | None = None
     remove_unused_columns: bool | None = False
 
     model_init_kwargs: dict[str, Any] | str | None = None
@@ -220,6 +223,9 @@ class PPOConfig(TrainingArguments):
 
     def __post_init__(self):
         check_types(self)
+        # for the report, before defaults are filled in
+        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
+        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
         if self.bf16 is None:
@@ -228,6 +234,8 @@ class PPOConfig(TrainingArguments):
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
             self.whiten_advantages = with_critic
+        if self.logging_first_step is None:
+            self.logging_first_step = self.logging_strategy != "no"
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False

@@ -55,6 +55,7 @@ from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import REWARD_FIELDS, RewardFunc, build_rewards
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
+from .tracking.terminal import Terminal
 
 logger = logging.get_logger(__name__)
 
@@ -218,7 +219,11 @@ class PPOTrainer(Trainer):
         ema_decay, self.averaged_policy = args.ema_decay, cast(AveragedWeights | None, None)
         if ema_decay is not None:
             self.averaged_policy = AveragedWeights(actor_critic.policy_parameters(), ema_decay)
-        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
+        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
+        self.terminal = Terminal(self.plan)
+        self.callback_handler.callbacks[-1] = (
+            self.terminal
+        )  # instead of the Trainer's own printing, which it added last
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
         self._samples: Samples | None = None  # last batch, logged with the next metrics
@@ -425,6 +430,7 @@ class PPOTrainer(Trainer):
                 self.accelerator.process_index,
                 lambda path: files.check_settings(path, files.load_state(path).get("settings", {}), self.args),
             )
+        self.terminal.checkpoint = checkpoint
         with self.signals.watched():
             output = super().train(checkpoint, *args, **kwargs)
         if self.preempted:
