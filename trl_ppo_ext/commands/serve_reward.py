@@ -184,9 +184,11 @@ async def score_parts(
 
 
 def _score(reward: "ClassifierReward", batch: "ScoringBatch") -> list[float]:
-    scores = reward.score(batch)
-    for failure in (entry for entry in scores if isinstance(entry, Exception)):
-        raise failure
+    scores: list[float] = []
+    for entry in reward.score(batch):
+        if isinstance(entry, Exception):
+            raise entry
+        scores.append(entry)
     return scores
 
 

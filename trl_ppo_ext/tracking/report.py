@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .advice import FEWEST, NO_TREND, advise, number, trend
-from .plots import COLORS, draw_all
+from .advice import NO_TREND, advise, number, trend, verdict
+from .plots import COLORS, WARNING, draw_all
 from .reading import REPORT, Run, Sheet, read_runs
 
 __all__ = ["REPORT", "write_report"]
 
 TEMPLATES = Path(__file__).parent / "templates"
-ADVISED, RESUMED = "#B00020", "#999999"  # colors of marked steps
+RESUMED = "#999999"  # color of steps at which a run was resumed
 NAMES_ONLY = {"output_dir", "logging_dir", "run_name", "hub_model_id"}  # differ between any two runs
 ROOM = 1_500_000  # bytes of completions per page
 MOST_SHEETS = 40  # per run
@@ -115,6 +115,8 @@ def render(runs: list[Run]) -> str:
     )
     environment.filters["with_code"] = _with_code
     environment.filters["scores"] = _scores
+    environment.filters["number"] = number
+    environment.filters["duration"] = lambda seconds: str(timedelta(seconds=round(seconds)))
     environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     # Keys stay in Bokeh's order: an object is defined before it is referenced.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
@@ -127,7 +129,7 @@ def render(runs: list[Run]) -> str:
         for item in advice[0]:
             if item.step is not None:
                 for name in item.metrics:
-                    marks.setdefault(name, {})[item.step] = ADVISED
+                    marks.setdefault(name, {})[item.step] = WARNING
 
     # 2. Start and end of the main metrics.
     names = dict.fromkeys(name for run in runs for name in run.curves)
@@ -146,8 +148,10 @@ def render(runs: list[Run]) -> str:
     bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
-        runs=[{"run": run, "color": color, "advice": rows} for run, color, rows in zip(runs, cycle(COLORS), advice)],
-        fewest=FEWEST,
+        runs=[
+            {"run": run, "color": color, "advice": rows, "verdict": verdict(run, rows)}
+            for run, color, rows in zip(runs, cycle(COLORS), advice)
+        ],
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=draw_all(runs, marks),
         parts={
@@ -155,6 +159,7 @@ def render(runs: list[Run]) -> str:
             "Trainer": _table([run.trainer_config for run in runs]),
             "Environment": _table([run.environment for run in runs]),
         },
+        changed={name for run in runs for name in run.changed},
         columns=columns,
         logged_columns=sum(len(run.sheets) for run in runs),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
