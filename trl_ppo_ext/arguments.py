@@ -72,7 +72,8 @@ def check_trainer_arguments(
     if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
     if uses_deepspeed(args):
-        check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
+        names = ("deepspeed_plugin", "critic_learning_rate", "value_warmup_steps", "fp16", "normalize_values")
+        check_deepspeed(*(getattr(args, name) for name in names))
     workers = args.dataloader_num_workers
     if workers > 1 and isinstance(train_dataset, IterableDataset):  # every worker would read all of it
         raise ValueError(f"`dataloader_num_workers` must be 0 or 1 for a streaming dataset, got {workers}.")

@@ -96,6 +96,9 @@ class PPOConfig(TrainingArguments):
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*): Learning rate of the critic. Defaults to `learning_rate`.
+        normalize_values (`bool`, *optional*, defaults to `False`):
+            Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
+            then begins at the mean return, and `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
         critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
         value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*, defaults to `0.2`): Clip range of the ratio.
@@ -187,6 +190,7 @@ class PPOConfig(TrainingArguments):
     critic: Literal["head", "adapter", "none"] = "head"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
+    normalize_values: bool = False
     critic_init: str | None = None
     value_warmup_steps: int = 0
     cliprange: float = 0.2
@@ -455,8 +459,8 @@ _UNSUPPORTED = {
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
 _CRITIC_ONLY = (
-    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init value_warmup_steps "
-    "whiten_rewards cliprange_value"
+    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate normalize_values critic_init "
+    "value_warmup_steps whiten_rewards cliprange_value"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(

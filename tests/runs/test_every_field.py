@@ -419,6 +419,7 @@ CASES = {
     "critic_learning_rate": Case(
         (None, 0.1), "weights rates", exact=lambda a, b: set(a.rates) == {1e-2} and set(b.rates) == {1e-2, 0.1}
     ),
+    "normalize_values": Case((False, True), "weights loss/value"),
     "critic_init": Case((None, "critic"), "weights loss/value"),
     "value_warmup_steps": Case((0, 8), exact=lambda a, b: policy_moved(a) and not policy_moved(b)),
     "cliprange": Case((0.2, 0.02), "weights clip_ratio/region_mean"),

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from .actor_critic import ActorCritic
+from .actor_critic import ActorCritic, ValueHead
 from .adapter_files import read_critic
 from .adapters import adapter_parameters, add_adapter, check_fit, copy_adapter, load_adapter_weights
 
@@ -174,13 +174,16 @@ def load_actor_critic(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     _prepare_modules(policy)
-    actor_critic = ActorCritic(policy, reference, critic != "none", critic_adapter, args.critic_backprop)
+    actor_critic = ActorCritic(
+        policy, reference, critic != "none", critic_adapter, args.critic_backprop, args.normalize_values
+    )
 
     if head is not None:
         try:
             if critic_adapter is not None and files is not None:
                 load_adapter_weights(policy, critic_adapter, files.weights)
-            value_head = cast(nn.Linear, actor_critic.value_head)
+            value_head = cast(ValueHead, actor_critic.value_head)
+            head = value_head.in_own_units(head)
             check_fit(value_head.state_dict(), head)
             value_head.load_state_dict(head)
         except ValueError as error:
