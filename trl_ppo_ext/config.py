@@ -90,7 +90,8 @@ class PPOConfig(TrainingArguments):
         target_kl (`float`, *optional*):
             Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
-            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"` or `"reinforce"`.
+            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"`
+            or `"rebn"` (whitened rewards-to-go per token).
         critic (`str`, *optional*, defaults to `"head"`):
             Value `"head"` on the policy's trunk, value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
@@ -186,7 +187,7 @@ class PPOConfig(TrainingArguments):
     kl_target: float | None = None
     kl_horizon: int = 10000
     target_kl: float | None = None
-    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] | None = None
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     critic: Literal["head", "adapter", "none"] = "head"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
@@ -231,7 +232,7 @@ class PPOConfig(TrainingArguments):
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
-            self.whiten_advantages = with_critic
+            self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
@@ -323,7 +324,7 @@ class PPOConfig(TrainingArguments):
         if (estimator == "gae") == (self.critic == "none"):
             raise ValueError(
                 f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' with a "
-                "critic, and 'grpo', 'dr_grpo', 'rloo' or 'reinforce' without."
+                "critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
             )
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             raise ValueError(
@@ -332,7 +333,7 @@ class PPOConfig(TrainingArguments):
             )
         for name in _CRITIC_ONLY if self.critic == "none" else ():
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
-            if value != default:
+            if value != default and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
         if self.critic == "adapter" and not self.critic_backprop:
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
@@ -410,7 +411,7 @@ for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOCo
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
 
 # default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
-_AGGREGATION: dict[str, Any] = {"gae": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
+_AGGREGATION: dict[str, Any] = {"gae": "token", "rebn": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
 # numbers must also be finite
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (

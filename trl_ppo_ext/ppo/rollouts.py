@@ -270,6 +270,8 @@ class RolloutCollector:
             values, advantages, returns = self._gae(rewards, values, response_mask)
             explained = ppo_math.explained_variance(values, returns, response_mask, self.all_sum)
             metrics.mean("value/explained_variance", explained)
+        elif args.advantage_estimator == "rebn":  # https://huggingface.co/papers/2510.01051
+            advantages, _ = ppo_math.gae(rewards, torch.zeros_like(rewards), response_mask, args.gamma, 1.0)
         else:
             advantages = self._group_advantages(rewards.sum(1), usable)[:, None] * response_mask
         if args.whiten_advantages:
