@@ -38,13 +38,15 @@ class Settings:
     kl_target: float | None = None  # steers `kl_coef`
     kl_horizon: int = 10_000
     critic: str = "head"  # or "none"
-    advantage_estimator: str | None = None  # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce"
+    advantage_estimator: str | None = (
+        None  # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce", "rebn"
+    )
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
     lam: float = 0.95
     lam_critic: float | None = None  # λ of the critic's targets; `lam` by default
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
-    whiten_advantages: bool | None = None  # by default with a critic
+    whiten_advantages: bool | None = None  # by default with a critic, and for "rebn"
     cliprange: float = 0.2
     cliprange_high: float | None = None  # `cliprange` by default
     dual_clip: float | None = None
@@ -68,7 +70,8 @@ class Settings:
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         papers = {"grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "sequence_sum", "reinforce": "sequence_sum"}
         self.loss_aggregation = self.loss_aggregation or papers.get(self.advantage_estimator, "token")
-        self.whiten_advantages = with_critic if self.whiten_advantages is None else self.whiten_advantages
+        if self.whiten_advantages is None:
+            self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
         self.cliprange_high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         self.lam_critic = self.lam if self.lam_critic is None else self.lam_critic
 
@@ -190,7 +193,10 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
     if s.whiten_rewards:
         for sample, rewards in zip(learned, whiten([sample.rewards for sample in learned], keep_mean=True)):
             sample.rewards = rewards
-    if s.critic == "none":
+    if s.advantage_estimator == "rebn":
+        for sample in learned:
+            sample.advantages = gae(sample.rewards, [0.0] * len(sample.rewards), s.gamma, 1.0)
+    elif s.critic == "none":
         for start in range(0, len(samples), s.num_generations):
             group = [x for x in samples[start : start + s.num_generations] if x.score is not None]
             totals = [sum(sample.rewards) for sample in group]  # scores less the KL penalties

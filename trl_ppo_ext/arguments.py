@@ -84,7 +84,8 @@ def check_trainer_arguments(
     if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
     if uses_deepspeed(args):
-        check_deepspeed(args.deepspeed_plugin, args.critic_learning_rate, args.value_warmup_steps, args.fp16)
+        names = ("deepspeed_plugin", "critic_learning_rate", "value_warmup_steps", "fp16", "normalize_values")
+        check_deepspeed(*(getattr(args, name) for name in names))
     if isinstance(train_dataset, IterableDataset):
         args.dataloader_num_workers = 0  # this process reads a stream; workers would pass on row numbers
     if optimizer is not None and args.critic_learning_rate is not None:

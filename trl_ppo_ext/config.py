@@ -111,12 +111,16 @@ class PPOConfig(TRLFields, TrainingArguments):
         target_kl (`float`, *optional*):
             Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
-            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"` or `"reinforce"`.
+            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"`
+            or `"rebn"` (whitened rewards-to-go per token).
         critic (`str`, *optional*, defaults to `"head"`):
             Value `"head"` on the policy's trunk, value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*): Learning rate of the critic. Defaults to `learning_rate`.
+        normalize_values (`bool`, *optional*, defaults to `False`):
+            Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
+            then begins at the mean return, and `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
         critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
         value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*, defaults to `0.2`): Clip range of the ratio.
@@ -215,10 +219,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_target: float | None = None
     kl_horizon: int = 10000
     target_kl: float | None = None
-    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] | None = None
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     critic: Literal["head", "adapter", "none"] = "head"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
+    normalize_values: bool = False
     critic_init: str | None = None
     value_warmup_steps: int = 0
     cliprange: float = 0.2
@@ -267,7 +272,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.whiten_advantages is None:
-            self.whiten_advantages = with_critic
+            self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
         self.top_k = self.top_k or 0
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
@@ -371,7 +376,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if (estimator == "gae") == (self.critic == "none"):
             raise ValueError(
                 f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' with a "
-                "critic, and 'grpo', 'dr_grpo', 'rloo' or 'reinforce' without."
+                "critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
             )
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             raise ValueError(
@@ -380,7 +385,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
         for name in _CRITIC_ONLY if self.critic == "none" else ():
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
-            if value != default:
+            if value != default and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
         if self.critic == "adapter" and not self.critic_backprop:
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
@@ -466,7 +471,7 @@ for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOCo
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
 
 # default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
-_AGGREGATION: dict[str, Any] = {"gae": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
+_AGGREGATION: dict[str, Any] = {"gae": "token", "rebn": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
 # numbers must also be finite
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
@@ -515,8 +520,8 @@ _UNSUPPORTED = {
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
 _CRITIC_ONLY = (
-    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init value_warmup_steps "
-    "whiten_rewards cliprange_value"
+    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate normalize_values critic_init "
+    "value_warmup_steps whiten_rewards cliprange_value"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(

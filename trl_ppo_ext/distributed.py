@@ -104,7 +104,9 @@ def uses_deepspeed(args: Any) -> bool:
     return args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
 
-def check_deepspeed(plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool) -> None:
+def check_deepspeed(
+    plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool, normalize_values: bool
+) -> None:
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
     config, installed = plugin.hf_ds_config.config, version("deepspeed")
     if critic_learning_rate is not None and "optimizer" in config:
@@ -120,6 +122,11 @@ def check_deepspeed(plugin: Any, critic_learning_rate: float | None, value_warmu
         raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
+    if normalize_values:
+        raise ValueError(
+            "`normalize_values=True` is not supported with DeepSpeed, whose optimizer keeps its own copy of the value "
+            "head; use DDP, or `normalize_rewards=True`."
+        )
     if value_warmup_steps:
         raise ValueError(
             f"`value_warmup_steps={value_warmup_steps}` is not supported with DeepSpeed, which takes the step within "

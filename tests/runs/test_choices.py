@@ -280,10 +280,15 @@ CHOICES = {
     "dr_grpo": (NO_CRITIC | {"advantage_estimator": "dr_grpo"}, NO_CRITIC),
     "rloo": (NO_CRITIC | {"advantage_estimator": "rloo"}, NO_CRITIC),
     "reinforce": (NO_CRITIC | {"advantage_estimator": "reinforce"}, NO_CRITIC),
+    "rebn": (NO_CRITIC | {"advantage_estimator": "rebn"}, NO_CRITIC),
+    "discounted rebn": (
+        NO_CRITIC | {"advantage_estimator": "rebn", "gamma": 0.8},
+        NO_CRITIC | {"advantage_estimator": "rebn"},
+    ),
     "kl_coef of groups": (NO_CRITIC | {"kl_coef": 0.5}, NO_CRITIC),
     **{
         f"truncated {name}": (NO_CRITIC | TRUNCATED | {"advantage_estimator": name}, NO_CRITIC)
-        for name in ("grpo", "dr_grpo", "rloo", "reinforce")
+        for name in ("grpo", "dr_grpo", "rloo", "reinforce", "rebn")
     },
 }
 CLIPS = {"dual_clip": ["dual"], "cliprange_value": ["value"]}
@@ -336,7 +341,7 @@ def scores_of_both(completion_ids):
 SKIP = {"reward_on_error": "skip", "max_reward_failures": 1.0}
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "dr_grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"])
 def test_skipped_completions_do_not_train(tmp_path, estimator):
     """Nor are the others of their group compared with them."""
     settings = {"advantage_estimator": estimator} | ({} if estimator == "gae" else NO_CRITIC)

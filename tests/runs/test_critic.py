@@ -505,7 +505,7 @@ def test_unfit_critic_init_raises(base, starts, tmp_path, kind, settings, damage
 # ---- no critic
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce", "rebn"])
 def test_run_without_a_critic_has_no_values(tmp_path, estimator):
     """`test_choices.py` compares its gradients."""
     built = trainer(tmp_path, critic="none", advantage_estimator=estimator, num_generations=4, max_steps=2)
@@ -520,7 +520,7 @@ def test_run_without_a_critic_has_no_values(tmp_path, estimator):
 
 REFUSED = [
     ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
-    (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo' or 'reinforce' without"),
+    (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without"),
     (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not work with `critic='head'`; use 'gae' with"),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(

@@ -455,12 +455,13 @@ CASES = {
     "kl_target": Case((None, 1.0), "kl_coef"),
     "kl_horizon": Case((10000, 10), "kl_coef", settings={"kl_target": 1.0}),
     "target_kl": Case((None, 1e-3), "weights stopped_early"),
-    "advantage_estimator": Case(("grpo", "dr_grpo", "rloo", "reinforce"), settings=NO_CRITIC),
+    "advantage_estimator": Case(("grpo", "dr_grpo", "rloo", "reinforce", "rebn"), settings=NO_CRITIC),
     "critic": Case(("head", "adapter", "none"), settings={"num_generations": 4}),
     "critic_backprop": Case((True, False)),
     "critic_learning_rate": Case(
         (None, 0.1), "weights rates", exact=lambda a, b: set(a.rates) == {1e-2} and set(b.rates) == {1e-2, 0.1}
     ),
+    "normalize_values": Case((False, True), "weights loss/value"),
     "critic_init": Case((None, "critic"), "weights loss/value"),
     "value_warmup_steps": Case((0, 8), exact=lambda a, b: policy_moved(a) and not policy_moved(b)),
     "cliprange": Case((0.2, 0.02), "weights clip_ratio/region_mean"),

@@ -91,7 +91,9 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, T
         Path(output_dir, file).unlink(missing_ok=True)
     if actor_critic.value_head is not None:
         os.makedirs(output_dir, exist_ok=True)
-        head = {key: weights[f"value_head.{key}"] for key in actor_critic.value_head.state_dict()}
+        buffers = dict(actor_critic.value_head.named_buffers())
+        names = actor_critic.value_head.state_dict().keys() - buffers.keys()
+        head = buffers | {key: weights[f"value_head.{key}"] for key in names}
         _write(head, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
@@ -123,7 +125,8 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
             f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."
         )
     if actor_critic.value_head is not None:
-        parameters: dict[str, Tensor] = dict(actor_critic.value_head.named_parameters())
+        head = actor_critic.value_head
+        parameters: dict[str, Tensor] = {**dict(head.named_parameters()), **dict(head.named_buffers())}
         with _weights_of(directory, VALUE_HEAD) as weights:
             check_fit(parameters, weights)
             set_weights(parameters, weights)

@@ -1,6 +1,6 @@
 """One frozen base and its roles: loading, adapters, log-probs."""
 
-from .actor_critic import ActorCritic
+from .actor_critic import ActorCritic, ValueHead
 from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
 from .loading import (
     check_model_arguments,
@@ -15,6 +15,7 @@ from .logprobs import TokenScores, token_logprobs
 __all__ = [
     "ActorCritic",
     "TokenScores",
+    "ValueHead",
     "adapter_weights",
     "check_fit",
     "check_model_arguments",

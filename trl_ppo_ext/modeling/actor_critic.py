@@ -63,6 +63,36 @@ POLICY_API = frozenset(
 )
 
 
+class ValueHead(nn.Linear):
+    """Linear head in float32 that starts at zero; with `normalized` it predicts in units that are saved with it."""
+
+    def __init__(self, hidden_size: int, normalized: bool, device: torch.device):
+        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.normalized = normalized
+        self.mean: Tensor
+        self.deviation: Tensor
+        if normalized:
+            self.register_buffer("mean", torch.zeros(1, device=device))
+            self.register_buffer("deviation", torch.ones(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values `[tokens, 1]` of states `[tokens, hidden]`."""
+        # DeepSpeed casts the weights that it trains
+        values = super().forward(hidden.to(self.weight.dtype)).float()
+        return self.mean + self.deviation * values if self.normalized else values
+
+    def in_own_units(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the weights of a head that was saved with or without units."""
+        one = torch.ones(1)
+        if self.normalized:
+            return {"mean": 0 * one, "deviation": one} | saved
+        mean, deviation = saved.get("mean", 0 * one), saved.get("deviation", one)
+        plain = {name: x * deviation for name, x in saved.items() if name not in ("mean", "deviation")}
+        return plain | {"bias": plain["bias"] + mean} if "bias" in plain else plain
+
+
 class ActorCritic(nn.Module):
     """A PEFT policy with a critic on the same base.
 
@@ -81,6 +111,7 @@ class ActorCritic(nn.Module):
             Name of the adapter that the value head reads. Defaults to the policy's.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
+        normalize_values (`bool`, *optional*, defaults to `False`): Whether the head predicts in units of its own.
 
     Raises:
         `ValueError`: If the model has no output projection, or an adapter is on it.
@@ -95,6 +126,7 @@ class ActorCritic(nn.Module):
         has_critic: bool = True,
         critic_adapter: str | None = None,
         critic_backprop: bool = True,
+        normalize_values: bool = False,
     ):
         super().__init__()
         self.policy = policy
@@ -113,12 +145,10 @@ class ActorCritic(nn.Module):
                 "projection in chunks and would not see it. Remove `lm_head` from `target_modules` and "
                 '`modules_to_save` (`target_modules="all-linear"` excludes it).'
             )
-        self.value_head: nn.Linear | None = None
+        self.value_head: ValueHead | None = None
         if has_critic:
             hidden_size = policy.config.get_text_config().hidden_size
-            self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=self.device)
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+            self.value_head = ValueHead(hidden_size, normalize_values, self.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name) if name in POLICY_API else super().__getattr__(name)
@@ -250,9 +280,7 @@ class ActorCritic(nn.Module):
             elif not self.critic_backprop:
                 hidden = hidden.detach()
             with torch.autocast(hidden.device.type, enabled=False):
-                # DeepSpeed casts the weights that it trains
-                values = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
-            scores = scores._replace(values=values)
+                scores = scores._replace(values=self.value_head(hidden)[:, 0])
         return scores.map(sequences.spread)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:

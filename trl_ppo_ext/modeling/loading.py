@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 from transformers.utils import CONFIG_NAME, logging
 
 from ..redaction import shortened
-from .actor_critic import ActorCritic
+from .actor_critic import ActorCritic, ValueHead
 from .adapter_files import check_same_base, read_adapter_config, read_critic
 from .adapters import (
     adapter_parameters,
@@ -292,13 +292,16 @@ def load_actor_critic(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     _prepare_modules(policy)
-    actor_critic = ActorCritic(policy, reference, critic != "none", critic_adapter, args.critic_backprop)
+    actor_critic = ActorCritic(
+        policy, reference, critic != "none", critic_adapter, args.critic_backprop, args.normalize_values
+    )
 
     if head is not None:
         try:
             if critic_adapter is not None and files is not None:
                 load_adapter_weights(policy, critic_adapter, files.weights)
-            value_head = cast(nn.Linear, actor_critic.value_head)
+            value_head = cast(ValueHead, actor_critic.value_head)
+            head = value_head.in_own_units(head)
             check_fit(value_head.state_dict(), head)
             value_head.load_state_dict(head)
         except ValueError as error:

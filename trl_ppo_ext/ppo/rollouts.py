@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,11 +18,12 @@ from trl import is_conversational
 
 from ..data.prompts import PROMPT_IDS
 from ..generation import Generator
-from ..modeling import ActorCritic, TokenScores
+from ..modeling import ActorCritic, TokenScores, ValueHead
 from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
+from .critics import ValueNormalizer
 from .guards import NonFiniteGuard
 from .metrics import Metrics, check_metric_name, log_completions, log_groups, log_reward_hacking, log_rewards
 
@@ -64,6 +65,7 @@ class Rollout:
     returns: Tensor | None = None  # targets of the values
     kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
     entropy_coef: float = 0.0
+    value_unit: float = 1.0  # in which the loss of the values is computed
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -85,7 +87,9 @@ class Rollout:
 
     def _with(self, sequences: Sequences, change: Callable[[Tensor], Tensor]) -> "Rollout":
         changed = {name: change(x) for name, x in self.tensors.items()}
-        return Rollout(sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+        return Rollout(
+            sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef, value_unit=self.value_unit
+        )
 
     def to(self, device: torch.device | str) -> "Rollout":
         """Move all tensors except lengths."""
@@ -101,7 +105,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
-        coefficients = torch.tensor([self.kl_coef, self.entropy_coef], dtype=torch.float64)
+        coefficients = torch.tensor([self.kl_coef, self.entropy_coef, self.value_unit], dtype=torch.float64)
         return (
             {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"coefficients": coefficients}
         )
@@ -110,10 +114,10 @@ class Rollout:
     def from_state_dict(cls, state: Mapping[str, Tensor], device: torch.device | str) -> "Rollout":
         """Restore the state returned by [`state_dict`]."""
         tensors = dict(state)
-        kl_coef, entropy_coef = tensors.pop("coefficients").tolist()
+        kl_coef, entropy_coef, unit = tensors.pop("coefficients").tolist()
         prefix = "sequences."
         token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
-        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef)
+        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef, value_unit=unit)
         return rollout.to(device)
 
 
@@ -155,9 +159,12 @@ class RolloutCollector:
         self.entropy_coef = ppo_math.Coefficient(entropy_coef)
         if entropy_target is not None:
             self.entropy_coef = ppo_math.AdaptiveEntropy(entropy_coef, entropy_target)
+        self.normalizer = None
+        if args.normalize_values:
+            self.normalizer = ValueNormalizer(cast(ValueHead, actor_critic.value_head), self.all_sum)
         self.logits_are_checked = False
         is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
-        sees_all = args.lam == 1 and args.lam_length_alpha is None
+        sees_all = args.normalize_values or (args.lam == 1 and args.lam_length_alpha is None)
         is_new = args.critic != "none" and args.critic_init is None
         self.warns_of_far_scores = is_new and not is_shifted and not sees_all
 
@@ -265,11 +272,13 @@ class RolloutCollector:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
 
         # 5. Advantages for the policy and, with a critic, returns for the values.
-        returns = None
-        if tokens.values is not None:
-            advantages, returns = self._gae(rewards, tokens.values, response_mask)
-            explained = ppo_math.explained_variance(tokens.values, returns, response_mask, self.all_sum)
+        returns, values = None, tokens.values
+        if values is not None:
+            values, advantages, returns = self._gae(rewards, values, response_mask)
+            explained = ppo_math.explained_variance(values, returns, response_mask, self.all_sum)
             metrics.mean("value/explained_variance", explained)
+        elif args.advantage_estimator == "rebn":  # https://huggingface.co/papers/2510.01051
+            advantages, _ = ppo_math.gae(rewards, torch.zeros_like(rewards), response_mask, args.gamma, 1.0)
         else:
             advantages = self._group_advantages(rewards.sum(1), usable)[:, None] * response_mask
         if args.whiten_advantages:
@@ -286,10 +295,11 @@ class RolloutCollector:
             old_logprobs=tokens.logprobs,
             ref_logprobs=tokens.ref_logprobs,
             advantages=advantages,
-            old_values=tokens.values,
+            old_values=values,
             returns=returns,
             kl_coef=kl_coef,
             entropy_coef=entropy_coef,
+            value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
         )
         return rollout, samples
 
@@ -380,19 +390,24 @@ class RolloutCollector:
             entropy = ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)
             self.entropy_coef.update(float(entropy), completions)
 
-    def _gae(self, rewards: Tensor, values: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages for the policy and returns for the critic, each with its own λ.
+    def _gae(self, rewards: Tensor, values: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values in the units of the returns, advantages for the policy and returns for the critic, each with its λ.
 
         Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
         """
         names = ("gamma", "lam", "lam_critic", "lam_length_alpha")
         gamma, lam, lam_critic, alpha = (getattr(self.args, name) for name in names)
         lam_critic = lam if lam_critic is None else lam_critic
+        if self.normalizer is not None and self.normalizer.is_new:
+            _, returns = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
+            values = self.normalizer.update(values, returns, response_mask)
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
         advantages, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_policy)
         if alpha is not None or lam_critic != lam:
             _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic)
-        return advantages, returns
+        if self.normalizer is not None:
+            self.normalizer.update(values, returns, response_mask)
+        return values, advantages, returns
 
     def _group_advantages(self, scores: Tensor, usable: Tensor) -> Tensor:
         """Advantages of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
@@ -450,11 +465,13 @@ class RolloutCollector:
             "rewards": self.shaping.state_dict(),
             "kl_coef": self.kl_coef.state_dict(),
             "entropy_coef": self.entropy_coef.state_dict(),
-        }
+        } | ({} if self.normalizer is None else {"returns": self.normalizer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by [`state_dict`]."""
         self.shaping.load_state_dict(state["rewards"])
+        if self.normalizer is not None and "returns" in state:
+            self.normalizer.load_state_dict(state["returns"])
         for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
                 logger.warning("`%s` has another controller than in the checkpoint; it starts from the config.", name)

@@ -87,9 +87,11 @@ def ppo_loss(
 
     # 2. Squared error of the values.
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
-        value = ppo_math.clipped_value_loss(scores.values, rollout.old_values, rollout.returns, cliprange_value)
+        given = (scores.values, rollout.old_values, rollout.returns)
+        values, old_values, returns = (x / rollout.value_unit for x in given)
+        value = ppo_math.clipped_value_loss(values, old_values, returns, cliprange_value)
         loss = loss + vf_coef * value
-        unclipped = 0.5 * (scores.values.detach() - rollout.returns) ** 2
+        unclipped = 0.5 * (values.detach() - returns) ** 2
         metrics |= {"loss/value": value, "value/clip_ratio": value.detach() > unclipped}
 
     # 3. KL from the reference, if it is in the loss, and the entropy bonus.

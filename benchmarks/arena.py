@@ -1,0 +1,208 @@
+"""PPO and its rivals on small tasks whose optimum is known, at equal completions.
+
+    python benchmarks/arena.py                       # every task and rival: tune, then five seeds (about an hour)
+    python benchmarks/arena.py --tasks token --rivals RLOO ReBN
+    python benchmarks/arena.py --table               # the table of docs/critics.md from the saved results
+
+A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds. All rivals have the same model,
+prompts, rollouts and epochs. Each takes the learning rate of `RATES` with the best mean over a run on a
+seed of its own; the results are of `SEEDS`. Writes benchmarks/results/arena.json.
+
+Tasks; right is the token that a fixed permutation assigns to the one before it, so the best policy is right 32 times:
+
+- token: a reward of 1 for each right token. Group baselines see only the sum.
+- noise: the same plus N(0, 1) at each token, times a number from 0.1 to 10 that belongs to the prompt.
+- chain: a reward of 1 for each right token before the first wrong one.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "arena.json"
+KINDS, LENGTH, ROLLOUT, ROLLOUTS = 12, 32, 256, 30
+TASKS = ("token", "noise", "chain")
+RATES, TUNED_ON, SEEDS = (3e-4, 1e-3, 3e-3), 100, (0, 1, 2, 3, 4)
+GROUPS = {"critic": "none", "num_generations": 8}
+CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
+RIVALS = {
+    "GRPO": GROUPS | {"advantage_estimator": "grpo"},
+    "Dr. GRPO": GROUPS | {"advantage_estimator": "dr_grpo"},
+    "RLOO": GROUPS | {"advantage_estimator": "rloo"},
+    "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
+    "PPO, defaults": {},
+    "PPO, running mean": CENTERED | {"critic_learning_rate": 1e-12, "critic_backprop": False},
+    "PPO, head, normalized": CENTERED,
+    "PPO, head, normalized, detached": CENTERED | {"critic_backprop": False},
+    "PPO, adapter, normalized": CENTERED | {"critic": "adapter"},
+}
+
+
+def right_tokens(prompt: list[int], completion: list[int]) -> list[bool]:
+    """Whether each token is the one that follows its predecessor."""
+    return [after == (5 * before + 1) % KINDS for before, after in zip([prompt[-1], *completion], completion)]
+
+
+class Task:
+    """Reward of a task; records the share of the optimum without noise."""
+
+    __name__ = "arena"
+
+    def __init__(self, name: str, seed: int):
+        import torch
+
+        self.name = name
+        self.shares: list[float] = []
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
+        import torch
+
+        numbers = [[int(word[1:]) for word in prompt.split()] for prompt in prompts]
+        right = [right_tokens(prompt, ids) for prompt, ids in zip(numbers, completion_ids)]
+        if self.name == "chain":
+            right = [[all(row[: t + 1]) for t in range(len(row))] for row in right]
+        self.shares.append(sum(map(sum, right)) / LENGTH / len(right))
+        if self.name != "noise":
+            return [[float(x) for x in row] for row in right]
+        noise = torch.randn(len(right), LENGTH, generator=self.generator)
+        scales = [10 ** (2 * prompt[0] / (KINDS - 1) - 1) for prompt in numbers]
+        return [[scale * (x + n) for x, n in zip(row, ns)] for scale, row, ns in zip(scales, right, noise.tolist())]
+
+
+def train(job: tuple[str, str, float, int]) -> dict:
+    """Train one rival on one task with one rate and seed, on one thread."""
+    task_name, rival, rate, seed = job
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    # 1. A model of numbers, a token that is always wrong, and an EOS that is never sampled.
+    words = {f"w{i}": i for i in range(KINDS)} | {"<pad>": KINDS, "<eos>": KINDS + 1}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            **sizes,
+            initializer_range=0.2,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=KINDS + 1,
+        )
+    )
+    prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
+
+    # 2. The same rollouts for every rival.
+    task = Task(task_name, seed)
+    with tempfile.TemporaryDirectory() as directory:
+        args = PPOConfig(
+            directory,
+            seed=seed,
+            use_cpu=True,
+            bf16=False,
+            learning_rate=rate,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=64,
+            num_mini_batches=ROLLOUT // 64,
+            max_completion_length=LENGTH,
+            generation_kwargs={"min_new_tokens": LENGTH},
+            kl_coef=0.0,
+            max_steps=ROLLOUTS * 4 * ROLLOUT // 64,
+            logging_steps=4 * ROLLOUT // 64,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **{"critic_learning_rate": None} | RIVALS[rival],
+        )
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        trainer = PPOTrainer(model, task, args, prompts, processing_class=tokenizer, peft_config=adapter)
+        trainer.train()
+    explained = [x["value/explained_variance"] for x in trainer.state.log_history if "value/explained_variance" in x]
+    return {
+        "task": task_name,
+        "rival": rival,
+        "rate": rate,
+        "seed": seed,
+        "shares": task.shares,
+        "explained": explained,
+    }
+
+
+def until(shares: list[float], goal: float = 0.9) -> int | None:
+    """Completions until the share of the optimum is first at the goal."""
+    return next((ROLLOUT * (n + 1) for n, share in enumerate(shares) if share >= goal), None)
+
+
+def table(runs: list[dict]) -> str:
+    """Markdown table: share of the optimum after half of the run and at its end, completions to 90 %."""
+    lines = [
+        "| task | rival | rate | after half | at the end | 90 % after | explained variance |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for task, rival in dict.fromkeys((run["task"], run["rival"]) for run in runs):
+        chosen = [run for run in runs if (run["task"], run["rival"]) == (task, rival) and run["seed"] in SEEDS]
+        if not chosen:
+            continue
+        cells = []
+        for part in (slice(len(chosen[0]["shares"]) // 2 - 3, len(chosen[0]["shares"]) // 2), slice(-3, None)):
+            ends = [100 * statistics.mean(run["shares"][part]) for run in chosen]
+            spread = 2.78 * statistics.stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else float("nan")  # t, 5 seeds
+            cells.append(f"{statistics.mean(ends):.0f} ± {spread:.0f} %")
+        reached = sorted((until(run["shares"]) or float("inf")) for run in chosen)
+        middle = reached[len(reached) // 2]
+        explained = [statistics.mean(run["explained"][-3:]) for run in chosen if run["explained"]]
+        cells += [
+            "never" if middle == float("inf") else f"{middle:.0f}",
+            f"{statistics.mean(explained):.2f}" if explained else "",
+        ]
+        lines.append(f"| {task} | {rival} | {chosen[0]['rate']:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=list(RIVALS))
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    if options.table:
+        print(table(runs))
+        return
+    sys.path.insert(0, str(HERE.parent))
+    pairs = [(task, rival) for task in options.tasks for rival in options.rivals]
+    runs = [run for run in runs if (run["task"], run["rival"]) not in pairs]
+    with ProcessPoolExecutor(options.workers) as pool:
+        # 1. Tune each rival with a seed of its own.
+        tuned = list(pool.map(train, [(*pair, rate, TUNED_ON) for pair in pairs for rate in RATES]))
+        best = {}
+        for pair in pairs:
+            own = [run for run in tuned if (run["task"], run["rival"]) == pair]
+            best[pair] = max(own, key=lambda run: statistics.mean(run["shares"]))["rate"]
+        # 2. Five other seeds at its best rate.
+        jobs = [(*pair, best[pair], seed) for pair in pairs for seed in SEEDS]
+        for run in pool.map(train, jobs):
+            print(run["task"], run["rival"], run["rate"], run["seed"], f"{run['shares'][-1]:.3f}", flush=True)
+            runs.append(run)
+            RESULTS.write_text(json.dumps(runs + tuned) + "\n")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Tasks of benchmarks/arena.py: their rewards, their optima by dynamic programming, and the table."""
+
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import arena
+
+
+def rewards(name, completions, seed=0):
+    task = arena.Task(name, seed)
+    return task, task([f"w{n % arena.KINDS} w3" for n in range(len(completions))], completions)
+
+
+def best_completion():
+    tokens = [3]
+    for _ in range(arena.LENGTH):
+        tokens.append((5 * tokens[-1] + 1) % arena.KINDS)
+    return tokens[1:]
+
+
+@pytest.mark.parametrize("name", ["token", "chain"])
+def test_optimum_by_dynamic_programming_is_a_reward_per_token(name):
+    # value by the last token, and for the chain by whether all tokens were right
+    values = {(token, alive): 0 for token in range(arena.KINDS) for alive in (True, False)}
+    for _ in range(arena.LENGTH):
+        after = values
+        values = {}
+        for token, alive in after:
+            options = []
+            for choice in range(arena.KINDS):
+                right = arena.right_tokens([token], [choice])[0]
+                lives = alive and right
+                options.append((lives if name == "chain" else right) + after[choice, lives])
+            values[token, alive] = max(options)
+    assert values[3, True] == arena.LENGTH
+    task, scores = rewards(name, [best_completion()])
+    assert scores == [[1.0] * arena.LENGTH] and task.shares == [1.0]
+
+
+def test_every_token_has_one_right_successor():
+    successors = [[b for b in range(arena.KINDS) if arena.right_tokens([a], [b])[0]] for a in range(arena.KINDS)]
+    assert sorted(map(tuple, successors)) == [(token,) for token in range(arena.KINDS)]
+
+
+def test_chain_pays_nothing_after_a_wrong_token():
+    completion = best_completion()
+    completion[4] = (completion[4] + 1) % arena.KINDS
+    _, (scores,) = rewards("chain", [completion])
+    assert scores == [1.0] * 4 + [0.0] * (arena.LENGTH - 4)
+
+
+def test_noise_has_mean_zero_and_the_scale_of_its_prompt():
+    _, scores = rewards("noise", [best_completion()] * 2400)
+    for prompt, scale in ((0, 0.1), (arena.KINDS - 1, 10)):
+        numbers = [x / scale for row in scores[prompt :: arena.KINDS] for x in row]
+        assert statistics.mean(numbers) == pytest.approx(1, abs=0.05)
+        assert statistics.stdev(numbers) == pytest.approx(1, abs=0.05)
+
+
+def test_rivals_differ_only_in_their_estimator():
+    fields = {name for settings in arena.RIVALS.values() for name in settings}
+    assert not fields & {"num_ppo_epochs", "num_mini_batches", "kl_coef", "temperature", "max_grad_norm", "seed"}
+
+
+def test_table_has_means_intervals_and_completions():
+    shares = [n / 10 for n in range(1, 11)]
+    run = {"task": "token", "rival": "RLOO", "rate": 1e-3, "shares": shares, "explained": []}
+    table = arena.table([run | {"seed": seed} for seed in (*arena.SEEDS, arena.TUNED_ON)])
+    assert table.splitlines()[-1] == "| token | RLOO | 0.001 | 40 ± 0 % | 90 ± 0 % | 2304 |  |"

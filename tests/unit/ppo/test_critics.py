@@ -1,0 +1,120 @@
+"""Value normalization: units of the values, corrected heads, and runs that do not depend on the rewards' scale."""
+
+import pytest
+import torch
+from runs_of_tiny import trainer, weights
+
+from trl_ppo_ext.modeling import ValueHead
+from trl_ppo_ext.ppo.critics import DECAY, ValueNormalizer
+
+STATES = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(4, 10, dtype=torch.bool)
+
+
+def alone(x):
+    return x
+
+
+def values_of(head):
+    with torch.no_grad():
+        return head(STATES)[:, 0].reshape(4, 10)
+
+
+def trained_head(seed=0):
+    head = ValueHead(8, True, torch.device("cpu"))
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(head.weight)
+    torch.nn.init.normal_(head.bias)
+    return head
+
+
+def test_new_head_begins_at_the_mean_return():
+    head = ValueHead(8, True, torch.device("cpu"))
+    returns = torch.randn(4, 10) * 7 + 50
+    values = ValueNormalizer(head, alone).update(values_of(head), returns, MASK)
+    torch.testing.assert_close(values, torch.full((4, 10), returns.mean().item()))
+    torch.testing.assert_close(values, values_of(head))
+    torch.testing.assert_close(head.deviation[0], returns.std(correction=0))
+
+
+def test_trained_head_keeps_its_values_when_the_units_move():
+    head = trained_head()
+    normalizer, expected = ValueNormalizer(head, alone), values_of(trained_head())
+    for scale, shift in ((1, 0), (100, -3), (0.1, 40)):
+        normalizer.update(values_of(head), torch.randn(4, 10) * scale + shift, MASK)
+        torch.testing.assert_close(values_of(head), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_older_returns_decay():
+    normalizer = ValueNormalizer(trained_head(), alone)
+    first, second = torch.randn(4, 10), torch.randn(4, 10) + 5
+    for returns in (first, second):
+        normalizer.update(returns, returns, MASK)
+    total = 40 * (1 + DECAY)
+    mean = (DECAY * first.sum() + second.sum()) / total
+    variance = (DECAY * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
+    torch.testing.assert_close(normalizer.head.mean[0], mean)
+    torch.testing.assert_close(normalizer.head.deviation[0], variance.sqrt())
+
+
+def test_masked_returns_do_not_count():
+    normalizer, mask = ValueNormalizer(trained_head(), alone), MASK.clone()
+    mask[:, 5:] = False
+    returns = torch.randn(4, 10)
+    normalizer.update(returns, torch.where(mask, returns, 1e6), mask)
+    torch.testing.assert_close(normalizer.head.mean[0], returns[:, :5].mean())
+    normalizer.update(returns, returns, torch.zeros_like(mask))
+    torch.testing.assert_close(normalizer.head.mean[0], returns[:, :5].mean())
+
+
+def test_equal_returns_keep_the_unit_one():
+    normalizer = ValueNormalizer(trained_head(), alone)
+    normalizer.update(values_of(normalizer.head), torch.full((4, 10), 3.0), MASK)
+    assert normalizer.deviation == 1 and normalizer.head.mean.item() == 3
+
+
+def test_head_with_units_converts_to_one_without_and_back():
+    head, plain = trained_head(), ValueHead(8, False, torch.device("cpu"))
+    head.mean.fill_(4.0), head.deviation.fill_(0.5)
+    saved = {name: x.clone() for name, x in head.state_dict().items()}
+    plain.load_state_dict(plain.in_own_units(saved))
+    torch.testing.assert_close(values_of(plain), values_of(head))
+    again = trained_head(seed=1)
+    again.load_state_dict(again.in_own_units(plain.state_dict()))
+    torch.testing.assert_close(values_of(again), values_of(head))
+
+
+def letters(scale, shift):
+    def reward(completion_ids, **kwargs):
+        return [scale * sum(token % 2 for token in ids) + shift for ids in completion_ids]
+
+    return reward
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter"])
+@pytest.mark.parametrize("scale, shift", [(1, 50), (100, 0)])
+def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, scale, shift):
+    settings = {"critic": critic, "normalize_values": True, "critic_backprop": critic == "adapter", "kl_coef": 0.0}
+    runs = []
+    for name, numbers in (("plain", (1, 0)), ("other", (scale, shift))):
+        run = trainer(tmp_path / name, reward_funcs=letters(*numbers), max_steps=12, **settings)
+        run.train()
+        runs.append(run)
+    plain, other = (weights(run) for run in runs)
+    logs = [[x["value/explained_variance"] for x in run.state.log_history if "reward" in x] for run in runs]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-3) and any(logs[0])
+    policy = [name for name in plain if "default" in name]
+    moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
+    assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
+
+
+def test_run_with_normalized_values_resumes_bit_for_bit(tmp_path):
+    settings = {"normalize_values": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for one, other in zip(
+        whole.actor_critic.value_head.state_dict().values(), again.actor_critic.value_head.state_dict().values()
+    ):
+        assert torch.equal(one, other)
+    assert whole.collector.normalizer.state_dict() == again.collector.normalizer.state_dict()
