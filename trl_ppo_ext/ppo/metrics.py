@@ -195,7 +195,7 @@ def check_best_metric(
     metrics, one, zeros = Metrics(), torch.ones(1, dtype=torch.bool), torch.zeros(1, 1)
     scored = Scored(torch.zeros(1, len(rewards)), zeros, one, torch.zeros(1, len(rewards), dtype=torch.bool))
     log_rewards(metrics, [reward.name for reward in rewards], scored, one, torch.clone)
-    log_completions(metrics, TokenScores(zeros, zeros, zeros, zeros, zeros), one[None], one, one)
+    log_completions(metrics, TokenScores(*[zeros] * (5 if args.uses_reference else 4)), one[None], one, one)
     monitored = {reward.name: zeros[0] for reward in monitors}
     log_reward_hacking(metrics, [""], one, scored, monitored, one, torch.clone, torch.clone)
     logged = [key.partition(":")[2].removeprefix("-") for key in metrics.state_dict()]
