@@ -15,6 +15,7 @@ from tiny import WORDS, config, length_reward, prompts, tokenizer
 from tokenizers import decoders, pre_tokenizers
 
 from trl_ppo_ext import RewardError
+from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.ppo.metrics import Metrics, check_metric_name
 from trl_ppo_ext.ppo.rollouts import RolloutCollector
 from trl_ppo_ext.rewards import (
@@ -208,7 +209,7 @@ def test_completion_of_a_prompt_that_ends_within_a_character_is_decoded_alone(tm
     built = trainer(tmp_path)
     texts = {2: "caf�", 3: "café", 1: "é"}
     built.collector.tokenizer.batch_decode = lambda rows, **kwargs: [texts[len(row)] for row in rows]
-    rows = [{"prompt": "caf", "prompt_ids": [4, 5]}]
+    rows = [{"prompt": "caf", PROMPT_IDS: [4, 5]}]
     given = built.collector._scoring_batch(rows, [[6]], built.state, Metrics(), {})
     assert given.completions == ["é"]
 
