@@ -47,7 +47,6 @@ CHANGES = {
     "attn_implementation": lambda: {"model": llama(attn_implementation="eager")},
     "tokenizer": lambda: {"processing_class": tokenizer(WORDS[::-1], CHAT_TEMPLATE)},
     "chat_template": lambda: {"processing_class": tokenizer(chat_template="{{ messages }}")},
-    "chat_template of the config": lambda: {"chat_template_kwargs": {"enable_thinking": True}},
     "rewards": lambda: {"reward_funcs": [brevity, llama(classifier=True)]},
     "rewards of another model": lambda: {"reward_funcs": [length_reward, llama(classifier=True, seed=1)]},
     "train_dataset": lambda: {"train_dataset": prompts(15)},

@@ -23,7 +23,7 @@ SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 1,
-    "metric_for_best_model": "eval_value/explained_variance",
+    "metric_for_best_model": "eval_reward",
     "load_best_model_at_end": True,
     "save_total_limit": 1,
 }
