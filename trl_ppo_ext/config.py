@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -51,6 +51,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
             The Trainer's filter of the logged loss waits for the GPU at every micro-batch. NaN and inf count as 0.
+        logging_first_step (`bool`, *optional*):
+            Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
         model_init_kwargs (`dict`, *optional*):
             Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
@@ -167,6 +169,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     bf16: bool | None = None
     logging_steps: float = 10
     logging_nan_inf_filter: bool = False
+    logging_first_step: bool | None = None
     remove_unused_columns: bool | None = False
 
     model_init_kwargs: dict[str, Any] | str | None = None
@@ -249,6 +252,9 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def __post_init__(self):
         check_types(self)
+        # for the report, before defaults are filled in
+        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
+        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
         with applied(self):
             self._finish()
 
@@ -266,6 +272,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False
+        if self.logging_first_step is None:
+            self.logging_first_step = self.logging_strategy != "no"
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False

@@ -55,6 +55,7 @@ from .randomness import capture_random_state, fixed_seed
 from .rewards import REWARD_FIELDS, ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
+from .tracking.terminal import Terminal
 
 logger = logging.get_logger(__name__)
 
@@ -239,7 +240,9 @@ class PPOTrainer(Trainer):
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
-        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors])
+        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
+        self.terminal = Terminal(self.plan)
+        self.callback_handler.callbacks[-1] = self.terminal  # the Trainer has added its own printing last
         self.add_callback(_StepCallback(self))
         self.add_callback(self.run_log)
         may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
@@ -481,6 +484,7 @@ class PPOTrainer(Trainer):
             elif not self._begun:
                 resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
             self._begun = True
+            self.terminal.checkpoint = checkpoint
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)

@@ -123,22 +123,13 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         return
 
     # 3. Print sizes, memory, and one prompt.
-    device, max_steps = args.device, args.max_steps
-    plan = BatchPlan.from_config(args, args.world_size)
-    rollouts = -(-max_steps // plan.optimizer_steps)
-    duration = f"{max_steps} optimizer steps = {rollouts} rollouts = {rollouts * plan.completions} completions"
-    duration = f"{args.num_train_epochs:g} passes over the dataset" if max_steps < 0 else duration
+    device = args.device
     print(
         f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
         f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, and up to {length} per completion, "
         f"in a context of {context or 'unknown length'}{f'; {too_long} ({overlong})' * (max(lengths) > limit)}\n"
-        f"rollout: {plan.completions} completions of {plan.prompts} prompts ({plan.num_generations} each) = "
-        f"{plan.micro_batch_size} per micro-batch × {plan.gradient_accumulation_steps} micro-batches × "
-        f"{plan.num_mini_batches} minibatches × {plan.num_processes} processes on {device.type}\n"
-        f"updates: {plan.optimizer_steps} optimizer steps per rollout = {plan.num_ppo_epochs} epochs × "
-        f"{plan.num_mini_batches} minibatches of {plan.completions // plan.num_mini_batches} completions\n"
-        f"run:     {duration}"
+        f"{BatchPlan.from_config(args, args.world_size).summary(args.max_steps, args.num_train_epochs)}"
     )
     longest = min(max(PROMPT_LENGTH, *lengths), limit)
     try:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+FEW_COMPLETIONS = 64  # smaller rollouts get a note
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -55,6 +57,27 @@ class BatchPlan:
             config.num_ppo_epochs,
             config.num_generations,
             num_processes,
+        )
+
+    def summary(self, max_steps: int, epochs: float) -> str:
+        """Sizes of a rollout and of the run; with a negative `max_steps` its length is `epochs`."""
+        rollouts = -(-max_steps // self.optimizer_steps)
+        total = rollouts * self.completions
+        run = f"{max_steps} optimizer steps (max_steps) = {rollouts} rollouts = {total} completions"
+        if max_steps < 0:
+            run = f"{epochs:g} passes over the dataset"
+        note = (
+            f"\nnote:    a rollout of {self.completions} completions is small, and its advantages are noisy; "
+            "`generation_batch_size=128` makes it larger"
+        )
+        return (
+            f"rollout: {self.completions} completions of {self.prompts} prompts ({self.num_generations} each) = "
+            f"{self.micro_batch_size} per micro-batch × {self.gradient_accumulation_steps} micro-batches × "
+            f"{self.num_mini_batches} minibatches × {self.num_processes} processes\n"
+            f"updates: {self.optimizer_steps} optimizer steps per rollout = {self.num_ppo_epochs} epochs × "
+            f"{self.num_mini_batches} minibatches of {self.completions // self.num_mini_batches} completions\n"
+            f"run:     {run}"
+            f"{note if self.completions < FEW_COMPLETIONS else ''}"
         )
 
 

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .. import __version__
+from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import without_secrets
 from .completions import as_text
@@ -72,8 +73,9 @@ def _text(entry: Any) -> str:
 class RunLog(TrainerCallback):
     """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never ends the run."""
 
-    def __init__(self, model: str | None, rewards: list[str], monitors: list[str]):
+    def __init__(self, model: str | None, rewards: list[str], monitors: list[str], plan: BatchPlan):
         self.model = model
+        self.plan = plan
         self.rewards = rewards
         self.monitors = monitors
         self._path: str | None = None  # set on the main process when training begins
@@ -96,6 +98,8 @@ class RunLog(TrainerCallback):
             model=self.model,
             rewards=self.rewards,
             monitors=self.monitors,
+            plan=asdict(self.plan),
+            changed=args.changed_fields,
             config={name: value for name, value in settings.items() if name not in trainer_fields},
             trainer_config={name: value for name, value in settings.items() if name in trainer_fields},
             environment=environment() | launch,

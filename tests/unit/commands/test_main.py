@@ -1,8 +1,11 @@
 """`trl-ppo` itself: its help, and its exit status."""
 
 import json
+import logging
 import subprocess
 import sys
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,33 @@ def test_report_and_compare_write_pages(tmp_path, capsys):
     output = tmp_path / "both.html"
     assert cli.main(["compare", *runs, "--output", str(output)]) == 0 and str(output) in capsys.readouterr().out
     assert all(name in output.read_text() for name in ("first", "second"))
+
+
+def test_only_known_messages_of_other_libraries_are_hidden(capsys):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert cli.main(["report", "missing"]) == 2
+        for text in (
+            "`gradient_checkpointing` is deprecated and",
+            "`is_gradient_checkpointing` is deprecated",
+            "other",
+        ):
+            warnings.warn(text, FutureWarning, stacklevel=1)
+        warnings.warn("`gradient_checkpointing` is wrong", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["other", "`gradient_checkpointing` is wrong"]
+    for name, text in cli.HARMLESS.items():
+        records = [
+            logging.LogRecord(name, logging.WARNING, "", 0, each, (), None) for each in (f"{text}: no", "other")
+        ]
+        assert [bool(logging.getLogger(name).filter(record)) for record in records] == [False, True]
+
+
+@pytest.mark.parametrize(("module", "file"), [("bitsandbytes", "backends/cpu/ops.py"), ("deepspeed", "accelerator")])
+def test_hidden_messages_exist(module, file):
+    (folder,) = find_spec(module).submodule_search_locations
+    place = Path(folder, file)
+    sources = [place] if place.is_file() else list(place.glob("*.py"))
+    assert any(text in source.read_text() for text in cli.HARMLESS.values() for source in sources)
 
 
 def test_interrupted_command_exits_with_130(monkeypatch):

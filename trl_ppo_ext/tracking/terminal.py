@@ -1,0 +1,69 @@
+"""The terminal during training: the plan of the run, one line per log, and where the results are."""
+
+import shlex
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers.utils import logging
+
+from ..ppo.batch_plan import BatchPlan
+from .advice import number
+
+logger = logging.get_logger(__name__)
+
+SHOWN = {
+    "reward": "reward",
+    "kl_per_completion": "KL",
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+    "value/explained_variance": "critic",
+    "tokens_per_second": "tokens/s",
+}
+
+
+class Terminal(ProgressCallback, PrinterCallback):
+    """Replaces both callbacks of transformers, which print every metric; those go to `logging` instead."""
+
+    def __init__(self, plan: BatchPlan):
+        super().__init__()
+        self.plan = plan
+        self.checkpoint: str | None = None  # that the run resumes from
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Print the plan, and begin the progress bar."""
+        self._start, self.current_step = perf_counter(), state.global_step
+        if not state.is_world_process_zero:
+            return
+        tqdm.write(self.plan.summary(state.max_steps, args.num_train_epochs))
+        if self.checkpoint is not None:
+            tqdm.write(f"resumed from {self.checkpoint}, after step {state.global_step}")
+        bar: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "disable": args.disable_tqdm}
+        self.training_bar = tqdm(**bar, dynamic_ncols=True)
+
+    def on_prediction_step(self, args: Any, *positional: Any, **kwargs: Any) -> None:
+        """Advance the progress bar of an evaluation."""
+        if not args.disable_tqdm:
+            super().on_prediction_step(args, *positional, **kwargs)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print the main metrics in one line."""
+        if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
+            return
+        logger.info("step %d: %s", state.global_step, logs)
+        prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "")
+        cells = [f"{label} {number(logs[prefix + name])}" for name, label in SHOWN.items() if prefix + name in logs]
+        # steps that collect no rollout have metrics of the update only
+        cells = cells or [f"{name} {number(logs[name])}" for name in ("loss", "grad_norm") if name in logs]
+        place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
+        tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """End the progress bar, and name the report."""
+        super().on_train_end(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            duration = timedelta(seconds=round(perf_counter() - self._start))
+            report = f"trl-ppo report {shlex.quote(args.output_dir)}"
+            tqdm.write(f"step {state.global_step} of {state.max_steps} after {duration}; see `{report}`")
