@@ -10,7 +10,8 @@ import numpy as np
 
 from .reading import Curve, Run
 
-FEWEST = 10  # points below which a curve has no trend
+FEWEST = 3  # rollouts, and points of a curve, below which nothing is judged
+FEWEST_TREND = 10  # points below which a curve has no trend
 FEWEST_FLAT = 20  # points below which a flat curve means nothing
 
 
@@ -41,7 +42,7 @@ class Trend(NamedTuple):
     def turning_point(self) -> int | None:
         """Step of the maximum, if the curve then falls by more than noise."""
         smooth = self.curve.smooth().values
-        if not len(smooth):
+        if len(smooth) < FEWEST_TREND:
             return None
         top = int(np.argmax(smooth))
         least = max(5 * self.noise / math.sqrt(self.curve.window), 0.25 * np.ptp(smooth), 0.02 * self.scale)
@@ -57,14 +58,16 @@ def trend(curve: Curve | None) -> Trend:
     if curve is None or len(curve.finite().values) < FEWEST:
         return NO_TREND
     curve = curve.finite()
-    fifth = max(len(curve.values) // 5, 2)
+    enough = len(curve.values) >= FEWEST_TREND
+    fifth = max(len(curve.values) // (5 if enough else 2), 1)  # of a short curve its half
     # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps.
     differences = np.diff(curve.values)
     noise = float(1.4826 / math.sqrt(2) * np.median(np.abs(differences - np.median(differences))))
     start, end = float(curve.values[:fifth].mean()), float(curve.values[-fifth:].mean())
     error, scale = noise * math.sqrt(2 / fifth), float(np.abs(curve.smooth().values).max())
     least = max(4 * error, 0.02 * scale)
-    return Trend(curve, start, end, noise, error, scale, rises=end - start > least, falls=start - end > least)
+    rises, falls = enough and end - start > least, enough and start - end > least
+    return Trend(curve, start, end, noise, error, scale, rises, falls)
 
 
 class Advice(NamedTuple):
@@ -78,6 +81,7 @@ class Advice(NamedTuple):
 
 
 SMALLER_STEPS = "Lower `learning_rate` or `num_ppo_epochs`, or set `target_kl`."
+UNEXPLAINED = 0.1  # explained variance below which a critic is of no use
 # metric, level that its end must stay below, title, remedy
 TOO_HIGH = (
     (
@@ -130,10 +134,15 @@ def _reward_scale(run: Run) -> Iterator[Advice]:
     explained = trend(run.curves.get("value/explained_variance")).curve.values
     # With `lam=1` every token's return contains the score, whatever the critic predicts.
     handled = any(run.config.get(name) for name in ("normalize_rewards", "reward_baseline", "critic_init"))
-    if handled or run.config.get("lam") == 1 or not 0 < 3 * spread.start < abs(reward.start) or not len(explained):
+    if (
+        handled
+        or run.config.get("lam") == 1
+        or not 0 < 3 * spread.start < abs(reward.start)
+        or len(explained) < FEWEST_TREND
+    ):
         return
     median = float(np.median(explained[: len(explained) // 2]))  # a mean would follow a few outliers
-    if median < 0.1:
+    if median < UNEXPLAINED:
         yield Advice(
             "The reward is far from 0, where the critic starts",
             f"The first rewards are {number(reward.start)} ± {number(spread.start)}, and the median of "
@@ -221,7 +230,7 @@ def _trends(run: Run) -> list[Advice]:
         step=distinct.first(below=distinct.start - 0.05),
     )
     rule(
-        explained.end < 0.1 and len(explained.curve.values) >= FEWEST_FLAT,
+        explained.end < UNEXPLAINED and len(explained.curve.values) >= FEWEST_FLAT,
         "The critic does not predict the returns",
         "Raise `critic_learning_rate` or `value_warmup_steps`, run `trl-ppo pretrain-critic`, or set `critic='none'`.",
         "value/explained_variance",
@@ -263,5 +272,21 @@ def advise(run: Run) -> list[Advice]:
         return match[0] if value is None else f"{match[0]} (now {value})"
 
     # A remedy shows the current value of each setting that it names.
-    advice = [*_monitors(run), *_reward_scale(run), *_trends(run), *_failures(run)]
+    curves = [*_monitors(run), *_reward_scale(run), *_trends(run)] if run.rollouts >= FEWEST else []
+    advice = [*curves, *_failures(run)]
     return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
+
+
+def verdict(run: Run, advice: list[Advice]) -> str:
+    """One sentence on the health of a run."""
+    titles = [item.title for item in advice if not item.metrics[0].startswith("time/")]  # a slow run is healthy
+    if titles:
+        return f"Needs attention: {'; '.join(titles)}."
+    if run.rollouts < FEWEST:
+        return f"Too early to judge: {run.rollouts} of at least {FEWEST} rollouts."
+    reward = trend(run.curves.get("reward"))
+    if not reward.rises:
+        return "No curve shows a known problem, but the reward does not rise clearly, or not yet."
+    return (
+        f"Healthy: no curve shows a known problem, and the reward rises {number(reward.start)} → {number(reward.end)}."
+    )

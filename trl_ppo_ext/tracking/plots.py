@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from bokeh.embed import json_item
 from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
+from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
+from .advice import TOO_HIGH, UNEXPLAINED
 from .reading import Curve, Run
 
 
@@ -26,7 +28,8 @@ class Panel(NamedTuple):
 
 SECTIONS = {
     "Reward": (
-        Panel("Reward", ("reward", "objective"), "Should rise. The objective is shaped and includes the KL penalty."),
+        Panel("Reward", ("reward",), "Should rise."),
+        Panel("Objective", ("objective",), "The shaped score minus the KL penalty, which PPO maximizes. Should rise."),
         Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
         Panel("Monitored rewards", ("monitor/*/mean",), "Never optimized. If they fall, the reward is hacked."),
         Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 there is nothing to learn."),
@@ -70,6 +73,9 @@ SECTIONS = {
         Panel("Tokens per second", ("tokens_per_second",), "Completion tokens of all processes."),
     ),
 }
+# levels at which the advice on a curve starts
+LEVELS = {name: level for name, level, *_ in TOO_HIGH} | {"value/explained_variance": UNEXPLAINED}
+WARNING = "#B00020"  # color of these levels, and of steps with advice
 # logged by the Trainer, or drawn in another form
 NOT_DRAWN = re.compile(
     r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
@@ -98,6 +104,7 @@ class Plot(NamedTuple):
     title: str
     hint: str
     legend: list[Line]
+    levels: list[float]
     item: dict[str, Any]  # Bokeh's JSON
 
 
@@ -198,7 +205,12 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
         marked = ["", *(name for name in names if _matches(name, panel.metrics))]
         for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
             plot.vspan(x=[step], line_color=color, line_dash="dotted")
-    return Plot(panel.title, panel.hint, lines, dict(json_item(plot)))
+
+    # 4. Levels at which advice starts. They do not widen the range of the plot.
+    levels = [level for name, level in LEVELS.items() if panel.kind == "steps" and _matches(name, panel.metrics)]
+    for level in levels:
+        plot.add_layout(Span(location=level, dimension="width", line_color=WARNING, line_dash="dashed"))
+    return Plot(panel.title, panel.hint, lines, levels, dict(json_item(plot)))
 
 
 def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> dict[str, list[Plot]]:

@@ -78,7 +78,10 @@ class Run:
     model: str | None = None
     max_steps: int | None = None
     resumed_at: list[int] = field(default_factory=list)
+    plan: dict[str, int] = field(default_factory=dict)  # sizes of a rollout
+    changed: list[str] = field(default_factory=list)  # fields that are not at their default
     written: float | None = None  # time of the last entry, in seconds since 1970
+    seconds: float = 0.0  # of training, with repeated steps
     notes: list[str] = field(default_factory=list)  # missing or unreadable parts
 
     @property
@@ -91,6 +94,13 @@ class Run:
     def last_step(self) -> int:
         """The last step with a metric."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts until the last step; without a plan, of logs with one."""
+        if "optimizer_steps" in self.plan:
+            return -(-self.last_step // self.plan["optimizer_steps"])
+        return len(self.curves["reward"].values) if "reward" in self.curves else self.logs
 
 
 def _read_json(text: bytes) -> Any:
@@ -148,7 +158,8 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
             sheets = {key: sheet for key, sheet in sheets.items() if sheet.step <= kept}
             run.resumed_at = sorted({at for at in [*run.resumed_at, step] if 0 < at <= kept})
             run.model, run.max_steps = entry.get("model"), entry.get("max_steps")
-            for part in ("config", "trainer_config", "environment"):
+            run.changed, run.seconds = entry.get("changed") or [], run.seconds if step > 0 else 0.0
+            for part in ("config", "trainer_config", "environment", "plan"):
                 setattr(run, part, entry.get(part) or {})
         elif entry["kind"] == "metrics":
             for name, value in entry["metrics"].items():
@@ -157,7 +168,9 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
         else:
             sheet = Sheet(step, str(entry.get("mode")), entry["rows"])
             sheets[sheet[:2]] = sheet
-        run.written = entry.get("time", run.written)
+        before, run.written = run.written, entry.get("time", run.written)
+        if entry["kind"] != "run" and before is not None and run.written is not None:
+            run.seconds += run.written - before
     run.sheets = [sheets[key] for key in sorted(sheets)]
     for name in filter(points.get, points):
         steps, values = zip(*sorted(points[name].items()))

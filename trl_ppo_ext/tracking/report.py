@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .advice import FEWEST, NO_TREND, advise, number, trend
-from .plots import COLORS, draw_all
+from .advice import NO_TREND, advise, number, trend, verdict
+from .plots import COLORS, WARNING, draw_all
 from .reading import REPORT, Run, Sheet, read_runs
 
 __all__ = ["REPORT", "write_report"]
 
 TEMPLATES = Path(__file__).parent / "templates"
-ADVISED, RESUMED = "#B00020", "#999999"  # colors of marked steps
+RESUMED = "#999999"  # color of steps at which a run was resumed
 NAMES_ONLY = {"output_dir", "logging_dir", "run_name", "hub_model_id"}  # differ between any two runs
 ROOM = 1_500_000  # bytes of completions per page
 MOST_SHEETS = 40  # per run
@@ -82,12 +82,27 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _table(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _length(run: Run) -> str:
+    """Rollouts, completions, tokens and time of a run, as far as they are known."""
+    parts = [f"{run.rollouts:,} rollouts"]
+    if "completions" in run.plan:
+        parts.append(f"{run.rollouts * run.plan['completions']:,} completions")
+    if "num_tokens" in run.curves:
+        parts.append(f"{number(run.curves['num_tokens'].values[-1])} tokens")
+    return ", ".join(parts) + (f" in {timedelta(seconds=round(run.seconds))}" if run.seconds else "")
+
+
+def _table(settings: list[dict[str, Any]], changed: set[str]) -> list[dict[str, Any]]:
     """Settings by row, runs by column."""
     columns = [_flat(run_settings) for run_settings in settings]
     cells = {name: [column.get(name, "–") for column in columns] for names in columns for name in names}
     return [
-        {"name": name, "cells": row, "differs": len(set(row)) > 1 and name not in NAMES_ONLY}
+        {
+            "name": name,
+            "cells": row,
+            "differs": len(set(row)) > 1 and name not in NAMES_ONLY,
+            "changed": name.partition(".")[0] in changed,
+        }
         for name, row in cells.items()
     ]
 
@@ -127,7 +142,7 @@ def render(runs: list[Run]) -> str:
         for item in advice[0]:
             if item.step is not None:
                 for name in item.metrics:
-                    marks.setdefault(name, {})[item.step] = ADVISED
+                    marks.setdefault(name, {})[item.step] = WARNING
 
     # 2. Start and end of the main metrics.
     names = dict.fromkeys(name for run in runs for name in run.curves)
@@ -143,17 +158,20 @@ def render(runs: list[Run]) -> str:
         columns += [(run, sheet, sheet in (shown if len(runs) == 1 else sheets[-1:])) for sheet in sheets]
 
     # 4. The page.
+    changed = {name for run in runs for name in run.changed}
     bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
-        runs=[{"run": run, "color": color, "advice": rows} for run, color, rows in zip(runs, cycle(COLORS), advice)],
-        fewest=FEWEST,
+        runs=[
+            {"run": run, "color": color, "advice": rows, "verdict": verdict(run, rows), "length": _length(run)}
+            for run, color, rows in zip(runs, cycle(COLORS), advice)
+        ],
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=draw_all(runs, marks),
         parts={
-            "PPO": _table([run.config for run in runs]),
-            "Trainer": _table([run.trainer_config for run in runs]),
-            "Environment": _table([run.environment for run in runs]),
+            "PPO": _table([run.config for run in runs], changed),
+            "Trainer": _table([run.trainer_config for run in runs], changed),
+            "Environment": _table([run.environment for run in runs], set()),
         },
         columns=columns,
         logged_columns=sum(len(run.sheets) for run in runs),

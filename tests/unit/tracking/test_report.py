@@ -274,16 +274,48 @@ def test_comparison_begins_with_the_settings_that_differ(tmp_path):
     assert text.index("Settings that differ") < text.index("data-plot=")
 
 
-def test_short_curves_are_reported_as_not_judged(tmp_path):
-    fine = "No curve shows a known problem."
-    for logs, failed, judged in ((3, 0.0, False), (3, 1.0, False), (10, 0.0, True), (10, 1.0, True)):
+def test_page_begins_with_a_verdict(tmp_path):
+    for logs, failed, verdict in (
+        (2, 0.0, "Too early to judge: 2 of at least 3 rollouts."),
+        (2, 1.0, "Needs attention: Non-finite gradients."),
+        (3, 0.0, "No curve shows a known problem, but the reward does not rise clearly, or not yet."),
+        (12, 0.0, "Healthy: no curve shows a known problem, and the reward rises 1.5 → 11.5."),
+        (12, 1.0, "Needs attention: Non-finite gradients."),
+    ):
         place = tmp_path / f"{logs} {failed}"
-        told = [metrics(step, reward=float(step), skipped_steps=failed, eval_reward=1.0) for step in range(logs)]
-        told += [metrics(step, eval_reward=1.0) for step in range(logs, 20)]  # they are not logs of training
-        text = "".join(Tags(page_of([write(place, begin(), *told)], place / "report.html")).text)
-        assert (fine in text) == (judged and not failed)
-        assert (f"Too few logs to judge the curves: {logs} of at least 10" in text) == (not judged)
-        assert ("Non-finite gradients" in text) == bool(failed)
+        told = [
+            metrics(step, reward=float(step), skipped_steps=failed, eval_reward=1.0) for step in range(1, logs + 1)
+        ]
+        told += [metrics(step, eval_reward=1.0) for step in range(logs + 1, 20)]  # they are not logs of training
+        parsed = Tags(page_of([write(place, begin(), *told)], place / "report.html"))
+        assert verdict in parsed.text
+
+
+def test_page_begins_with_the_size_of_the_run(tmp_path):
+    plan = {"optimizer_steps": 4, "completions": 128}
+    entries = [metrics(step, num_tokens=1e3 * step) | {"time": 2.0 + 100 * step} for step in (1, 10)]
+    again = [begin(8, plan=plan, time=5_000.0), metrics(12, num_tokens=12_345.0) | {"time": 5_100.0}]
+    place = write(tmp_path / "run", begin(plan=plan), *entries, *again)
+    text = "".join(Tags(page_of([place], tmp_path / "report.html")).text)
+    assert "3 rollouts, 384 completions, 12,300 tokens in 0:18:21" in text  # the pause is not training
+
+
+def test_changed_settings_are_marked(tmp_path):
+    config = {"kl_coef": 0.05, "gamma": 1.0, "inner": {"x": 1}}
+    place = write(tmp_path / "run", begin(config=config, changed=["gamma", "inner"]), metrics(1, reward=1.0))
+    marked = re.findall(r'<tr class="changed"><th scope="row">(.*?)</th>', page_of([place], tmp_path / "report.html"))
+    assert marked == ["gamma", "inner.x"]
+
+
+def test_plots_show_the_levels_of_advice(tmp_path):
+    names = ("approx_kl", "completions/clipped_ratio", "value/explained_variance", "reward", "objective")
+    drawn = plots.draw_all([read_run(write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(names, 1.0))))], {})
+    levels = {plot.title: plot.levels for section in drawn.values() for plot in section}
+    assert levels == {
+        "Reward": [], "Objective": [], "KL of an update": [0.05], "Explained variance": [0.1], "Truncated": [0.25]
+    }  # fmt: skip
+    (plot,) = [plot for section in drawn.values() for plot in section if plot.title == "Truncated"]
+    assert '"location": 0.25' in json.dumps(plot.item)
 
 
 def test_report_of_a_real_run_has_its_parts(tmp_path, capsys):
@@ -292,7 +324,14 @@ def test_report_of_a_real_run_has_its_parts(tmp_path, capsys):
     assert str(tmp_path / "run" / "report.html") in capsys.readouterr().out
     parsed = Tags((tmp_path / "run" / "report.html").read_text())
     shown = "".join(parsed.text)
-    for text in ("step 2 of 2", "monitor/parity/mean", "eval_reward", "max_completion_length", "packages.torch"):
+    for text in (
+        "step 2 of 2",
+        "1 rollouts, 8 completions, ",
+        "monitor/parity/mean",
+        "eval_reward",
+        "max_completion_length",
+        "packages.torch",
+    ):
         assert text in shown
     labels = re.findall(r"<summary>(step .*)</summary>", (tmp_path / "run" / "report.html").read_text())
     assert labels == ["step 1", "step 2, evaluation"]

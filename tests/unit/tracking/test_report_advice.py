@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl_ppo_ext.tracking.advice import advise, number, trend
+from trl_ppo_ext.tracking.advice import advise, number, trend, verdict
 from trl_ppo_ext.tracking.reading import Curve, Run
 
 # ---- curves ----
@@ -155,6 +155,24 @@ def test_reward_offset_is_accepted_with_a_setting_against_it(setting):
     assert "-24.9 ± 3," in advice.seen and "worse than continuing" in advice.seen
     run.config |= setting
     assert matching("The reward is far from 0", run) == []
+
+
+def test_level_is_judged_from_the_third_rollout():
+    for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4}, False)):
+        curve = Curve(np.arange(1, points + 1), np.full(points, 0.9))
+        run = Run("run", ".", {"reward": curve, "completions/clipped_ratio": curve}, plan=plan)
+        assert [item.title for item in advise(run)] == ["Many completions are truncated"] * judged
+
+
+def test_few_points_have_no_trend():
+    for points in range(3, 10):
+        goes = trend(Curve(np.arange(points), np.linspace(0, 1, points)))
+        assert goes.start < goes.end and not goes.rises and goes.turning_point() is None
+
+
+def test_slow_rewards_do_not_make_a_run_unhealthy():
+    run = synthetic(GOOD | TIMES | {"time/score": 40 * FLAT})
+    assert verdict(run, advise(run)).startswith("Healthy: ")
 
 
 def test_failures_are_summed_with_their_first_step():
