@@ -21,6 +21,7 @@ bench: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/diagram.py
+	$(BIN)/python docs/fields.py
 	$(BIN)/python -m mkdocs build
 
 lint: $(VENV)/.dev

@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if files.get_file_from_path(name) is not None:
             continue
         file = File.generated(config, name, abs_src_path=str(path))
-        file.inclusion = InclusionLevel.NOT_IN_NAV
+        file.inclusion = InclusionLevel.NOT_IN_NAV  # unless mkdocs.yml names it
         files.append(file)
         if path.suffix == ".md":
             waiting += _outside(path)

@@ -70,4 +70,6 @@ def test_navigation_has_every_page():
         return [file for value in (entry if isinstance(entry, list) else entry.values()) for file in files(value)]
 
     loaded = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert sorted(files(loaded["nav"])) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    recipes = [path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("README.md")]
+    assert sorted(files(loaded["nav"])) == sorted([*pages, *recipes])

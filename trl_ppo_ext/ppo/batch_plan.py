@@ -63,7 +63,7 @@ class BatchPlan:
         """Sizes of a rollout and of the run; with a negative `max_steps` its length is `epochs`."""
         rollouts = -(-max_steps // self.optimizer_steps)
         total = rollouts * self.completions
-        run = f"{max_steps} optimizer steps (max_steps) = {rollouts} rollouts = {total} completions"
+        run = f"max_steps={max_steps} optimizer steps = {rollouts} rollouts = {total} completions"
         if max_steps < 0:
             run = f"{epochs:g} passes over the dataset"
         note = (

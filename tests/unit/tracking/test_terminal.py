@@ -25,7 +25,7 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys, caplog):
     assert [line.split(":")[0] for line in printed[:4]] == ["rollout", "updates", "run", "note"]
     assert printed[0].startswith("rollout: 8 completions of 8 prompts")
     assert "updates: 4 optimizer steps per rollout" in printed[1]
-    assert "4 optimizer steps (max_steps) = 1 rollouts = 8 completions" in printed[2]
+    assert "max_steps=4 optimizer steps = 1 rollouts = 8 completions" in printed[2]
     number = r"-?[\d.,e+-]+"
     labels = ("reward", "KL", "entropy", "length", "critic", "tokens/s")
     assert re.fullmatch("  ".join(["step 1/4", *(f"{label} {number}" for label in labels)]), printed[4])
