@@ -143,6 +143,7 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
         gradient_checkpointing=case.checkpointing,
         reward_quantization="nf4" if case.reward == "nf4" else "none",
         logging_steps=EPOCHS,
+        logging_first_step=False,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

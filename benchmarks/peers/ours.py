@@ -27,6 +27,7 @@ def main(name: str, dtype: str, steps: int, fields: dict) -> None:
         "max_completion_length": shape.response,
         "generation_kwargs": {"min_new_tokens": shape.response},
         "logging_steps": EPOCHS,
+        "logging_first_step": False,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

@@ -1,5 +1,6 @@
 """The terminal during training: the plan of the run, one line per log, and where the results are."""
 
+import os
 import shlex
 from datetime import timedelta
 from time import perf_counter
@@ -11,6 +12,7 @@ from transformers.utils import logging
 
 from ..ppo.batch_plan import BatchPlan
 from .advice import number
+from .reading import RUN_LOG
 
 logger = logging.get_logger(__name__)
 
@@ -65,5 +67,6 @@ class Terminal(ProgressCallback, PrinterCallback):
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero:
             duration = timedelta(seconds=round(perf_counter() - self._start))
-            report = f"trl-ppo report {shlex.quote(args.output_dir)}"
-            tqdm.write(f"step {state.global_step} of {state.max_steps} after {duration}; see `{report}`")
+            has_log = os.path.isfile(os.path.join(args.output_dir, RUN_LOG))
+            report = f"; see `trl-ppo report {shlex.quote(args.output_dir)}`" if has_log else ""
+            tqdm.write(f"step {state.global_step} of {state.max_steps} after {duration}{report}")
