@@ -98,7 +98,7 @@ class Run:
     @property
     def rollouts(self) -> int:
         """Number of rollouts until the last step; without a plan, of logs with one."""
-        if "optimizer_steps" in self.plan:
+        if self.plan:
             return -(-self.last_step // self.plan["optimizer_steps"])
         return len(self.curves["reward"].values) if "reward" in self.curves else self.logs
 

@@ -82,27 +82,12 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _length(run: Run) -> str:
-    """Rollouts, completions, tokens and time of a run, as far as they are known."""
-    parts = [f"{run.rollouts:,} rollouts"]
-    if "completions" in run.plan:
-        parts.append(f"{run.rollouts * run.plan['completions']:,} completions")
-    if "num_tokens" in run.curves:
-        parts.append(f"{number(run.curves['num_tokens'].values[-1])} tokens")
-    return ", ".join(parts) + (f" in {timedelta(seconds=round(run.seconds))}" if run.seconds else "")
-
-
-def _table(settings: list[dict[str, Any]], changed: set[str]) -> list[dict[str, Any]]:
+def _table(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Settings by row, runs by column."""
     columns = [_flat(run_settings) for run_settings in settings]
     cells = {name: [column.get(name, "–") for column in columns] for names in columns for name in names}
     return [
-        {
-            "name": name,
-            "cells": row,
-            "differs": len(set(row)) > 1 and name not in NAMES_ONLY,
-            "changed": name.partition(".")[0] in changed,
-        }
+        {"name": name, "cells": row, "differs": len(set(row)) > 1 and name not in NAMES_ONLY}
         for name, row in cells.items()
     ]
 
@@ -130,6 +115,8 @@ def render(runs: list[Run]) -> str:
     )
     environment.filters["with_code"] = _with_code
     environment.filters["scores"] = _scores
+    environment.filters["number"] = number
+    environment.filters["duration"] = lambda seconds: str(timedelta(seconds=round(seconds)))
     environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     # Keys stay in Bokeh's order: an object is defined before it is referenced.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
@@ -158,21 +145,21 @@ def render(runs: list[Run]) -> str:
         columns += [(run, sheet, sheet in (shown if len(runs) == 1 else sheets[-1:])) for sheet in sheets]
 
     # 4. The page.
-    changed = {name for run in runs for name in run.changed}
     bokeh = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
     return environment.get_template("page.html").render(
         title=" / ".join(run.name for run in runs),
         runs=[
-            {"run": run, "color": color, "advice": rows, "verdict": verdict(run, rows), "length": _length(run)}
+            {"run": run, "color": color, "advice": rows, "verdict": verdict(run, rows)}
             for run, color, rows in zip(runs, cycle(COLORS), advice)
         ],
         summary=[(label, cells) for label, cells in summary if any(cells)],
         sections=draw_all(runs, marks),
         parts={
-            "PPO": _table([run.config for run in runs], changed),
-            "Trainer": _table([run.trainer_config for run in runs], changed),
-            "Environment": _table([run.environment for run in runs], set()),
+            "PPO": _table([run.config for run in runs]),
+            "Trainer": _table([run.trainer_config for run in runs]),
+            "Environment": _table([run.environment for run in runs]),
         },
+        changed={name for run in runs for name in run.changed},
         columns=columns,
         logged_columns=sum(len(run.sheets) for run in runs),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),

@@ -2,8 +2,6 @@
 
 import os
 import shlex
-from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -36,7 +34,7 @@ class Terminal(ProgressCallback, PrinterCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar."""
-        self._start, self.current_step = perf_counter(), state.global_step
+        self.current_step = state.global_step
         if not state.is_world_process_zero:
             return
         tqdm.write(self.plan.summary(state.max_steps, args.num_train_epochs))
@@ -63,10 +61,7 @@ class Terminal(ProgressCallback, PrinterCallback):
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """End the progress bar, and name the report."""
+        """End the progress bar, and name the report, unless the run has no log."""
         super().on_train_end(args, state, control, **kwargs)
-        if state.is_world_process_zero:
-            duration = timedelta(seconds=round(perf_counter() - self._start))
-            has_log = os.path.isfile(os.path.join(args.output_dir, RUN_LOG))
-            report = f"; see `trl-ppo report {shlex.quote(args.output_dir)}`" if has_log else ""
-            tqdm.write(f"step {state.global_step} of {state.max_steps} after {duration}{report}")
+        if state.is_world_process_zero and os.path.isfile(os.path.join(args.output_dir, RUN_LOG)):
+            tqdm.write(f"see `trl-ppo report {shlex.quote(args.output_dir)}`")

@@ -158,7 +158,7 @@ def test_reward_offset_is_accepted_with_a_setting_against_it(setting):
 
 
 def test_level_is_judged_from_the_third_rollout():
-    for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4}, False)):
+    for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4, "completions": 8}, False)):
         curve = Curve(np.arange(1, points + 1), np.full(points, 0.9))
         run = Run("run", ".", {"reward": curve, "completions/clipped_ratio": curve}, plan=plan)
         assert [item.title for item in advise(run)] == ["Many completions are truncated"] * judged
