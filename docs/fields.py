@@ -4,6 +4,8 @@ import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
+from transformers import TrainingArguments
+
 from trl_ppo_ext.config import _UNSUPPORTED, PPOConfig
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -57,13 +59,25 @@ def page(version: str) -> str:
             lines += ["", f"## {PARTS[name]}", "", "| field | type | default | |", "|---|---|---|---|"]
         kind, text = described[name]
         lines.append(f"| `{name}` | `{kind}` | {default(PPOConfig.__dataclass_fields__[name])} | {cell(text)} |")
+    trainer = {field.name for field in fields(TrainingArguments)}
+    of_trl = [
+        "",
+        "## TRL's names",
+        "",
+        "[Coming from GRPO](from_grpo.md) explains them.",
+        "",
+        "| field | |",
+        "|---|---|",
+    ]
     for field in fields(PPOConfig):
-        if field.init and field.name not in own:
+        if field.init and field.name not in trainer and field.name not in own:
+            of_trl.append(f"| `{field.name}` | {cell(str(field.metadata.get('help', '')))} |")
+        elif field.init and field.name not in own:
             text = re.split(r"(?<=\.)\s", str(field.metadata.get("help", "")).strip())[0]
             if field.name in _UNSUPPORTED:
                 text = f"**Not supported:** {_UNSUPPORTED[field.name]}."
             inherited.append(f"| `{field.name}` | {default(field)} | {cell(text)} |")
-    return "\n".join([*lines, *inherited]) + "\n"
+    return "\n".join([*lines, *of_trl, *inherited]) + "\n"
 
 
 if __name__ == "__main__":

@@ -257,6 +257,9 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def __post_init__(self):
         check_types(self)
+        # for the report, before defaults are filled in
+        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
+        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
         with applied(self):
             self._finish()
 
