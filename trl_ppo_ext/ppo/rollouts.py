@@ -443,8 +443,8 @@ class RolloutCollector:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
                 "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "
-                "completions %s, for any reward. Set `normalize_rewards=True` or `reward_baseline='reference'`, or "
-                "start from a `critic_init` (see `trl-ppo pretrain-critic`).",
+                "completions %s, for any reward. Set `normalize_values=True`, `normalize_rewards=True` or "
+                "`reward_baseline='reference'`, or start from a `critic_init` (see `trl-ppo pretrain-critic`).",
                 mean,
                 deviation,
                 ending,
