@@ -204,6 +204,7 @@ def test_checkpoint_has_what_is_due_at_the_end_of_its_epoch(tmp_path, save):
     """Logs and evaluations of an epoch used to be lost by a run that was killed at its last step."""
     settings = {
         "logging_strategy": "epoch",
+        "logging_first_step": False,
         "eval_strategy": "epoch",
         "eval_dataset": prompts(4),
         "save_strategy": save,

@@ -324,7 +324,7 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, aggregation, size, 
 
 
 def failing_reward(completion_ids, **kwargs):
-    """Not a number for some completions, not even finite for others."""
+    """Does not apply to some completions (NaN), and fails for others."""
     odd = {2: float("nan"), 3: "n/a", 4: float("inf")}
     return [odd.get(ids[0] % 5, score) for ids, score in zip(completion_ids, varied_reward(completion_ids))]
 
@@ -334,8 +334,14 @@ def optional_reward(completion_ids, **kwargs):
 
 
 def scores_of_both(completion_ids):
-    rows = zip(completion_ids, varied_reward(completion_ids))
-    return [None if ids[0] % 5 in (2, 3, 4) else score + 2.0 * (len(ids) <= 3) for ids, score in rows]
+    scores = []
+    for ids, score in zip(completion_ids, varied_reward(completion_ids)):
+        short = len(ids) <= 3
+        if ids[0] % 5 in (3, 4) or (ids[0] % 5 == 2 and not short):  # failed, or no reward applies
+            scores.append(None)
+        else:
+            scores.append(2.0 * short + (0.0 if ids[0] % 5 == 2 else score))
+    return scores
 
 
 SKIP = {"reward_on_error": "skip", "max_reward_failures": 1.0}

@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     built = PPOTrainer(
         llama(),
         [length_reward, classifier],
-        config(tmp_path_factory.mktemp("run"), critic="adapter", logging_steps=100),
+        config(tmp_path_factory.mktemp("run"), critic="adapter", logging_steps=100, logging_first_step=False),
         prompts(),
         processing_class=tokenizer(),
         reward_processing_classes=[None, tokenizer()],
@@ -129,7 +129,7 @@ def test_run_shorter_than_logging_steps_logs_its_reward(trained):
 
 
 def test_summary_holds_only_what_was_not_logged(tmp_path):
-    built = trainer(tmp_path, logging_steps=3)  # of 4 steps, two per rollout
+    built = trainer(tmp_path, logging_steps=3, logging_first_step=False)  # of 4 steps, two per rollout
     built.train()
     first, summary = built.state.log_history
     assert first["step"] == 3 and summary["step"] == 4

@@ -38,7 +38,7 @@ ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
 
 def collecting(**settings):
     """As much of a collector as advantages need."""
-    return SimpleNamespace(args=SimpleNamespace(**ARGS | settings), accelerator=ONE_RANK)
+    return SimpleNamespace(args=SimpleNamespace(**ARGS | settings), accelerator=ONE_RANK, normalizer=None)
 
 
 @property_test
@@ -72,7 +72,8 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     mask = torch.rand(rows, width, generator=generator) < 0.5
     rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
     for alpha in (None, 0.05):
-        advantages, returns = RolloutCollector._gae(collecting(lam_length_alpha=alpha), rewards, values, mask)
+        collector = collecting(lam_length_alpha=alpha)
+        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask)
         white = ppo_math.whiten(advantages, mask)
         assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
         assert (white[~mask] == 0).all()

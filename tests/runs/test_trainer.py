@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.ppo.math import token_rewards
 from trl_ppo_ext.ppo.updates import MicroBatch
-from trl_ppo_ext.rewards import read_scores
+from trl_ppo_ext.rewards import RewardShaping, read_scores
 
 
 
@@ -202,7 +202,7 @@ def test_score_enters_at_the_last_sampled_token():
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.15, -0.2, -1.25]]))
 
 
-def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path):
+def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path, monkeypatch):
     built = trainer(
         tmp_path,
         reward_funcs=lambda completions, **kwargs: [3.0] * len(completions),
@@ -213,8 +213,8 @@ def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path):
         max_steps=1,
     )
     rollouts, shaped = rollouts_of(built), []
-    shaping = built.collector.shaping
-    built.collector.shaping = lambda *args: shaped.append(shaping(*args)) or shaped[-1]
+    shape = RewardShaping.__call__
+    monkeypatch.setattr(RewardShaping, "__call__", lambda *args: shaped.append(shape(*args)) or shaped[-1])
     built.train()
     samples = rollouts[0][1]
     ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
@@ -346,7 +346,7 @@ def test_metrics_of_the_design_are_logged(tmp_path):
 def test_completions_are_printed_as_plain_text(tmp_path, capsys):
     built = trainer(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=1)
     batch_decode = built.processing_class.batch_decode
-    built.processing_class.batch_decode = lambda *a, **k: ["[red]x[/red]", *batch_decode(*a, **k)[1:]]
+    built.processing_class.batch_decode = lambda *a, **k: [f"{text}[red]x[/red]" for text in batch_decode(*a, **k)]
     built.train()
     assert "[red]x[/red]" in capsys.readouterr().out
 

@@ -72,7 +72,7 @@ def move(trainer, gpu):
         width = input_ids.shape[1] + generation_config.max_new_tokens
         return torch.zeros(len(input_ids), width, dtype=torch.long, device=DEVICE)
 
-    trainer.actor_critic.generate = generate
+    trainer.actor_critic.sample = generate
 
 
 def iterations(trainer, gpu):
@@ -112,6 +112,7 @@ def iterations(trainer, gpu):
 def main(path):
     # autocast for CUDA needs a GPU only to be switched on
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = (lambda: None), (lambda state: None)
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     results = {}
     for name, settings in CONFIGURATIONS.items():

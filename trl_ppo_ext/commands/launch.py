@@ -177,7 +177,7 @@ class _Loader(yaml.SafeLoader):
 def _check_config(path: str) -> None:
     """Check what TRL's parser does not: repeated keys, and the environment variables that it sets."""
     with open(path, encoding="utf-8") as file:
-        config = yaml.load(file, _Loader)
+        config = _Loader(file).get_single_data()
     variables = config.get("env") if isinstance(config, dict) else None
     if isinstance(variables, dict) and variables:
         refused = [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]

@@ -203,7 +203,7 @@ class RolloutCollector:
         # 3. Score the completions.
         extra: dict[str, list] = {}
         # rewards draw from a stream of their own: one that seeds would repeat the next rollouts
-        seed = int(torch.randint(2**31, ()))
+        seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device):
             batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
             scored = score_all(

@@ -205,7 +205,7 @@ def test_run_is_pushed_with_its_datasets(there, monkeypatch):
 def test_failing_run_reports_its_step_and_cause(there):
     says = (
         r"failed after 2 optimizer steps: RewardError: The reward `fails_late` failed with OSError: the disk is "
-        r"gone\. Once .*--resume_from_checkpoint true"
+        r"gone\. .*checkpoint-2. holds all optimizer steps so far.*Once .*--resume_from_checkpoint true"
     )
     with pytest.raises(RuntimeError, match=says) as error:
         run(reward_funcs="cli_rewards.fails_late", output_dir="failed")

@@ -157,6 +157,7 @@ def test_wandb_must_not_log_the_model(tmp_path, monkeypatch):
     """It would upload the base, and arguments with the token in them."""
     args = config(tmp_path)
     args.report_to = ["wandb"]
+    monkeypatch.setattr(completions, "get_available_reporting_integrations", lambda: ["wandb"])
     for value, refused in {"end": True, "checkpoint": True, "false": False, "": False}.items():
         monkeypatch.setenv("WANDB_LOG_MODEL", value)
         if refused:
