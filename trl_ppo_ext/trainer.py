@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
 from . import distributed
@@ -417,12 +417,6 @@ class PPOTrainer(Trainer):
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
         self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
-
-    def predict(self, *args, **kwargs) -> PredictionOutput:
-        """Sample and score; only the metrics are returned."""
-        output = super().predict(*args, **kwargs)
-        self._samples = None  # not of the next log
-        return output
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
@@ -813,6 +807,12 @@ class _StepCallback(TrainerCallback):
         self.trainer._last_step = state.global_step
         if self.trainer._resumed:
             self.trainer._load_run_state()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics, **kwargs
+    ) -> None:
+        """Forget the samples of `predict`, which does not log."""
+        self.trainer._samples = None
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs

@@ -109,13 +109,14 @@ def iterations(trainer, gpu):
     }
 
 
-def main(path):
+def main(path, *names):
     # autocast for CUDA needs a GPU only to be switched on
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.get_rng_state, torch.cuda.set_rng_state = (lambda: None), (lambda state: None)
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     results = {}
-    for name, settings in CONFIGURATIONS.items():
+    for name in names or CONFIGURATIONS:
+        settings = CONFIGURATIONS[name]
         with tempfile.TemporaryDirectory() as directory:
             trainer = build(directory, **settings)
             device = trainer.accelerator.device
@@ -130,4 +131,4 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -25,19 +25,25 @@ FURTHER = {"reward model": {"model.py:score": 1}}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
+SLOW = {"no critic", "shared prompts", "reward model"}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, request):
+    """Results by configuration, from one process for those that the session runs."""
     if sys.platform != "linux" or not all(map(shutil.which, ("c++", "ninja"))):
         pytest.skip("needs Linux, a C++ compiler and ninja, to compile the simulated GPU's guard")
     if torch.version.cuda or torch.version.hip:
         pytest.skip("needs a torch without CUDA, whose own guard would be replaced; see tests/gpu")
     path = tmp_path_factory.mktemp("simulated") / "results.json"
     script = Path(__file__).with_name("iterations.py")
-    subprocess.run([sys.executable, str(script), str(path)], env=os.environ | compile_guard(), check=True, timeout=300)
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
+    command = [sys.executable, str(script), str(path), *names]
+    subprocess.run(command, env=os.environ | compile_guard(), check=True, timeout=300)
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CONFIGURATIONS])
 def test_iteration_stays_on_one_device_and_waits_as_listed(results, name):
     result = results[name]
     assert "error" not in result, result["error"]
