@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +7,16 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where something else is running
+
+EXTENSIONS = Path(__file__).parent.parent / ".pytest_cache" / "torch_extensions"
+
+
+def pytest_configure(config):
+    """Compile C++ extensions into the checkout; a lock that a killed run left would be waited for without end."""
+    if not hasattr(config, "workerinput"):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
+        for lock in EXTENSIONS.rglob("lock"):
+            lock.unlink()
 
 
 def pytest_collection_modifyitems(items):

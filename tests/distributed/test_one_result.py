@@ -96,7 +96,7 @@ def launch(runs, config_file=None):
     command = [sys.executable, *launcher, str(HERE / "train.py"), json.dumps(runs)]
     path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))  # the package that lies beside the tests
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

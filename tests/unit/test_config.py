@@ -14,6 +14,8 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
     )
+    # cached, and perhaps asked before
+    monkeypatch.setattr("trl_ppo_ext.config.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would use the GPU
     monkeypatch.setattr(PPOConfig, "world_size", 1)
     assert PPOConfig("run").bf16 is not emulated
