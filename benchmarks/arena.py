@@ -41,6 +41,7 @@ RIVALS = {
     "PPO, head, normalized": CENTERED,
     "PPO, head, normalized, detached": CENTERED | {"critic_backprop": False},
     "PPO, adapter, normalized": CENTERED | {"critic": "adapter"},
+    "PPO, side": CENTERED | {"critic": "side"},
 }
 
 

@@ -114,7 +114,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"`
             or `"rebn"` (whitened rewards-to-go per token).
         critic (`str`, *optional*, defaults to `"head"`):
-            Value `"head"` on the policy's trunk, value head on an `"adapter"` of its own, or `"none"`.
+            Value `"head"` on the policy's last state, `"side"` network on states of several layers and the position
+            (nothing flows back into the policy), value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*): Learning rate of the critic. Defaults to `learning_rate`.
@@ -220,7 +221,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_horizon: int = 10000
     target_kl: float | None = None
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
-    critic: Literal["head", "adapter", "none"] = "head"
+    critic: Literal["head", "side", "adapter", "none"] = "head"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
     normalize_values: bool = False

@@ -28,6 +28,7 @@ from transformers.training_args import OptimizerNames
 from .arguments import as_list
 from .config import PPOConfig
 from .generation.transformers import BLOCK
+from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
 from .ppo.batch_plan import BatchPlan
@@ -147,8 +148,9 @@ class MemoryEstimate:
         sampled = min(args.per_device_generation_batch_size or completions, completions)
         prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
-        adapters, has_critic = 1 + (args.critic == "adapter"), args.critic != "none"
-        trained = adapters * adapter.parameters + has_critic * (base.hidden + 1)
+        adapters, read = 1 + (args.critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
+        heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 1) + SIDE_WIDTH + 1}
+        trained = adapters * adapter.parameters + heads.get(args.critic, base.hidden + 1)
         exact = args.kl_estimator == "exact"
         kl_in_reward, kl_in_loss = (exact and args.kl_placement != x for x in ("loss", "reward"))
         offload_rewards = args.offload_rewards and self.on_gpu
@@ -182,10 +184,12 @@ class MemoryEstimate:
         scoring += [base.forward(tokens, 4) for _ in reward_adapters]
 
         # 4. Projections to the vocabulary, and float32 derivatives by hidden states
-        forward = base.forward(rows * length, width)
+        states = width * base.hidden * base.layers * rows * length * (args.critic == "side")  # for the critic to read
+        forward = base.forward(rows * length, width) + states
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
         entropy = args.trains_entropy
-        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss + has_critic) + ptx)
+        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss) + ptx)
+        kept += 4 * rows * response * {"none": 0, "side": read + 4 * SIDE_WIDTH}.get(args.critic, base.hidden)
         projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
 
         # 5. Backward: what the trunk saved for it, and gradients within a layer
@@ -211,6 +215,7 @@ class MemoryEstimate:
             "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
+                update | {"activations": forwards + states, "gradients": early},
                 update | {"activations": forwards, "logits": projecting, "gradients": early},
                 update | {"activations": trunks + backward, "logits": kept, "gradients": early},
                 update | {"gradients": float(gradients + buckets)},  # the optimizer's step

@@ -78,6 +78,11 @@ class Sequences:
         positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
         return rows.to(device, non_blocking=True), positions.to(device, non_blocking=True)
 
+    @property
+    def positions(self) -> Tensor:
+        """Sampled tokens before each sampled token, `[tokens]`."""
+        return self._sampled[1]
+
     def pick(self, x: Tensor) -> Tensor:
         """Entries of `[batch, response, ...]` at sampled tokens, `[tokens, ...]`."""
         return x[self._sampled]

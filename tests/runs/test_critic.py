@@ -1,4 +1,4 @@
-"""Critics of three kinds: their inputs, gradients, checkpoints and starts; and training without one."""
+"""Critics of each kind: their inputs, gradients, checkpoints and starts; and training without one."""
 
 import itertools
 import json
@@ -21,7 +21,8 @@ from trl_ppo_ext.checkpoints.files import CheckpointError, load_actor_critic_wei
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.modeling.adapter_files import read_adapter
 
-HEAD, ADAPTER, NONE = {"critic": "head"}, {"critic": "adapter"}, {"critic": "none", "num_generations": 2}
+HEAD, SIDE, ADAPTER = ({"critic": kind} for kind in ("head", "side", "adapter"))
+NONE = {"critic": "none", "num_generations": 2}
 SAMPLING = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=3, eos_token_id=1, pad_token_id=0)
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
@@ -62,9 +63,9 @@ def save_reward_adapter(base, path, labels=1):
 
 @pytest.fixture(scope="module")
 def starts(base, tmp_path_factory):
-    """What a critic may start from, or not: checkpoints of the three kinds, and reward adapters."""
+    """What a critic may start from, or not: checkpoints of each kind, and reward adapters."""
     path = tmp_path_factory.mktemp("starts")
-    for kind, settings in (("head", HEAD), ("adapter", ADAPTER), ("none", NONE)):
+    for kind, settings in (("head", HEAD), ("side", SIDE), ("adapter", ADAPTER), ("none", NONE)):
         save_actor_critic(actor_critic(path, settings, base), str(path / kind))
     save_reward_adapter(base, path / "reward")
     save_reward_adapter(base, path / "reward2", labels=2)
@@ -116,6 +117,26 @@ def test_gradients_do_not_depend_on_other_uses_of_the_base(base, starts, tmp_pat
             run()
         assert trainable(built) == trained
         assert same(gradients(built), expected)
+
+
+def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path):
+    """Recomputed from a plain forward with every hidden state."""
+    built = actor_critic(tmp_path, SIDE)
+    head, prompt, completion = built.value_head, PROMPTS[0], COMPLETIONS[0]
+    hidden = built.policy(input_ids=torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states
+    states = [hidden[layer][0, len(prompt) - 1 : -1] for layer in (0, 1, 2)]
+    normalized = [x / (x.square().mean(1, keepdim=True) + torch.finfo().eps).sqrt() for x in states]
+    size, length = states[0].shape[1], config(tmp_path).max_completion_length
+    position = torch.zeros(len(completion), size)
+    for t in range(len(completion)):
+        for k in range(16):
+            position[t, k] = (size / 16) ** 0.5 * torch.cos(torch.tensor(torch.pi * k * t / length))
+    gate, up = torch.nn.functional.linear(torch.cat([*normalized, position], 1), *head.inputs.parameters()).split(256, 1)
+    expected = torch.nn.functional.linear(gate * gate.sigmoid() * up, head.weight, head.bias)[:, 0]
+    torch.testing.assert_close(built(sequences()).values[0, : len(completion)], expected)
+
+    trained = gradients(built, of=("values",))
+    assert {name for name, x in trained.items() if x.any()} == set(built.critic_parameters())
 
 
 def test_error_in_the_critic_leaves_the_policy_active(tmp_path):
@@ -356,12 +377,13 @@ def test_critic_learning_rate_applies_only_to_the_critic(tmp_path):
 
 
 FILES = {
+    "side": {"value_head.safetensors"},
     "adapter": {"value_head.safetensors", "critic/adapter_model.safetensors", "critic/adapter_config.json"},
     "none": set(),
 }
 
 
-@pytest.mark.parametrize("settings", [ADAPTER | {"critic_learning_rate": 1e-2}, NONE])
+@pytest.mark.parametrize("settings", [x | {"critic_learning_rate": 1e-2} for x in (ADAPTER, SIDE)] + [NONE])
 def test_run_with_a_critic_resumes_bit_for_bit(tmp_path, settings):
     settings = settings | {"num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole, again = Recorder(), Recorder()
@@ -409,6 +431,8 @@ UNFIT = [
     ("adapter", HEAD, lambda x: None, "`critic` must be 'adapter' .*got 'head'; set `critic='adapter'`"),
     ("adapter", NONE, lambda x: None, "`critic` must be 'adapter' .*got 'none'"),
     ("head", NONE, lambda x: None, "`critic` must be 'head' .*got 'none'"),
+    ("side", HEAD, lambda x: None, "`critic` must be 'side' .*got 'head'"),
+    ("head", SIDE, lambda x: None, "`critic` must be 'head' .*got 'side'"),
     ("none", HEAD, lambda x: None, "has no value_head.safetensors"),
 ]
 
@@ -426,7 +450,7 @@ def test_checkpoint_with_another_critic_raises(
 
 def test_saved_critic_replaces_one_of_another_kind(base, starts, tmp_path):
     shutil.copytree(starts / "adapter", tmp_path / "saved")
-    for settings in (HEAD, NONE, ADAPTER):
+    for settings in (HEAD, NONE, SIDE, ADAPTER, SIDE):
         built, again = (actor_critic(tmp_path, settings, base, moved=moved) for moved in (True, False))
         save_actor_critic(built, str(tmp_path / "saved"))
         load_actor_critic_weights(again, str(tmp_path / "saved"))
@@ -437,7 +461,7 @@ def test_saved_critic_replaces_one_of_another_kind(base, starts, tmp_path):
 
 
 def test_critic_init_restores_the_critic_of_a_checkpoint(base, starts, tmp_path):
-    for settings in (HEAD, ADAPTER):
+    for settings in (HEAD, SIDE, ADAPTER):
         source, kind = actor_critic(tmp_path, settings, base), settings["critic"]
         built = actor_critic(tmp_path, settings | {"critic_init": str(starts / kind)}, base, moved=False)
         expected = source.critic_parameters()
@@ -478,6 +502,7 @@ def empty(path):
 NO_START = [
     ("adapter", HEAD, None, "holds a critic of the kind 'adapter', and `critic` is 'head'; set `critic='adapter'`"),
     ("head", ADAPTER, None, "holds a critic of the kind 'head', and `critic` is 'adapter'"),
+    ("side", HEAD, None, "holds a critic of the kind 'side', and `critic` is 'head'"),
     ("reward", HEAD, None, "is a reward adapter: its score head fits only its own adapter"),
     ("reward2", ADAPTER, None, "has 2 labels, and `reward_label` is None; pick one of 0 to 1"),
     ("reward2", ADAPTER | {"reward_label": 2}, None, "`reward_label` is 2; pick one of 0 to 1"),
@@ -519,7 +544,7 @@ def test_run_without_a_critic_has_no_values(tmp_path, estimator):
 
 
 REFUSED = [
-    ({"critic": "both"}, "`critic` must be one of 'head', 'adapter', 'none', got 'both'"),
+    ({"critic": "both"}, "`critic` must be one of 'head', 'side', 'adapter', 'none', got 'both'"),
     (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without"),
     (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not work with `critic='head'`; use 'gae' with"),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),

@@ -96,10 +96,11 @@ def test_quantized_bytes_equal_those_of_a_loaded_model(tmp_path, kind):
     assert sizes.bytes + constants == pytest.approx(bytes_of(loaded), abs=2100)
 
 
-def test_trained_parameters_equal_those_of_the_trainer(tmp_path):
+@pytest.mark.parametrize("critic", ["head", "side", "adapter"])
+def test_trained_parameters_equal_those_of_the_trainer(tmp_path, critic):
     from tiny import length_reward, prompts
 
-    args = config(tmp_path, critic="adapter")
+    args = config(tmp_path, critic=critic)
     trainer = trl_ppo_ext.PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
     parts = estimate_memory(llama().config, args, device="cpu").phases[0].parts
     trained = sum(x.numel() for x in trainer.model.parameters() if x.requires_grad)
@@ -150,8 +151,9 @@ def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
         {"dtype": "fp32", "fields": {"critic": "adapter", "ema_decay": 0.9}},
         {"dtype": "bf16", "fields": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
         {"dtype": "bf16", "same_length": False, "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
+        {"dtype": "bf16", "fields": {"critic": "side"}},
     ],
-    ids=["fp32", "bf16", "checkpointing"],
+    ids=["fp32", "bf16", "checkpointing", "side"],
 )
 def test_peaks_are_within_a_tenth_of_a_run(benchmark, tmp_path, case):
     case = benchmark.Case(benchmark.Shape(1024, 128, 3, 8, 32, 32), **case)
@@ -188,6 +190,7 @@ def part(run, phase, name):
         ({}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}),
         ({}, {"prompt_length": 256}),
         ({}, {"max_completion_length": 256}),
+        ({}, {"critic": "side"}),
         ({}, {"critic": "adapter"}),
         ({}, {"base": replace(BASE, width=4)}),
         ({}, {"ema_decay": 0.9}),

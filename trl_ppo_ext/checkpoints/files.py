@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from ..distributed import set_weights, uses_fsdp
 from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names
-from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD
+from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD, kind_of_critic
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
@@ -25,6 +25,7 @@ AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
 CRITIC_FILES = {  # by `PPOConfig.critic`
     "none": [],
     "head": [VALUE_HEAD],
+    "side": [VALUE_HEAD],
     "adapter": [VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER)],
 }
 
@@ -68,7 +69,7 @@ def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
 def _critic_kind(actor_critic: ActorCritic) -> str:
     if actor_critic.value_head is None:
         return "none"
-    return "head" if actor_critic.critic_adapter is None else "adapter"
+    return kind_of_critic(actor_critic.value_head.state_dict(), actor_critic.critic_adapter is not None)
 
 
 def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
@@ -118,8 +119,9 @@ def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Ten
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Load the weights written by [`save_actor_critic`]."""
     kind, saved_kind = _critic_kind(actor_critic), "none"
-    if os.path.isfile(os.path.join(directory, VALUE_HEAD)):
-        saved_kind = "adapter" if os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG)) else "head"
+    if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
+        has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
+        saved_kind = kind_of_critic(load_file(head_file), has_adapter)
     if saved_kind not in ("none", kind):  # without any critic, the error below names the missing file
         raise CheckpointError(
             f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."

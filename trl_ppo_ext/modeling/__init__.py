@@ -1,7 +1,8 @@
 """One frozen base and its roles: loading, adapters, log-probs."""
 
-from .actor_critic import ActorCritic, ValueHead
+from .actor_critic import ActorCritic
 from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
+from .critics import SideCritic, ValueHead
 from .loading import (
     check_model_arguments,
     check_optimizers,
@@ -14,6 +15,7 @@ from .logprobs import TokenScores, token_logprobs
 
 __all__ = [
     "ActorCritic",
+    "SideCritic",
     "TokenScores",
     "ValueHead",
     "adapter_weights",

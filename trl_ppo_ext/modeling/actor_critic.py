@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
+from .critics import SideCritic, ValueHead
 from .logprobs import TokenScores, token_logprobs
 
 
@@ -63,41 +64,12 @@ POLICY_API = frozenset(
 )
 
 
-class ValueHead(nn.Linear):
-    """Linear head in float32 that starts at zero; with `normalized` it predicts in units that are saved with it."""
-
-    def __init__(self, hidden_size: int, normalized: bool, device: torch.device):
-        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-        self.normalized = normalized
-        self.mean: Tensor
-        self.deviation: Tensor
-        if normalized:
-            self.register_buffer("mean", torch.zeros(1, device=device))
-            self.register_buffer("deviation", torch.ones(1, device=device))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values `[tokens, 1]` of states `[tokens, hidden]`."""
-        # DeepSpeed casts the weights that it trains
-        values = super().forward(hidden.to(self.weight.dtype)).float()
-        return self.mean + self.deviation * values if self.normalized else values
-
-    def in_own_units(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the weights of a head that was saved with or without units."""
-        one = torch.ones(1)
-        if self.normalized:
-            return {"mean": 0 * one, "deviation": one} | saved
-        mean, deviation = saved.get("mean", 0 * one), saved.get("deviation", one)
-        plain = {name: x * deviation for name, x in saved.items() if name not in ("mean", "deviation")}
-        return plain | {"bias": plain["bias"] + mean} if "bias" in plain else plain
-
-
 class ActorCritic(nn.Module):
     """A PEFT policy with a critic on the same base.
 
-    The critic is a value head on the policy's last hidden state, or on that of an adapter of its own. The head is
-    float32 and starts at zero, so the first values are 0. Adapters are switched here and nowhere else.
+    The critic is a value head on the policy's last hidden state, or on that of an adapter of its own, or a small
+    network beside the trunk. The head is float32 and starts at zero, so the first values are 0. Adapters are switched
+    here and nowhere else.
 
     Called with token ids it is the policy, a causal language model: so are `generate`, `save_pretrained`,
     `merge_and_unload`, `generation_config` and other attributes of a `PeftModel`.
@@ -112,6 +84,8 @@ class ActorCritic(nn.Module):
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
         normalize_values (`bool`, *optional*, defaults to `False`): Whether the head predicts in units of its own.
+        side_length (`int`, *optional*):
+            Maximum completion length, in tokens, if the critic is a [`SideCritic`].
 
     Raises:
         `ValueError`: If the model has no output projection, or an adapter is on it.
@@ -127,6 +101,7 @@ class ActorCritic(nn.Module):
         critic_adapter: str | None = None,
         critic_backprop: bool = True,
         normalize_values: bool = False,
+        side_length: int | None = None,
     ):
         super().__init__()
         self.policy = policy
@@ -146,9 +121,12 @@ class ActorCritic(nn.Module):
                 '`modules_to_save` (`target_modules="all-linear"` excludes it).'
             )
         self.value_head: ValueHead | None = None
-        if has_critic:
-            hidden_size = policy.config.get_text_config().hidden_size
-            self.value_head = ValueHead(hidden_size, normalize_values, self.device)
+        config = policy.config.get_text_config()
+        if has_critic and side_length is not None:
+            sizes = config.hidden_size, config.num_hidden_layers, side_length
+            self.value_head = SideCritic(*sizes, normalize_values, self.device)
+        elif has_critic:
+            self.value_head = ValueHead(config.hidden_size, normalize_values, self.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name) if name in POLICY_API else super().__getattr__(name)
@@ -263,7 +241,8 @@ class ActorCritic(nn.Module):
         if with_kl:
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences)
-        hidden = self._hidden_states(sequences)
+        side = self.value_head if with_values and isinstance(self.value_head, SideCritic) else None
+        hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
         scores = self._project(
             hidden,
             sequences,
@@ -277,6 +256,8 @@ class ActorCritic(nn.Module):
             if self.critic_adapter is not None:
                 with self.adapter(self.critic_adapter):
                     hidden = self._hidden_states(sequences)
+            elif side is not None:
+                hidden = side.read(states, sequences.positions)
             elif not self.critic_backprop:
                 hidden = hidden.detach()
             with torch.autocast(hidden.device.type, enabled=False):
@@ -296,16 +277,22 @@ class ActorCritic(nn.Module):
 
     def _hidden_states(self, sequences: Sequences) -> Tensor:
         """Last hidden states at the positions that predict response tokens, `[tokens, hidden]`."""
+        return self._read_layers(sequences, [])[0]
+
+    def _read_layers(self, sequences: Sequences, layers: list[int]) -> list[Tensor]:
+        """Hidden states at the positions that predict response tokens: the last ones, and those after some layers."""
         attention_mask = sequences.attention_mask
-        hidden = self.trunk(
+        outputs = self.trunk(
             input_ids=sequences.input_ids,
             attention_mask=attention_mask,
             # left padding must not shift positions
             position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
             use_cache=False,
-        ).last_hidden_state
+            output_hidden_states=bool(layers),
+        )
+        read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         # the state at the prompt's last token predicts the first response token, and holds its value
-        return sequences.pick(hidden[:, sequences.prompt_ids.shape[1] - 1 : -1])
+        return [sequences.pick(x[:, sequences.prompt_ids.shape[1] - 1 : -1]) for x in read]
 
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()

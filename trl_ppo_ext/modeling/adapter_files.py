@@ -117,6 +117,11 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
         )
 
 
+def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
+    """Value of `PPOConfig.critic` for saved weights of a value head."""
+    return "adapter" if has_adapter else "side" if "inputs.weight" in head else "head"
+
+
 def read_critic(
     path: str, critic: str, base: str, label: int | None = None
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
@@ -128,7 +133,8 @@ def read_critic(
     head_file = find_file(path, VALUE_HEAD)
     if head_file is not None:
         # 1. a critic of ours
-        head, kind = read_weights(head_file), "head" if read_adapter_config(path, CRITIC_FOLDER) is None else "adapter"
+        head = read_weights(head_file)
+        kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
             raise ValueError(
                 f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is {critic!r}; set "

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 from transformers.utils import CONFIG_NAME, logging
 
 from ..redaction import shortened
-from .actor_critic import ActorCritic, ValueHead
+from .actor_critic import ActorCritic
 from .adapter_files import check_same_base, read_adapter_config, read_critic
 from .adapters import (
     adapter_parameters,
@@ -27,6 +27,7 @@ from .adapters import (
     load_adapter_weights,
     parameter_names,
 )
+from .critics import ValueHead
 
 logger = logging.get_logger(__name__)
 
@@ -292,8 +293,9 @@ def load_actor_critic(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     _prepare_modules(policy)
+    side_length = args.max_completion_length if critic == "side" else None
     actor_critic = ActorCritic(
-        policy, reference, critic != "none", critic_adapter, args.critic_backprop, args.normalize_values
+        policy, reference, critic != "none", critic_adapter, args.critic_backprop, args.normalize_values, side_length
     )
 
     if head is not None:

@@ -283,6 +283,8 @@ class RolloutCollector:
             advantages = self._group_advantages(rewards.sum(1), usable)[:, None] * response_mask
         if args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
+        elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
+            advantages = advantages / self.normalizer.deviation
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)

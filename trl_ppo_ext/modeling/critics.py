@@ -1,0 +1,76 @@
+"""Value heads: linear on the last hidden state, or a small network on states of several layers."""
+
+import torch
+from torch import Tensor, nn
+
+SIDE_WIDTH = 256
+SIDE_STATES = 4  # layers that the side network reads, at equal distances
+COSINES = 16
+
+
+def side_layers(num_layers: int) -> list[int]:
+    """Layers after which the side network reads states."""
+    return sorted({round(num_layers * (i + 1) / SIDE_STATES) for i in range(SIDE_STATES)})
+
+
+class ValueHead(nn.Linear):
+    """Linear head in float32 that starts at zero; with `normalized` it predicts in units that are saved with it."""
+
+    def __init__(self, hidden_size: int, normalized: bool, device: torch.device):
+        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.normalized = normalized
+        self.mean: Tensor
+        self.deviation: Tensor
+        if normalized:
+            self.register_buffer("mean", torch.zeros(1, device=device))
+            self.register_buffer("deviation", torch.ones(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values `[tokens, 1]` of states `[tokens, hidden]`."""
+        # DeepSpeed casts the weights that it trains
+        values = super().forward(hidden.to(self.weight.dtype)).float()
+        return self.mean + self.deviation * values if self.normalized else values
+
+    def in_own_units(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the weights of a head that was saved with or without units."""
+        one = torch.ones(1)
+        if self.normalized:
+            return {"mean": 0 * one, "deviation": one} | saved
+        mean, deviation = saved.get("mean", 0 * one), saved.get("deviation", one)
+        plain = {name: x for name, x in saved.items() if name not in ("mean", "deviation")}
+        units = {"weight": lambda x: x * deviation, "bias": lambda x: x * deviation + mean}
+        return plain | {name: change(plain[name]) for name, change in units.items() if name in plain}
+
+
+class SideCritic(ValueHead):
+    """Gated MLP on states of several layers and on the position in the completion, which no state holds as such.
+
+    It reads the states that the policy's forward computes anyway, and nothing flows back into them: the value loss
+    cannot pull at the policy. A return depends on how much of a completion is left, so the position is an input:
+    https://huggingface.co/papers/1712.00378
+    """
+
+    def __init__(self, hidden_size: int, num_layers: int, length: int, normalized: bool, device: torch.device):
+        super().__init__(SIDE_WIDTH, normalized, device)
+        self.layers = side_layers(num_layers)
+        self.inputs = nn.Linear(
+            (len(self.layers) + 1) * hidden_size, 2 * SIDE_WIDTH, dtype=torch.float32, device=device
+        )
+        self.length: Tensor
+        self.register_buffer("length", torch.full((1,), float(length), device=device))
+
+    def read(self, states: list[Tensor], positions: Tensor) -> Tensor:
+        """Input of the network, from states `[tokens, hidden]` after each of `layers` and positions `[tokens]`."""
+        size = states[0].shape[-1]
+        normalized = [nn.functional.rms_norm(x.detach().float(), (size,)) for x in states]
+        waves = torch.arange(COSINES, device=positions.device) * torch.pi / self.length
+        position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
+        # as long as a state, or it would drown in large models
+        return torch.cat([*normalized, position * (size / COSINES) ** 0.5], 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values `[tokens, 1]` of what was [`read`]."""
+        gate, up = self.inputs(hidden.to(self.inputs.weight.dtype)).chunk(2, 1)
+        return super().forward(nn.functional.silu(gate) * up)
