@@ -91,10 +91,11 @@ def letters(scale, shift):
     return reward
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter"])
+@pytest.mark.parametrize("critic, whiten", [("head", True), ("side", False), ("adapter", False)])
 @pytest.mark.parametrize("scale, shift", [(1, 50), (100, 0)])
-def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, scale, shift):
+def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, whiten, scale, shift):
     settings = {"critic": critic, "normalize_values": True, "critic_backprop": critic == "adapter", "kl_coef": 0.0}
+    settings["whiten_advantages"] = whiten
     runs = []
     for name, numbers in (("plain", (1, 0)), ("other", (scale, shift))):
         run = trainer(tmp_path / name, reward_funcs=letters(*numbers), max_steps=12, **settings)
