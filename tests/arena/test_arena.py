@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import arena
 
+LENGTH = 32
+
 
 def rewards(name, completions, seed=0):
     task = arena.Task(name, seed)
@@ -17,7 +19,7 @@ def rewards(name, completions, seed=0):
 
 def best_completion():
     tokens = [3]
-    for _ in range(arena.LENGTH):
+    for _ in range(LENGTH):
         tokens.append((5 * tokens[-1] + 1) % arena.KINDS)
     return tokens[1:]
 
@@ -26,7 +28,7 @@ def best_completion():
 def test_optimum_by_dynamic_programming_is_a_reward_per_token(name):
     # value by the last token, and for the chain by whether all tokens were right
     values = {(token, alive): 0 for token in range(arena.KINDS) for alive in (True, False)}
-    for _ in range(arena.LENGTH):
+    for _ in range(LENGTH):
         after = values
         values = {}
         for token, alive in after:
@@ -36,9 +38,9 @@ def test_optimum_by_dynamic_programming_is_a_reward_per_token(name):
                 lives = alive and right
                 options.append((lives if name == "chain" else right) + after[choice, lives])
             values[token, alive] = max(options)
-    assert values[3, True] == arena.LENGTH
+    assert values[3, True] == LENGTH
     task, scores = rewards(name, [best_completion()])
-    assert scores == [[1.0] * arena.LENGTH] and task.shares == [1.0]
+    assert scores == [[1.0] * LENGTH] and task.shares == [1.0]
 
 
 def test_every_token_has_one_right_successor():
@@ -50,7 +52,18 @@ def test_chain_pays_nothing_after_a_wrong_token():
     completion = best_completion()
     completion[4] = (completion[4] + 1) % arena.KINDS
     _, (scores,) = rewards("chain", [completion])
-    assert scores == [1.0] * 4 + [0.0] * (arena.LENGTH - 4)
+    assert scores == [1.0] * 4 + [0.0] * (LENGTH - 4)
+
+
+def test_mixed_accepts_one_to_all_first_tokens_and_pays_at_the_end():
+    task, numbers = arena.Task("mixed", 0), range(arena.KINDS)
+    prompts = [[i, j] for i in numbers for j in numbers]
+    paid = {
+        tuple(x): sum(task([f"w{x[0]} w{x[1]}"] * 13, [[first] + [0] * 7 for first in range(13)])) for x in prompts
+    }
+    assert min(paid.values()) == 1 and max(paid.values()) == arena.KINDS
+    assert statistics.mean(paid.values()) == pytest.approx(arena.KINDS / 2, abs=1)
+    assert sum(n in (1, arena.KINDS) for n in paid.values()) > 0.3 * len(paid)
 
 
 def test_noise_has_mean_zero_and_the_scale_of_its_prompt():
