@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -202,10 +203,11 @@ class RolloutCollector:
 
         # 3. Score the completions.
         extra: dict[str, list] = {}
+        logged: dict[str, list[float]] = {}
         # rewards draw from a stream of their own: one that seeds would repeat the next rollouts
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device):
-            batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
+            batch = self._scoring_batch(rows, completion_ids, state, extra, logged)
             scored = score_all(
                 self.rewards,
                 batch,
@@ -216,6 +218,9 @@ class RolloutCollector:
                 device,
             )
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
+        # a reward may log a metric on some ranks only, and in any order
+        for name in sorted(set(gather_object(list(logged)))):
+            metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
 
         valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
@@ -341,8 +346,8 @@ class RolloutCollector:
         rows: Sequence[dict],
         completion_ids: list[list[int]],
         state: TrainerState,
-        metrics: Metrics,
         extra: dict[str, list],
+        logged: dict[str, list[float]],
     ) -> ScoringBatch:
         def log_extra(column: str, values: list) -> None:
             if len(values) != len(rows):
@@ -352,7 +357,7 @@ class RolloutCollector:
 
         def log_metric(name: str, value: float) -> None:
             check_metric_name(name)
-            metrics.mean(name, float(value))
+            logged.setdefault(name, []).append(float(value))
 
         prompts = [row["prompt"] for row in rows]
         if max(map(max, completion_ids)) >= len(self.tokenizer):
