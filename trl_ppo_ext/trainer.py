@@ -221,9 +221,7 @@ class PPOTrainer(Trainer):
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
-        self.guard = NonFiniteGuard(
-            args.output_dir, self.accelerator.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
-        )
+        self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         self.collector = RolloutCollector(
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
@@ -334,12 +332,7 @@ class PPOTrainer(Trainer):
             finite = math.isfinite(float(grad_norm))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
-            rollout = self.updates.rollout
-            if rollout is not None:
-                suspects = {} if finite else self.updates.suspects()
-                self.guard.check_gradient(
-                    finite, self.state.global_step + 1, suspects, rollout.sequences, rollout.tensors
-                )
+            self.guard.check_gradient(finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)
         return grad_norm

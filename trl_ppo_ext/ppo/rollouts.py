@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -74,34 +74,21 @@ class Rollout:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
-    def __post_init__(self):
-        expected = self.sequences.completion_ids.shape
-        for name, tensor in self.tensors.items():
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"`{name}` must have the shape [batch, response] of the completions, {tuple(expected)}, got "
-                    f"{tuple(tensor.shape)}."
-                )
-
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def _with(self, sequences: Sequences, change: Callable[[Tensor], Tensor]) -> "Rollout":
-        changed = {name: change(x) for name, x in self.tensors.items()}
-        return Rollout(
-            sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef, value_unit=self.value_unit
-        )
-
     def to(self, device: torch.device | str) -> "Rollout":
         """Move all tensors except lengths."""
-        return self._with(self.sequences.to(device), lambda x: x.to(device))
+        tensors = {name: x.to(device) for name, x in self.tensors.items()}
+        return replace(self, sequences=self.sequences.to(device), **tensors)
 
     def rows(self, index: Tensor) -> "Rollout":
         """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
         sequences = self.sequences.rows(index)
         on_device = index.to(self.response_mask.device, non_blocking=True)
         end = sequences.completion_ids.shape[1]
-        return self._with(sequences, lambda x: x[on_device, :end])
+        tensors = {name: x[on_device, :end] for name, x in self.tensors.items()}
+        return replace(self, sequences=sequences, **tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
@@ -224,7 +211,7 @@ class RolloutCollector:
 
         valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
-        excluded = self.guard.find_nonfinite(sequences, tokens, valid, metrics, step)
+        excluded = self.guard.find_nonfinite(tokens, valid, metrics, step)
         if excluded is not None:
             tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
