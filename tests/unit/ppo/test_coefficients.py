@@ -69,25 +69,6 @@ def test_kl_coefficient_does_not_depend_on_small_step_sizes():
     assert often.value == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
 
 
-@pytest.mark.parametrize("measured", [6.0, 60.0, math.nan])
-def test_horizon_that_allows_negative_values_raises(measured):
-    coefficient = AdaptiveKL(0.05, target=6.0, horizon=100)
-    with pytest.raises(ValueError, match=r"`horizon` must be above 100 for updates of 500 completions, got 100"):
-        coefficient.update(measured, 500)
-    coefficient.update(0.0, 499)
-    assert coefficient.value > 0
-
-
-@pytest.mark.parametrize("name", ["value", "target", "horizon"])
-@pytest.mark.parametrize("given", [0.0, -1.0, math.nan, math.inf])
-def test_invalid_kl_settings_raise(name, given):
-    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number above 0, got {given}"):
-        AdaptiveKL(**{"value": 0.05, "target": 6.0, "horizon": 10_000, name: given})
-
-
-# ---- entropy ----
-
-
 def test_entropy_coefficient_by_hand():
     coefficient = AdaptiveEntropy(0.0, target=0.3)
     history = []
@@ -125,25 +106,6 @@ def test_entropy_coefficient_holds_the_target():
         seen.append(entropy)
     assert min(seen[-500:]) > 0.2
     assert max(seen[-500:]) < 0.4
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "needed"),
-    [
-        ("value", -0.1, "of at least 0"),
-        ("value", math.nan, "of at least 0"),
-        ("target", -0.1, "of at least 0"),
-        ("target", math.inf, "of at least 0"),
-        ("step", 0.0, "above 0"),
-        ("step", math.nan, "above 0"),
-    ],
-)
-def test_invalid_entropy_settings_raise(name, given, needed):
-    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number {needed}, got {given}"):
-        AdaptiveEntropy(**{"value": 0.0, "target": 0.3, "step": 0.005, name: given})
-
-
-# ---- both ----
 
 
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
