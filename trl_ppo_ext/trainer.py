@@ -614,12 +614,17 @@ class PPOTrainer(Trainer):
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
         skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
+        # a rollout moves the units of its values
+        head = None if self.collector.normalizer is None else self.collector.normalizer.head
+        units = {} if head is None else {name: x.clone() for name, x in head.state_dict().items()}
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
             self.collector.load_state_dict(collector)
+            if head is not None:
+                head.load_state_dict(units)
             self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
