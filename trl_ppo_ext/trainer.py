@@ -191,6 +191,7 @@ class PPOTrainer(Trainer):
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
+            settings["quiet"] = args.disable_tqdm or args.process_index > 0
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)

@@ -461,8 +461,9 @@ def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_pat
 
 def test_text_that_is_too_long_fails_only_itself():
     model = llama(classifier=True)
-    model.config.max_position_embeddings = 8
-    reward = ClassifierReward(model, tokenizer())
+    model.config.max_position_embeddings, own = 10, tokenizer()
+    own.model_max_length = 8  # as of RoBERTa, which counts two positions more
+    reward = ClassifierReward(model, own)
     scores = reward.score(batch(("w1", " w2"), ("w1 " * 9, "w2"), ("w3", " w4 w5")))
     assert scores[0] == pytest.approx(reward.score(batch(("w1", " w2")))[0], abs=1e-5) and isinstance(scores[2], float)
     assert re.search(r"Completion 1 with its prompt has \d+ tokens; .* takes 8\. Lower", str(scores[1]))
