@@ -149,6 +149,7 @@ def model_card(
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
         critic=settings["critic"],
+        normalized=settings["normalize_values"],
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(x.prefix + name): f"{logged[x.prefix + name]:.4g}" for x, name in metrics},
         step=step,

@@ -42,10 +42,13 @@ def code_of(card, base):
     return "".join(re.findall(r"```python\n(.*?)```", card, re.DOTALL)).replace(BASE_COPY, base)
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter", "none"])
-def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic):
+@pytest.mark.parametrize(
+    ("critic", "normalized"), [("head", False), ("head", True), ("adapter", False), ("none", False)]
+)
+def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic, normalized):
     """After setting only the path of the base."""
-    settings = {"critic": critic} | ({"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {})
+    settings = {"critic": critic, "normalize_values": normalized}
+    settings |= {"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {}
     built = trained(base, tmp_path / "run", **settings)
     built.save_model()
     card, found = (tmp_path / "run" / "README.md").read_text(), {}
