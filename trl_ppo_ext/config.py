@@ -278,6 +278,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.whiten_advantages is None:
             self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
         self.top_k = self.top_k or 0
+        self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False

@@ -63,6 +63,7 @@ def test_every_field_of_grpo_is_a_field():
         # 4 rollouts of 32 completions, of 4 epochs each
         ({"total_episodes": 100, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
         ({"top_k": None, "use_liger_kernel": True}, {"top_k": 0, "use_liger_kernel": False}),
+        ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
     ],
     ids=str,
 )

@@ -141,7 +141,7 @@ def test_load_best_model_at_end_loads_the_best_checkpoint(base, tmp_path):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda path: (path / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
+        (lambda path: (path / "value_head.safetensors").unlink(), "`critic` must be 'none'"),
         (
             lambda path: save_file(
                 {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, path / "value_head.safetensors"
