@@ -156,6 +156,8 @@ class PPOTrainer(Trainer):
         )
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
+        if args.push_to_hub:
+            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
@@ -200,8 +202,6 @@ class PPOTrainer(Trainer):
 
         # 4. Set up the Trainer.
         args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
-        if args.push_to_hub:
-            hub.create_repository(args)
         super().__init__(
             model=actor_critic,
             args=args,
@@ -246,7 +246,7 @@ class PPOTrainer(Trainer):
         self.add_callback(self.run_log)
         may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
         check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
-        self._samples: Samples | None = None  # last batch, logged with the next metrics
+        self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals = resume.StopSignals()
@@ -292,9 +292,10 @@ class PPOTrainer(Trainer):
         rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        rollout, self._samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
+        rollout, samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
+        self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
-        sequences = self._samples.sequences
+        sequences = samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
         prompt_tokens, completion_tokens = self.collector.all_sum(lengths).tolist()
@@ -409,7 +410,7 @@ class PPOTrainer(Trainer):
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
+        self._samples["eval"] = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -437,15 +438,15 @@ class PPOTrainer(Trainer):
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
                 self._tokens_since_log, self._last_log = 0, now
         super().log(logs, start_time)
-        samples, self._samples = self._samples, None
+        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
+        samples = self._samples.pop(mode, None)
         if samples is None or not self.accelerator.is_main_process:
             return
-        evaluated = any(name.startswith("eval_") for name in logs)
-        self.run_log.completions(samples, self.state, "eval" if evaluated else "train")
+        self.run_log.completions(samples, self.state, mode)
         if self.args.log_completions:
             step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
             print_completions(samples, rewards, step, self.args.num_completions_to_print)
-            key = "eval/completions" if evaluated else "completions"
+            key = "eval/completions" if mode == "eval" else "completions"
             log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
 
     # ---- training, from the beginning or from a checkpoint ----
@@ -811,7 +812,7 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics, **kwargs
     ) -> None:
         """Forget the samples of `predict`, which does not log."""
-        self.trainer._samples = None
+        self.trainer._samples.pop("eval", None)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
