@@ -258,9 +258,6 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def __post_init__(self):
         check_types(self)
-        # for the report, before defaults are filled in
-        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
-        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
         with applied(self):
             self._finish()
 
@@ -292,6 +289,13 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
+        data = self.accelerator_config
+        if data.split_batches or not data.even_batches:
+            raise ValueError(
+                "`accelerator_config` must leave `split_batches` False and `even_batches` True, because ranks share a "
+                f"rollout evenly, got split_batches={data.split_batches} and even_batches={data.even_batches}."
+            )
+        data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
         self._check_generation_kwargs()
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
@@ -518,6 +522,9 @@ _UNSUPPORTED = {
     "torch_compile": _SAME_FORWARD,
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
     "and, to keep the rollout, `generation_batch_size` instead",
+    "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
+    "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
+    "restore_callback_states_from_checkpoint": "the states of callbacks are always restored",
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
     "include_num_input_tokens_seen": "`num_tokens` is always logged",

@@ -201,7 +201,6 @@ class PPOTrainer(Trainer):
         self._inputs = fingerprints(actor_critic, tokenizer, template_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
-        args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
         super().__init__(
             model=actor_critic,
             args=args,
