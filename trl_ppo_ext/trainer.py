@@ -690,6 +690,9 @@ class PPOTrainer(Trainer):
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             averages = self.averaged_policy.state_dict()
             files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
+        else:
+            for file in files.AVERAGED_FILES:  # of an earlier run
+                Path(directory, file).unlink(missing_ok=True)
         settings = files.run_settings(self.args) | self._inputs
         files.save_state(self.collector.state_dict() | {"settings": settings}, directory)
         self.processing_class.save_pretrained(directory)

@@ -176,7 +176,7 @@ def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
 def test_warning_counts_excluded_completions(tmp_path, caplog):
     built = poisoned(scripted(tmp_path, max_steps=1, shuffle_dataset=False), "values", NAN)
     built.train()
-    assert "2 of 8 completions are excluded: non-finite: the values of 2 of 8 completions" in caplog.text
+    assert "2 of 8 completions are excluded; non-finite: the values of 2 of 8 completions" in caplog.text
 
 
 def test_tokens_of_excluded_completions_are_counted(tmp_path):
@@ -189,7 +189,7 @@ def test_tokens_of_excluded_completions_are_counted(tmp_path):
     assert built.state.log_history[0]["num_tokens"] == expected
 
 
-def test_rollout_without_finite_completions_ends_the_run_with_a_report(tmp_path):
+def test_rollout_without_finite_completions_ends_the_run(tmp_path):
     two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(16)]})
     built = scripted(tmp_path, dataset=two_words)
     poison_embedding(built)
