@@ -47,10 +47,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
         bf16 (`bool`, *optional*):
-            Train in bfloat16; trained weights stay in float32. Default if the GPU has it; a V100 or T4 emulates it.
+            Train in bfloat16; trained weights stay in float32. Default on GPUs, except V100 and T4, which emulate it.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            The Trainer's filter of the logged loss waits for the GPU at every micro-batch. NaN and inf count as 0.
+            Filter NaN and inf from the logged loss. Without the filter, which waits for the GPU at every micro-batch,
+            they count as 0.
         logging_first_step (`bool`, *optional*):
             Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
@@ -62,7 +63,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         max_prompt_length (`int`, *optional*): Maximum length of a prompt. Default: what the model's context leaves.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it.
-        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. It is never read.
+        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked.
         num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
             Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or

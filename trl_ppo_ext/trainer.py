@@ -157,7 +157,9 @@ class PPOTrainer(Trainer):
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
-            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError)
+            distributed.on_every_rank(
+                partial(hub.create_repository, args), hub.PushError, runs=args.process_index == 0
+            )
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
@@ -228,8 +230,8 @@ class PPOTrainer(Trainer):
         )
         self.reward_func_names = [reward.name for reward in rewards]
         self.reward_funcs = [
-            reward.model if isinstance(reward, ClassifierReward) else given
-            for reward, given in zip(rewards, reward_list)
+            reward.model if isinstance(reward, ClassifierReward) else entry
+            for reward, entry in zip(rewards, reward_list)
         ]
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
@@ -454,8 +456,8 @@ class PPOTrainer(Trainer):
         """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
 
         The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory that has checkpoints.
-        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error
-        that ends the run first saves a checkpoint of the last optimizer step, which a note of the exception names.
+        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error that ends the run
+        first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
         self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
@@ -607,8 +609,9 @@ class PPOTrainer(Trainer):
         self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
         step, state = self.state.global_step, self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
-        is_step, self._last_step = step != self._last_step, step  # at the end of an epoch, the step is known
-        due = not ends if is_step else ends or not self.preempted
+        # the Trainer calls this after every step, and again at the end of an epoch
+        first_at_step, self._last_step = step != self._last_step, step
+        due = not ends if first_at_step else ends or not self.preempted
         if due and step > self._initial_global_step:  # otherwise the run had ended already
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -643,9 +646,8 @@ class PPOTrainer(Trainer):
             return None
         best = self.state.best_model_checkpoint
         if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
-            check = partial(verify, best) if self.args.should_save else bool
             try:
-                distributed.on_every_rank(check, *resume.READ_ERRORS)
+                distributed.on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=self.args.should_save)
             except resume.READ_ERRORS as error:
                 logger.warning(
                     "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
@@ -712,7 +714,6 @@ class PPOTrainer(Trainer):
         """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self.store_flos()
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None

@@ -69,10 +69,9 @@ def _repository(args: Any) -> str:
 
 def create_repository(args: Any) -> None:
     """Create the run's repository if it does not exist, before models are loaded."""
-    if args.process_index == 0:
-        token, repo = args.hub_token, _repository(args)
-        with push_errors(repo, None, token):
-            create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
+    token, repo = args.hub_token, _repository(args)
+    with push_errors(repo, None, token):
+        create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(

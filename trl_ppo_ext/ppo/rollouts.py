@@ -79,7 +79,7 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> "Rollout":
         """Move all tensors except lengths."""
-        tensors = {name: x.to(device) for name, x in self.tensors.items()}
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in self.tensors.items()}
         return replace(self, sequences=self.sequences.to(device), **tensors)
 
     def rows(self, index: Tensor) -> "Rollout":
@@ -87,7 +87,7 @@ class Rollout:
         sequences = self.sequences.rows(index)
         on_device = index.to(self.response_mask.device, non_blocking=True)
         end = sequences.completion_ids.shape[1]
-        tensors = {name: x[on_device, :end] for name, x in self.tensors.items()}
+        tensors: dict[str, Any] = {name: x[on_device, :end] for name, x in self.tensors.items()}
         return replace(self, sequences=sequences, **tensors)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -86,8 +86,8 @@ def ppo_loss(
 
     # 2. Squared error of the values.
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
-        given = (scores.values, rollout.old_values, rollout.returns)
-        values, old_values, returns = (x / rollout.value_unit for x in given)
+        unit = rollout.value_unit
+        values, old_values, returns = scores.values / unit, rollout.old_values / unit, rollout.returns / unit
         value = ppo_math.clipped_value_loss(values, old_values, returns, cliprange_value)
         loss = loss + vf_coef * value
         unclipped = 0.5 * (values.detach() - returns) ** 2
