@@ -106,7 +106,7 @@ def check_reward(
     scores = {}
     for load, kind in (("full", "none"), ("quantized", quantization)):
         clear_device_cache(garbage_collection=True)
-        classifier = load_classifier(model, precision, kind, device, trust_remote_code, reward_label)
+        classifier = load_classifier(model, precision, kind, device, trust_remote_code)
         reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
         scores[load], report[load] = _measure(reward, sequences, lengths)
         del classifier, reward

@@ -131,7 +131,7 @@ def build_rewards(
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code, label)
+            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code)
         if isinstance(entry, PreTrainedModel | PeftModel):
             if not (offload_rewards or getattr(entry, "is_quantized", False)):
                 entry = entry.to(device)

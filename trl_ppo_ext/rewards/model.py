@@ -10,7 +10,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -68,14 +67,10 @@ def load_classifier(
     quantize: str | None = "nf4",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    label: int | None = None,
 ) -> PreTrainedModel:
     """Load a reward model."""
-    config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    checked_label(model_id, config.num_labels, label)
     model, report = AutoModelForSequenceClassification.from_pretrained(
         model_id,
-        config=config,
         dtype=dtype,
         quantization_config=quantization(quantize, dtype),
         device_map={"": torch.device(device)},
