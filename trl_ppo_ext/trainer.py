@@ -770,7 +770,7 @@ class PPOTrainer(Trainer):
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
             self.actor_critic.reference_adapter is not None,
-            **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata,
+            **provenance(self.actor_critic, self.eval_dataset) | metadata,
         )
 
     def create_model_card(
