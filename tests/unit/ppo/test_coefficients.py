@@ -143,19 +143,6 @@ def test_fixed_coefficient_resumes_with_its_new_value():
     assert changed.value == 0.1
 
 
-@pytest.mark.parametrize("saved", makers())
-@pytest.mark.parametrize("resumed", makers())
-def test_state_of_another_kind_raises(saved, resumed):
-    state, coefficient = makers()[saved]().state_dict(), makers()[resumed]()
-    if saved == resumed:
-        coefficient.load_state_dict(state)
-        return
-    before = coefficient.value
-    with pytest.raises(ValueError, match=rf"{type(coefficient).__name__}.*settings of the saved run"):
-        coefficient.load_state_dict(state)
-    assert coefficient.value == before
-
-
 def test_entropy_coefficient_is_bounded_by_one():
     coefficient = AdaptiveEntropy(0.0, target=100.0, step=0.3)
     for _ in range(10):

@@ -680,14 +680,6 @@ def test_broadcastable_shapes_raise(function, names):
     assert "(1, 3)" in message
 
 
-def test_unknown_choices_raise_with_the_known_ones():
-    x = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"'k1', 'k2', 'k3', got 'k4'"):
-        kl_estimate(x, x, "k4")
-    with pytest.raises(ValueError, match=r"'token', 'sequence_mean', 'sequence_sum', got 'mean'"):
-        aggregate_loss(x, x, "mean")
-
-
 @pytest.mark.parametrize("level", [0.0, 7.3, -1e4])
 def test_equal_returns_explain_nothing(level):
     mask, returns = torch.ones(4, 5, dtype=torch.bool), torch.full((4, 5), level)
