@@ -47,10 +47,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
         bf16 (`bool`, *optional*):
-            Train in bfloat16; trained weights stay in float32. Default if the GPU has it; a V100 or T4 emulates it.
+            Train in bfloat16; trained weights stay in float32. Default on GPUs, except V100 and T4, which emulate it.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            The Trainer's filter of the logged loss waits for the GPU at every micro-batch. NaN and inf count as 0.
+            Filter NaN and inf from the logged loss. Without the filter, which waits for the GPU at every micro-batch,
+            they count as 0.
         logging_first_step (`bool`, *optional*):
             Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
@@ -62,7 +63,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         max_prompt_length (`int`, *optional*): Maximum length of a prompt. Default: what the model's context leaves.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it.
-        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. It is never read.
+        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked.
         num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
         generation_batch_size (`int`, *optional*):
             Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
@@ -258,9 +259,6 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def __post_init__(self):
         check_types(self)
-        # for the report, before defaults are filled in
-        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
-        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
         with applied(self):
             self._finish()
 
@@ -278,6 +276,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.whiten_advantages is None:
             self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
         self.top_k = self.top_k or 0
+        self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False
@@ -291,6 +290,13 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
+        data = self.accelerator_config
+        if data.split_batches or not data.even_batches:
+            raise ValueError(
+                "`accelerator_config` must leave `split_batches` False and `even_batches` True, because ranks share a "
+                f"rollout evenly, got split_batches={data.split_batches} and even_batches={data.even_batches}."
+            )
+        data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
         self._check_generation_kwargs()
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
@@ -517,6 +523,9 @@ _UNSUPPORTED = {
     "torch_compile": _SAME_FORWARD,
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
     "and, to keep the rollout, `generation_batch_size` instead",
+    "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
+    "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
+    "restore_callback_states_from_checkpoint": "the states of callbacks are always restored",
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
     "include_num_input_tokens_seen": "`num_tokens` is always logged",

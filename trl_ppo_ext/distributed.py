@@ -30,14 +30,14 @@ class OtherRankError(OSError):
     """Raised when a step succeeded on this rank and failed on another."""
 
 
-def on_every_rank(action: Callable[[], T], *failures: type[Exception]) -> T:
-    """Run an action on every rank; if it fails on one, it fails on all.
+def on_every_rank(action: Callable[[], T], *failures: type[Exception], runs: bool = True) -> T:
+    """Run an action on every rank, or on those with `runs`; if it fails on one, it fails on all.
 
     A rank that raised alone would leave the others waiting. The action must not reduce over ranks itself.
     """
     result = error = None
     try:
-        result = action()
+        result = action() if runs else None
     except failures as caught:
         error = caught
     messages = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])

@@ -89,7 +89,7 @@ class ModelSizes:
 
     def logits(self, tokens: int, chunk: int, exact_kl: bool) -> int:
         """Bytes over the vocabulary in `token_logprobs`: a chunk's product, logits, derivative, and reference."""
-        rows = min(tokens, max(1, chunk // (self.vocabulary * (2 if exact_kl else 1))))
+        rows = min(tokens, max(1, chunk // self.vocabulary))
         product = 0 if self.width == 4 else self.width  # in float32 it is the logits
         return rows * self.vocabulary * (product + 4 + 4 + (4 if exact_kl else 0))
 

@@ -156,6 +156,10 @@ class PPOTrainer(Trainer):
         )
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
+        if args.push_to_hub:
+            distributed.on_every_rank(
+                partial(hub.create_repository, args), hub.PushError, runs=args.process_index == 0
+            )
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
@@ -191,6 +195,7 @@ class PPOTrainer(Trainer):
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
+            settings["quiet"] = args.disable_tqdm or args.process_index > 0
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
@@ -198,9 +203,6 @@ class PPOTrainer(Trainer):
         self._inputs = fingerprints(actor_critic, tokenizer, template_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
-        args.accelerator_config.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
-        if args.push_to_hub:
-            hub.create_repository(args)
         super().__init__(
             model=actor_critic,
             args=args,
@@ -221,17 +223,15 @@ class PPOTrainer(Trainer):
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
-        self.guard = NonFiniteGuard(
-            args.output_dir, self.accelerator.process_index, tokenizer, args.max_skipped_steps, all_sum, gather
-        )
+        self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         self.collector = RolloutCollector(
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
         )
         self.reward_func_names = [reward.name for reward in rewards]
         self.reward_funcs = [
-            reward.model if isinstance(reward, ClassifierReward) else given
-            for reward, given in zip(rewards, reward_list)
+            reward.model if isinstance(reward, ClassifierReward) else entry
+            for reward, entry in zip(rewards, reward_list)
         ]
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
@@ -247,7 +247,7 @@ class PPOTrainer(Trainer):
         self.add_callback(self.run_log)
         may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
         check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
-        self._samples: Samples | None = None  # last batch, logged with the next metrics
+        self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals = resume.StopSignals()
@@ -293,9 +293,10 @@ class PPOTrainer(Trainer):
         rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        rollout, self._samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
+        rollout, samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
+        self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
-        sequences = self._samples.sequences
+        sequences = samples.sequences
         lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
         prompt_tokens, completion_tokens = self.collector.all_sum(lengths).tolist()
@@ -334,12 +335,7 @@ class PPOTrainer(Trainer):
             finite = math.isfinite(float(grad_norm))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
-            rollout = self.updates.rollout
-            if rollout is not None:
-                suspects = {} if finite else self.updates.suspects()
-                self.guard.check_gradient(
-                    finite, self.state.global_step + 1, suspects, rollout.sequences, rollout.tensors
-                )
+            self.guard.check_gradient(finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)
         return grad_norm
@@ -415,7 +411,7 @@ class PPOTrainer(Trainer):
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
+        self._samples["eval"] = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -443,15 +439,15 @@ class PPOTrainer(Trainer):
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
                 self._tokens_since_log, self._last_log = 0, now
         super().log(logs, start_time)
-        samples, self._samples = self._samples, None
+        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
+        samples = self._samples.pop(mode, None)
         if samples is None or not self.accelerator.is_main_process:
             return
-        evaluated = any(name.startswith("eval_") for name in logs)
-        self.run_log.completions(samples, self.state, "eval" if evaluated else "train")
+        self.run_log.completions(samples, self.state, mode)
         if self.args.log_completions:
             step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
             print_completions(samples, rewards, step, self.args.num_completions_to_print)
-            key = "eval/completions" if evaluated else "completions"
+            key = "eval/completions" if mode == "eval" else "completions"
             log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
 
     # ---- training, from the beginning or from a checkpoint ----
@@ -460,8 +456,8 @@ class PPOTrainer(Trainer):
         """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
 
         The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory that has checkpoints.
-        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error
-        that ends the run first saves a checkpoint of the last optimizer step, which a note of the exception names.
+        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error that ends the run
+        first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
         self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
@@ -613,20 +609,26 @@ class PPOTrainer(Trainer):
         self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
         step, state = self.state.global_step, self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
-        is_step, self._last_step = step != self._last_step, step  # at the end of an epoch, the step is known
-        due = not ends if is_step else ends or not self.preempted
+        # the Trainer calls this after every step, and again at the end of an epoch
+        first_at_step, self._last_step = step != self._last_step, step
+        due = not ends if first_at_step else ends or not self.preempted
         if due and step > self._initial_global_step:  # otherwise the run had ended already
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
         skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
+        # a rollout moves the units of its values
+        head = None if self.collector.normalizer is None else self.collector.normalizer.head
+        units = {} if head is None else {name: x.clone() for name, x in head.state_dict().items()}
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
             self.collector.load_state_dict(collector)
+            if head is not None:
+                head.load_state_dict(units)
             self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
@@ -644,9 +646,8 @@ class PPOTrainer(Trainer):
             return None
         best = self.state.best_model_checkpoint
         if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
-            check = partial(verify, best) if self.args.should_save else bool
             try:
-                distributed.on_every_rank(check, *resume.READ_ERRORS)
+                distributed.on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=self.args.should_save)
             except resume.READ_ERRORS as error:
                 logger.warning(
                     "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
@@ -691,6 +692,9 @@ class PPOTrainer(Trainer):
             policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
             averages = self.averaged_policy.state_dict()
             files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
+        else:
+            for file in files.AVERAGED_FILES:  # of an earlier run
+                Path(directory, file).unlink(missing_ok=True)
         settings = files.run_settings(self.args) | self._inputs
         files.save_state(self.collector.state_dict() | {"settings": settings}, directory)
         self.processing_class.save_pretrained(directory)
@@ -710,7 +714,6 @@ class PPOTrainer(Trainer):
         """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
         args, state = self.args, self.state
         final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self.store_flos()
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         weights = self.actor_critic.trained_weights() if sharded else None
@@ -767,7 +770,7 @@ class PPOTrainer(Trainer):
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
             self.actor_critic.reference_adapter is not None,
-            **provenance(self.actor_critic, self.train_dataset, self.eval_dataset) | metadata,
+            **provenance(self.actor_critic, self.eval_dataset) | metadata,
         )
 
     def create_model_card(
@@ -812,7 +815,7 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics, **kwargs
     ) -> None:
         """Forget the samples of `predict`, which does not log."""
-        self.trainer._samples = None
+        self.trainer._samples.pop("eval", None)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs

@@ -201,7 +201,7 @@ def applied(config: Any) -> Iterator[None]:
         _set(config, name, settings)
         sources |= dict.fromkeys(settings, name)
     if idle:
-        logger.warning("Fields of TRL that change nothing here: %s.", ", ".join(idle))
+        logger.warning("Fields of TRL that are already the case, or without effect: %s.", ", ".join(idle))
     try:
         yield
         if config.total_episodes is not None:

@@ -129,7 +129,7 @@ def test_wrong_token_is_rejected_before_training(hub, client):
     assert caught.value.kind == "PushError" and wrong not in str(caught.value)
     for said in ("`me/nobody`", "401", "hf auth login", "hub_token", "<HUB_TOKEN>", "Nothing was trained"):
         assert said in caught.value.message
-    assert "me/nobody" not in hub.repositories
+    assert "me/nobody" not in hub.repositories and "push_to_hub()" not in caught.value.message
 
 
 @pytest.mark.parametrize("token, status", [("hf_wrongWrongWrong", 401), (READER, 403)])

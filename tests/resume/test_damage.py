@@ -92,6 +92,13 @@ def test_damaged_file_is_named_and_the_older_checkpoint_used(copy, file, damage,
         latest_valid_checkpoint(copy)
 
 
+def test_other_directories_are_not_called_damaged(tmp_path):
+    with pytest.raises(CheckpointError, match=r"` does not exist\. Resume from another"):
+        verify(tmp_path / "chekpoint-2")
+    with pytest.raises(CheckpointError, match=r"` has no manifest.json, and was not written by PPOTrainer"):
+        verify(tmp_path)
+
+
 def test_unreadable_file_counts_as_damage(copy, monkeypatch):
     def failing_disk(path):
         raise OSError(5, "Input/output error")

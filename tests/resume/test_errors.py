@@ -65,18 +65,19 @@ def logs(built):
 
 
 @pytest.mark.parametrize(
-    ("install", "step"),
+    ("install", "step", "others"),
     [
-        (fails_in_reward, 8),
-        (fails_after("compute_loss", 13), 6),  # the second micro-batch of a step
-        (fails_after("compute_loss", 17), 8),  # the second one of a rollout
-        (fails_after("_get_grad_norm", 6), 6),
-        (fails_after("evaluate", 1), 10),
+        (fails_in_reward, 8, {}),
+        (fails_after("compute_loss", 13), 6, {}),  # the second micro-batch of a step
+        (fails_after("compute_loss", 17), 8, {}),  # the second one of a rollout
+        (fails_after("compute_loss", 17), 8, {"normalize_values": True}),
+        (fails_after("_get_grad_norm", 6), 6, {}),
+        (fails_after("evaluate", 1), 10, {}),
     ],
-    ids=["reward", "second micro-batch", "new rollout", "before the step", "evaluation"],
+    ids=["reward", "second micro-batch", "new rollout", "new units", "before the step", "evaluation"],
 )
-def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, step):
-    settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)}
+def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, step, others):
+    settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)} | others
     whole = trainer(tmp_path / "whole", **settings)
     whole.train()
     failing = trainer(tmp_path, **settings)

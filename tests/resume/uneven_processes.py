@@ -24,7 +24,10 @@ def completions_of(prompts):
     return [[*([BAD_TOKEN] if row >= 12 else []), *range(5, 7 + row % 5), 1] for row in rows]
 
 
-def reward(completion_ids, row, **kwargs):
+def reward(completion_ids, row, log_metric, **kwargs):
+    for r in sorted(row, reverse=row[0] % 8 == 0):
+        if r % 8 < 7:  # each on one process only, and in any order
+            log_metric(f"row/{r % 8}", r)
     return [RewardError("no") if 4 <= r < 8 else float(sum(ids)) / 20 for ids, r in zip(completion_ids, row)]
 
 

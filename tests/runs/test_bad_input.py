@@ -65,6 +65,8 @@ WHOLE = (
         ({"vf_coef": -0.1}, r"`vf_coef` must be at least 0, got -0.1"),
         ({"missing_eos_penalty": -1.0}, r"`missing_eos_penalty` must be at least 0, got -1.0"),
         ({"top_k": -1}, r"`top_k` must be at least 0, got -1"),
+        ({"bf16_full_eval": True}, r"`bf16_full_eval=True` is not supported: it would cast the adapters in place"),
+        ({"accelerator_config": {"even_batches": False}}, r"`accelerator_config` must leave .*even_batches=False"),
         ({"lam": 1.5}, r"`lam` must be between 0 and 1, got 1.5"),
         ({"lam": float("nan")}, r"`lam` must be finite, got nan"),
         ({"reward_weights": [1.0, float("nan")]}, r"`reward_weights` must be finite, got \[1.0, nan\]"),

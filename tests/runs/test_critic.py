@@ -425,7 +425,7 @@ UNFIT = [
         lambda x: shrink(x / "critic/adapter_model.safetensors", "lora_A", 8),
         r"is \(16, 8\), the",
     ),
-    ("adapter", ADAPTER, lambda x: (x / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
+    ("adapter", ADAPTER, lambda x: (x / "value_head.safetensors").unlink(), "`critic` must be 'none' .*got 'adapter'"),
     ("adapter", ADAPTER, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"value_head.* is \(1, 8\)"),
     ("adapter", ADAPTER, lambda x: shutil.rmtree(x / "critic"), "`critic` must be 'head' .*got 'adapter'; set"),
     ("adapter", HEAD, lambda x: None, "`critic` must be 'adapter' .*got 'head'; set `critic='adapter'`"),
@@ -433,7 +433,7 @@ UNFIT = [
     ("head", NONE, lambda x: None, "`critic` must be 'head' .*got 'none'"),
     ("side", HEAD, lambda x: None, "`critic` must be 'side' .*got 'head'"),
     ("head", SIDE, lambda x: None, "`critic` must be 'head' .*got 'side'"),
-    ("none", HEAD, lambda x: None, "has no value_head.safetensors"),
+    ("none", HEAD, lambda x: None, "`critic` must be 'none' .*got 'head'; set `critic='none'`"),
 ]
 
 

@@ -66,6 +66,16 @@ def test_asynchronous_functions_run_inside_a_running_loop():
     assert scores.totals.tolist() == [2.0] * 3
 
 
+def test_reward_objects_may_have_a_head(tmp_path):
+    class Headed:
+        name, head = "headed", torch.nn.Linear(2, 1)
+
+        def score(self, batch):
+            return [0.0] * len(batch)
+
+    assert trainer(tmp_path, reward_funcs=Headed()).reward_func_names == ["headed"]
+
+
 def test_functions_log_columns_and_metrics(tmp_path, capsys):
     def reward(completions, log_extra, log_metric, **kwargs):
         log_extra("note", [f"note {row}" for row in range(len(completions))])

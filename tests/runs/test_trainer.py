@@ -12,6 +12,7 @@ from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.modeling import logprobs
 from trl_ppo_ext.ppo.math import token_rewards
 from trl_ppo_ext.ppo.updates import MicroBatch
 from trl_ppo_ext.rewards import RewardShaping, read_scores
@@ -78,6 +79,15 @@ def test_first_minibatch_has_ratio_one_and_no_kl_bit_for_bit(tmp_path):
         assert log["kl"] == log["kl_per_completion"] == 0
         assert log["ratio/mean"] == log["ratio/max"] == 1
         assert log["approx_kl"] == log["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_first_ratio_is_one_with_an_exact_kl_in_several_chunks(tmp_path, monkeypatch, placement):
+    monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 2 * 32)  # of two tokens
+    built = trainer(tmp_path, kl_estimator="exact", kl_placement=placement, num_mini_batches=1, max_steps=1)
+    built.train()
+    log = built.state.log_history[0]
+    assert log["kl"] == log["approx_kl"] == 0 and log["ratio/mean"] == log["ratio/max"] == 1
 
 
 def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):

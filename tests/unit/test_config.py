@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.rewards.model import choose_device
@@ -16,7 +17,10 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     )
     # cached, and perhaps asked before
     monkeypatch.setattr("trl_ppo_ext.config.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would use the GPU
+    # it would use the GPU
+    monkeypatch.setattr(
+        TrainingArguments, "__post_init__", lambda self: setattr(self, "accelerator_config", AcceleratorConfig())
+    )
     monkeypatch.setattr(PPOConfig, "world_size", 1)
     assert PPOConfig("run").bf16 is not emulated
     assert choose_device("auto", "auto") == ("cuda", torch.float32 if emulated else torch.bfloat16)

@@ -289,8 +289,6 @@ def test_kl_estimators_have_their_signs(batch):
     assert (k2 >= 0).all() and torch.equal(k2, ppo_math.kl_estimate(ref, logprobs, "k2"))
     near = k1.abs() < 20
     assert (k3[near] >= -1e-12).all() and (k3[near] >= k1[near] - 1).all()
-    exact = ppo_math.exact_kl(logprobs.log_softmax(-1), ref.log_softmax(-1))
-    assert (exact >= -1e-9).all()
 
 
 @property_test

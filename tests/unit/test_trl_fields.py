@@ -63,6 +63,7 @@ def test_every_field_of_grpo_is_a_field():
         # 4 rollouts of 32 completions, of 4 epochs each
         ({"total_episodes": 100, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
         ({"top_k": None, "use_liger_kernel": True}, {"top_k": 0, "use_liger_kernel": False}),
+        ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
     ],
     ids=str,
 )
@@ -108,7 +109,7 @@ def test_every_setting_of_a_grpo_config_is_accepted_at_its_default(tmp_path, cap
     args = PPOConfig(**GRPOConfig(str(tmp_path), **PLAIN).to_dict())
     sizes = (args.learning_rate, args.kl_coef, args.num_ppo_epochs, args.num_generations, args.max_completion_length)
     assert sizes == (1e-6, 0.0, 1, 8, 512)
-    assert "Fields of TRL that change nothing here: disable_dropout" in caplog.text
+    assert "Fields of TRL that are already the case, or without effect: disable_dropout" in caplog.text
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])

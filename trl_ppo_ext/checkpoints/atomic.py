@@ -64,6 +64,9 @@ def restore_replaced(output_dir: str | os.PathLike) -> None:
 def find_damage(directory: str | os.PathLike) -> str | None:
     """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
     path, name, remedy = Path(directory), "its content", "Resume from another checkpoint."
+    if not (path / MANIFEST).is_file():
+        cause = f"has no {MANIFEST}, and was not written by PPOTrainer" if path.is_dir() else "does not exist"
+        return f"`{path}` {cause}. {remedy}"
     try:
         for name, entry in json.loads((path / MANIFEST).read_text()).items():
             size = (path / name).stat().st_size

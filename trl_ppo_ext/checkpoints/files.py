@@ -122,14 +122,15 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
         has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
         saved_kind = kind_of_critic(load_file(head_file), has_adapter)
-    if saved_kind not in ("none", kind):  # without any critic, the error below names the missing file
+    if saved_kind != kind:
         raise CheckpointError(
             f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."
         )
     if actor_critic.value_head is not None:
         head = actor_critic.value_head
         parameters: dict[str, Tensor] = {**dict(head.named_parameters()), **dict(head.named_buffers())}
-        with _weights_of(directory, VALUE_HEAD) as weights:
+        with _weights_of(directory, VALUE_HEAD) as saved:
+            weights = head.in_own_units(saved)  # `normalize_values` may have changed
             check_fit(parameters, weights)
             set_weights(parameters, weights)
     folders = {actor_critic.policy_adapter: directory}
@@ -151,8 +152,8 @@ TRAINER_SETTINGS = (
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
     "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures max_skipped_steps "
-    "model_init_kwargs num_completions_to_print per_device_reward_batch_size resume_with_changed_settings "
-    "trust_remote_code".split()
+    "model_init_kwargs num_completions_to_print offload_rewards offload_rollout per_device_reward_batch_size "
+    "resume_with_changed_settings reward_timeout trust_remote_code".split()
 )
 
 

@@ -13,6 +13,7 @@ from ..data.loading import spread_indices
 from ..data.prompts import PROMPT_IDS
 from ..distributed import gathered
 from ..modeling import ActorCritic
+from ..rewards.model import AdapterReward
 
 SAMPLED_ROWS = 64
 SAMPLED_WEIGHTS = 16  # per tensor
@@ -49,7 +50,9 @@ def _rows(dataset: Any) -> str | None:
 def _frozen(reward: Any) -> Iterable[Tensor]:
     """Weights of a classifier, or the score head of an adapter."""
     model = getattr(reward, "model", None)
-    return model.parameters() if isinstance(model, nn.Module) else getattr(reward, "head", {}).values()
+    if isinstance(model, nn.Module):
+        return model.parameters()
+    return reward.head.values() if isinstance(reward, AdapterReward) else ()
 
 
 def fingerprints(

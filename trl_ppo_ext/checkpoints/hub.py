@@ -42,7 +42,7 @@ class PushError(RuntimeError):
 
 
 @contextmanager
-def push_errors(repo: str, folder: str, token: str | None) -> Iterator[None]:
+def push_errors(repo: str, folder: str | None, token: str | None) -> Iterator[None]:
     """Turn any error into a [`PushError`] with a remedy, without tokens and signed URLs."""
     try:
         yield
@@ -55,7 +55,7 @@ def push_errors(repo: str, folder: str, token: str | None) -> Iterator[None]:
         statuses = [getattr(getattr(link, "response", None), "status_code", None) for link in links]
         remedy = next((REMEDIES[x] for x in statuses if x in REMEDIES), "Check the connection to the Hub")
         kept = f"Nothing was trained for it yet. {remedy}."
-        if os.path.isdir(folder):
+        if folder is not None:
             kept = (
                 f"Nothing is lost: all files are in `{folder}`. {remedy}, and call `trainer.push_to_hub()` again, or "
                 f"`hf upload {repo} {folder}`; large files that arrived are not sent twice."
@@ -69,10 +69,9 @@ def _repository(args: Any) -> str:
 
 def create_repository(args: Any) -> None:
     """Create the run's repository if it does not exist, before models are loaded."""
-    if args.process_index == 0:
-        folder, token, repo = args.output_dir, args.hub_token, _repository(args)
-        with push_errors(repo, folder, token):
-            create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
+    token, repo = args.hub_token, _repository(args)
+    with push_errors(repo, None, token):
+        create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(

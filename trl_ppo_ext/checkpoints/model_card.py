@@ -4,11 +4,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -40,14 +40,6 @@ def _text(text: Any) -> str:
     return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
 
 
-class Measured(NamedTuple):
-    """A dataset on which metrics were measured."""
-
-    prefix: str  # of the metrics' names
-    split: str
-    ids: list[str]  # of the datasets on the Hub that it was loaded from
-
-
 def is_hub_id(name: str | None) -> bool:
     """Return `True` if a name is an id on the Hub, and not the path of a directory."""
     with suppress(HFValidationError):
@@ -56,23 +48,13 @@ def is_hub_id(name: str | None) -> bool:
     return False
 
 
-def hub_datasets(dataset: Any) -> list[str]:
-    """Ids of the datasets on the Hub that a dataset was loaded from."""
-    downloaded = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
-    matches = (re.match(r"hf://datasets/([^@]+?/[^@/]+)@", str(address)) for address in downloaded)
-    return sorted({match[1] for match in matches if match})
-
-
-def provenance(actor_critic: ActorCritic, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """The base's architecture and the datasets of a run: `architecture` and `measured` of [`model_card`]."""
+def provenance(actor_critic: ActorCritic, eval_dataset: Any) -> dict[str, Any]:
+    """The base's architecture and the datasets of a run: `architecture` and `splits` of [`model_card`]."""
     text, name = actor_critic.config.get_text_config(), type(actor_critic.policy.get_base_model()).__name__
     sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     # by their role, since the Hub's index merges results of one split
-    roles = {f"eval_{key}_" if key else "eval_": (key or "eval", dataset) for key, dataset in evaluated.items()}
-    datasets = {"": ("train", train_dataset)} | roles
-    measured = [Measured(prefix, role, hub_datasets(x)) for prefix, (role, x) in datasets.items() if x is not None]
-    return {"architecture": f"{name}, {sizes}", "measured": measured}
+    evaluated = {f"eval_{key}_": key for key in eval_dataset} if isinstance(eval_dataset, dict) else {"eval_": "eval"}
+    return {"architecture": f"{name}, {sizes}", "splits": {"": "train", **evaluated}}
 
 
 def model_card(
@@ -85,7 +67,7 @@ def model_card(
     peft_config: PeftConfig,
     started_from_adapter: bool = False,
     architecture: str = "",
-    measured: Sequence[Measured] = (Measured("", "train", []),),
+    splits: Mapping[str, str] = {"": "train"},
     **metadata: Any,
 ) -> ModelCard:
     """Build the card of a trained adapter; it contains no path of this machine."""
@@ -95,28 +77,27 @@ def model_card(
     shown = adapter if adapter_on_hub else os.path.basename(os.path.normpath(adapter))
     model_name = metadata.pop("model_name", shown.split("/")[-1])
 
-    # 1. datasets, under any name that the Trainer and TRL use; without one, those that the datasets were loaded from
+    # 1. datasets, under any name that the Trainer and TRL use
     fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
     names = [name for field in fields for name in as_list(metadata.pop(field, None))]
-    names = names or [name for entry in measured for name in entry.ids]
     datasets = [name for name in dict.fromkeys(names) if is_hub_id(name)]
 
     # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN
     logged = {name: value for entry in log_history for name, value in entry.items()}
     names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
-    metrics = [(entry, name) for entry in measured for name in names if entry.prefix + name in logged]
+    metrics = [(prefix, name) for prefix in splits for name in names if prefix + name in logged]
     results = [
         EvalResult(
             task_type="text-generation",
             task_name="Text Generation",
-            dataset_type=(ids or datasets or ["unknown"])[0],
-            dataset_name=f"{', '.join(ids or datasets) or 'prompts'} ({split})",
-            dataset_split=split,
+            dataset_type=(datasets or ["unknown"])[0],
+            dataset_name=f"{', '.join(datasets) or 'prompts'} ({splits[prefix]})",
+            dataset_split=splits[prefix],
             metric_type=name,
             metric_name=name,
             metric_value=float(logged[prefix + name]),
         )
-        for (prefix, split, ids), name in metrics
+        for prefix, name in metrics
         if math.isfinite(logged[prefix + name])
     ]
 
@@ -149,8 +130,9 @@ def model_card(
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
         reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
         critic=settings["critic"],
+        normalized=settings["normalize_values"],
         settings={name: _text(value) for name, value in table.items() if value is not None},
-        metrics={_one_line(x.prefix + name): f"{logged[x.prefix + name]:.4g}" for x, name in metrics},
+        metrics={_one_line(prefix + name): f"{logged[prefix + name]:.4g}" for prefix, name in metrics},
         step=step,
         versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
     )

@@ -42,7 +42,7 @@ def run_state_file(rank: int) -> str:
 
 
 class StopSignals:
-    """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a second signal, a second later, has its usual effect."""
+    """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a repeated signal (after 1 s) ends the process."""
 
     def __init__(self):
         self.received: int | None = None
@@ -107,7 +107,7 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         except (OSError, NotImplementedError) as error:
             logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
 
-    on_every_rank(acquire if is_writer else bool, CheckpointError)
+    on_every_rank(acquire, CheckpointError, runs=is_writer)
     try:
         yield
     finally:
@@ -133,7 +133,7 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
                 os.rename(path, aside / path.name)
             logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
 
-    on_every_rank(check if is_writer else bool, *READ_ERRORS)
+    on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
 
 def find_checkpoint(
@@ -144,9 +144,7 @@ def find_checkpoint(
     `resume_from` is a path, or `True` for the latest valid checkpoint. `check` raises for unsuitable ones.
     """
 
-    def find() -> str | None:
-        if not is_writer:  # one rank of those that share a disk reads all of it
-            return None
+    def find() -> str:
         if resume_from is True:
             path = latest_valid_checkpoint(output_dir)
             if path is None:
@@ -170,7 +168,8 @@ def find_checkpoint(
         return load_file(path)
 
     try:
-        path = on_every_rank(find, *READ_ERRORS)
+        # one rank of those that share a disk reads all of it
+        path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
@@ -181,12 +180,12 @@ def find_checkpoint(
 
 
 def write_checkpoint(
-    final: Path, write: Callable[[str], None], is_writer: bool, ranks_meet: bool, wait: Callable[[], None]
+    final: Path, write: Callable[[str], None], is_writer: bool, write_is_collective: bool, wait: Callable[[], None]
 ) -> None:
     """Write a checkpoint aside on all ranks, and rename it when it is complete.
 
-    `write` gets the directory to write to. With `ranks_meet` it reduces over ranks itself, and a rank that fails
-    raises by itself.
+    `write` gets the directory to write to. With `write_is_collective` it reduces over ranks itself, and a rank
+    that fails raises by itself.
     """
     staged = final.parent / STAGING / final.name
 
@@ -203,13 +202,13 @@ def write_checkpoint(
             raise
 
     try:
-        on_every_rank(partial(_make_empty, staged) if is_writer else bool, *WRITE_ERRORS)
-        if ranks_meet:
+        on_every_rank(partial(_make_empty, staged), *WRITE_ERRORS, runs=is_writer)
+        if write_is_collective:
             write_staged()
             wait()
         else:
             on_every_rank(write_staged, *WRITE_ERRORS)
-        on_every_rank(partial(publish, staged, final) if is_writer else bool, *WRITE_ERRORS)
+        on_every_rank(partial(publish, staged, final), *WRITE_ERRORS, runs=is_writer)
     except WRITE_ERRORS as error:
         raise CheckpointError(
             f"`{final}` cannot be written ({error}); earlier checkpoints are intact. Free space, check that the "

@@ -24,7 +24,7 @@ from trl import apply_chat_template, is_conversational
 from ..data.loading import get_split, load_splits, spread_indices
 from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
-from ..rewards.model import choose_device
+from ..rewards.model import choose_device, context_length
 from .serve_reward import add_model_arguments
 
 MAX_PAIRS = 500
@@ -92,9 +92,7 @@ def check_reward(
             f"{model} is saved quantized, so it cannot be compared with full precision; use the original model."
         )
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    context = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
-    sequences, lengths = encode_pairs(rows, tokenizer, context)
+    sequences, lengths = encode_pairs(rows, tokenizer, context_length(config, tokenizer))
     report: dict[str, Any] = {
         "model": model,
         "dataset": dataset if isinstance(dataset, str) else None,
@@ -108,7 +106,7 @@ def check_reward(
     scores = {}
     for load, kind in (("full", "none"), ("quantized", quantization)):
         clear_device_cache(garbage_collection=True)
-        classifier = load_classifier(model, precision, kind, device, trust_remote_code, reward_label)
+        classifier = load_classifier(model, precision, kind, device, trust_remote_code)
         reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
         scores[load], report[load] = _measure(reward, sequences, lengths)
         del classifier, reward

@@ -153,6 +153,7 @@ def tokenize_prompts(
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         dataset = Dataset.from_list(dataset)
     _check_columns(dataset, name)
+    dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
     if limit == max_prompt_length:

@@ -132,7 +132,8 @@ class _TokenLogprobs(torch.autograd.Function):
         outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if needed else None for needed in computed]
         derivatives = [torch.empty_like(hidden, dtype=torch.float32) if needs else None for needs in needs_grad]
         chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
-        size = min(len(tokens), max(1, chunk_logits // (len(weight) * (2 if with_kl else 1))))
+        # not fewer with a reference: products over other rows may round otherwise, and the first ratio must be 1
+        size = min(len(tokens), max(1, chunk_logits // len(weight)))
         projection = _Projection(weight, bias, temperature, size, with_kl)
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
@@ -173,9 +174,7 @@ def token_logprobs(
 
     The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
-    around 10), so where both nearly agree it may be slightly negative; it is not clamped. With a reference a chunk has
-    half the rows, and a product over other rows may round otherwise in its last bit: log-probabilities that must agree
-    bit for bit are computed either all with a reference or all without.
+    around 10), so where both nearly agree it may be slightly negative; it is not clamped.
     """
     if ref_hidden is not None and ref_hidden.shape != hidden.shape:
         raise ValueError(

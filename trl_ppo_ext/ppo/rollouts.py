@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -73,34 +74,21 @@ class Rollout:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
-    def __post_init__(self):
-        expected = self.sequences.completion_ids.shape
-        for name, tensor in self.tensors.items():
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"`{name}` must have the shape [batch, response] of the completions, {tuple(expected)}, got "
-                    f"{tuple(tensor.shape)}."
-                )
-
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def _with(self, sequences: Sequences, change: Callable[[Tensor], Tensor]) -> "Rollout":
-        changed = {name: change(x) for name, x in self.tensors.items()}
-        return Rollout(
-            sequences, **changed, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef, value_unit=self.value_unit
-        )
-
     def to(self, device: torch.device | str) -> "Rollout":
         """Move all tensors except lengths."""
-        return self._with(self.sequences.to(device), lambda x: x.to(device))
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in self.tensors.items()}
+        return replace(self, sequences=self.sequences.to(device), **tensors)
 
     def rows(self, index: Tensor) -> "Rollout":
         """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
         sequences = self.sequences.rows(index)
         on_device = index.to(self.response_mask.device, non_blocking=True)
         end = sequences.completion_ids.shape[1]
-        return self._with(sequences, lambda x: x[on_device, :end])
+        tensors: dict[str, Any] = {name: x[on_device, :end] for name, x in self.tensors.items()}
+        return replace(self, sequences=sequences, **tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
@@ -202,10 +190,11 @@ class RolloutCollector:
 
         # 3. Score the completions.
         extra: dict[str, list] = {}
+        logged: dict[str, list[float]] = {}
         # rewards draw from a stream of their own: one that seeds would repeat the next rollouts
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device):
-            batch = self._scoring_batch(rows, completion_ids, state, metrics, extra)
+            batch = self._scoring_batch(rows, completion_ids, state, extra, logged)
             scored = score_all(
                 self.rewards,
                 batch,
@@ -216,10 +205,13 @@ class RolloutCollector:
                 device,
             )
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
+        # a reward may log a metric on some ranks only, and in any order
+        for name in sorted(set(gather_object(list(logged)))):
+            metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
 
         valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
-        excluded = self.guard.find_nonfinite(sequences, tokens, valid, metrics, step)
+        excluded = self.guard.find_nonfinite(tokens, valid, metrics, step)
         if excluded is not None:
             tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
             usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
@@ -341,8 +333,8 @@ class RolloutCollector:
         rows: Sequence[dict],
         completion_ids: list[list[int]],
         state: TrainerState,
-        metrics: Metrics,
         extra: dict[str, list],
+        logged: dict[str, list[float]],
     ) -> ScoringBatch:
         def log_extra(column: str, values: list) -> None:
             if len(values) != len(rows):
@@ -352,7 +344,7 @@ class RolloutCollector:
 
         def log_metric(name: str, value: float) -> None:
             check_metric_name(name)
-            metrics.mean(name, float(value))
+            logged.setdefault(name, []).append(float(value))
 
         prompts = [row["prompt"] for row in rows]
         if max(map(max, completion_ids)) >= len(self.tokenizer):

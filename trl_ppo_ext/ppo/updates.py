@@ -12,7 +12,6 @@ from ..modeling import TokenScores
 from ..sequences import Sequences
 from . import math as ppo_math
 from .batch_plan import BatchPlan
-from .guards import finite_rows
 from .metrics import Metrics
 from .rollouts import Rollout, longest_first
 
@@ -76,7 +75,7 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss of a micro-batch: policy, values, KL (with `kl_estimator`) and entropy (if it was computed).
 
-    Returns the scalar loss and its metrics per token, `[batch, response]`; `per_token` is the loss itself.
+    Returns the scalar loss and its metrics per token, `[batch, response]`.
     """
     policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
     # 1. Clipped surrogate of the policy, with the ratio per token or per sequence.
@@ -87,8 +86,8 @@ def ppo_loss(
 
     # 2. Squared error of the values.
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
-        given = (scores.values, rollout.old_values, rollout.returns)
-        values, old_values, returns = (x / rollout.value_unit for x in given)
+        unit = rollout.value_unit
+        values, old_values, returns = scores.values / unit, rollout.old_values / unit, rollout.returns / unit
         value = ppo_math.clipped_value_loss(values, old_values, returns, cliprange_value)
         loss = loss + vf_coef * value
         unclipped = 0.5 * (values.detach() - returns) ** 2
@@ -117,7 +116,6 @@ def ppo_loss(
             "clip_ratio/region_mean": too_low | too_high,
             # distance from the policy that sampled; updates stop once it exceeds `target_kl`
             "approx_kl": ppo_math.kl_estimate(old_logprobs, scores.logprobs, "k3"),
-            "per_token": loss,
         }
         if dual_clip is not None:
             metrics["clip_ratio/dual_mean"] = (ratio > dual_clip) & (advantages < 0)
@@ -164,7 +162,6 @@ class Updates:
         self.stopped_early = False
         self.step = 0
         self.is_empty = [False]  # per optimizer step
-        self.finite: list[dict[str, Tensor]] = []  # per micro-batch of the optimizer step
 
     def start(self, rollout: Rollout, global_step: int) -> None:
         """Begin the updates of a rollout."""
@@ -207,12 +204,9 @@ class Updates:
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
         rollout, mask = micro_batch.rollout, micro_batch.rollout.response_mask
-        if micro_batch.step != self.step:
-            self.step, self.finite = micro_batch.step, []
+        self.step = micro_batch.step
         scores = model(rollout.sequences, self.args.temperature, self.with_entropy, self.exact_kl)
         loss, metrics = ppo_loss(scores, rollout, micro_batch.denominator, **self.loss_settings)
-        named = {"log-prob": scores.logprobs, "value": scores.values, "loss": metrics.pop("per_token")}
-        self.finite.append({name: finite_rows([x]) for name, x in named.items() if x is not None})
         for name, values in metrics.items():
             (self.metrics.maximum if name.endswith("/max") else self.metrics.mean)(name, values, mask)
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
@@ -239,14 +233,6 @@ class Updates:
         self.metrics.mean("stopped_early", self.stopped_early)
         self.metrics.total("empty_steps", empty and self.args.process_index == 0)  # totals are summed over ranks
         return not (self.stopped_early or empty)
-
-    def suspects(self) -> dict[str, list[int]]:
-        """Rows with a non-finite forward in the last optimizer step, by the name of the non-finite tensor."""
-        suspects: dict[str, list[int]] = {}
-        for rows, finite in zip(self.rows[self.step], self.finite):
-            for name, is_finite in finite.items():
-                suspects.setdefault(name, []).extend(rows[~is_finite.cpu()].tolist())
-        return {name: sorted(rows) for name, rows in suspects.items() if rows}
 
     def state_dict(self, global_step: int) -> dict[str, Tensor]:
         """Rollout in progress, for a checkpoint; empty between two rollouts."""

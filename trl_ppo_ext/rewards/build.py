@@ -124,16 +124,17 @@ def build_rewards(
     offload_rewards: bool = False,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
+    quiet: bool = False,
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
     batch_size, label = per_device_reward_batch_size, reward_label
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code, label)
+            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code)
         if isinstance(entry, PreTrainedModel | PeftModel):
-            if not getattr(entry, "is_quantized", False):
-                entry = entry.to("cpu" if offload_rewards else device)
+            if not (offload_rewards or getattr(entry, "is_quantized", False)):
+                entry = entry.to(device)
             elif offload_rewards and getattr(entry, "is_loaded_in_8bit", False):
                 raise ValueError(
                     "`offload_rewards=True` moves reward models, and an int8 model cannot be moved; use "
@@ -148,6 +149,8 @@ def build_rewards(
         else:
             rewards.append(FunctionReward(cast(Callable, entry), reward_timeout))
     for index, reward in enumerate(rewards):
+        if isinstance(reward, SequenceScorer):
+            reward.quiet = quiet
         taken = {other.name for other in rewards if other is not reward}
         if reward.name in {other.name for other in rewards[:index]}:  # metrics need distinct names
             numbers = (number for number in count(index) if f"{reward.name}_{number}" not in taken)

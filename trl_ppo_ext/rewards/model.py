@@ -10,10 +10,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -67,14 +67,10 @@ def load_classifier(
     quantize: str | None = "nf4",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    label: int | None = None,
 ) -> PreTrainedModel:
     """Load a reward model."""
-    config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    checked_label(model_id, config.num_labels, label)
     model, report = AutoModelForSequenceClassification.from_pretrained(
         model_id,
-        config=config,
         dtype=dtype,
         quantization_config=quantization(quantize, dtype),
         device_map={"": torch.device(device)},
@@ -85,12 +81,20 @@ def load_classifier(
     return model
 
 
+def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that a reward model takes; RoBERTa counts two positions more."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
+
+
 class SequenceScorer:
     """Scores prompt and completion as one text, at its last token.
 
     The text is tokenized as in TRL's `RewardTrainer`: text gets special tokens and an EOS at the end, chat
     messages the chat template.
     """
+
+    quiet = False  # whether to show no progress
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int | None = None
@@ -142,7 +146,7 @@ class SequenceScorer:
         parts = []
         # the bar appears after three seconds
         starts = range(0, len(by_length), self.batch_size)
-        for start in tqdm(starts, desc=f"Scoring with {self.name}", leave=False, delay=3):
+        for start in tqdm(starts, desc=f"Scoring with {self.name}", leave=False, delay=3, disable=self.quiet):
             index = by_length[start : start + self.batch_size]
             inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
             parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
@@ -184,9 +188,8 @@ class ClassifierReward(SequenceScorer):
                     "`reward_processing_classes`."
                 )
             tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-        text_config = model.config.get_text_config()
-        super().__init__(name, tokenizer, batch_size, getattr(text_config, "max_position_embeddings", None))
-        text_config.pad_token_id = self.tokenizer.pad_token_id
+        super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.model = model.requires_grad_(False).eval()
         for module in model.modules():
             # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns

@@ -172,7 +172,7 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
 
 @cache
 def _event_loop(running: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
-    """One loop for the coroutines of a run, so that they can share a semaphore; it is not the one that waits."""
+    """Loop for all coroutines of a run, which may share a semaphore; another one than the loop that is running."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True).start()
     return loop

@@ -5,14 +5,13 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.files import run_settings
-from trl_ppo_ext.checkpoints.model_card import BASE_COPY, Measured, hub_datasets, is_hub_id, model_card
+from trl_ppo_ext.checkpoints.model_card import BASE_COPY, is_hub_id, model_card
 
 IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
 
@@ -42,10 +41,13 @@ def code_of(card, base):
     return "".join(re.findall(r"```python\n(.*?)```", card, re.DOTALL)).replace(BASE_COPY, base)
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter", "none"])
-def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic):
+@pytest.mark.parametrize(
+    ("critic", "normalized"), [("head", False), ("head", True), ("adapter", False), ("none", False)]
+)
+def test_card_code_loads_policy_and_critic_exactly(base, tmp_path, monkeypatch, critic, normalized):
     """After setting only the path of the base."""
-    settings = {"critic": critic} | ({"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {})
+    settings = {"critic": critic, "normalize_values": normalized}
+    settings |= {"advantage_estimator": "grpo", "num_generations": 4} if critic == "none" else {}
     built = trained(base, tmp_path / "run", **settings)
     built.save_model()
     card, found = (tmp_path / "run" / "README.md").read_text(), {}
@@ -128,18 +130,3 @@ def test_is_hub_id_rejects_paths(tmp_path, monkeypatch, name, hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert not is_hub_id("org/name") and not is_hub_id("") and not is_hub_id(None) and not is_hub_id("a/b/c")
-
-
-def test_hub_datasets_finds_the_repository_of_a_dataset(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["w1"]})
-    assert hub_datasets(rows) == []
-    rows.info.download_checksums = {
-        "hf://datasets/trl-lib/tldr@0a1b/data/train-0.parquet": {},
-        "hf://datasets/trl-lib/tldr@0a1b/data/test-0.parquet": {},
-        "/home/me/rows.json": {},
-    }
-    mapped = rows.map(lambda row: {"prompt": row["prompt"] + " w2"})
-    assert hub_datasets(mapped) == ["trl-lib/tldr"]
-    history = [{"reward": 1.0}]
-    data = card(tmp_path, history=history, measured=[Measured("", "train", hub_datasets(mapped))]).data
-    assert data.datasets == ["trl-lib/tldr"] and data.eval_results[0].dataset_type == "trl-lib/tldr"

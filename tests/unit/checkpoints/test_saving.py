@@ -63,6 +63,12 @@ def test_saved_adapter_loads_with_plain_peft_without_this_package(base, tmp_path
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), expected, atol=1e-3)
 
 
+def test_save_model_deletes_the_average_of_an_earlier_run(base, tmp_path):
+    for ema_decay in (0.5, None):
+        PPOTrainer(base, length_reward, config(tmp_path, ema_decay=ema_decay), prompts()).save_model()
+        assert (tmp_path / "ema" / "adapter_model.safetensors").exists() == (ema_decay is not None)
+
+
 def test_save_model_writes_plain_files_and_no_pickle(base, tmp_path):
     trained(base, tmp_path, max_steps=1).save_model()
     names = {path.name for path in tmp_path.iterdir()}
@@ -141,7 +147,7 @@ def test_load_best_model_at_end_loads_the_best_checkpoint(base, tmp_path):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda path: (path / "value_head.safetensors").unlink(), "has no value_head.safetensors"),
+        (lambda path: (path / "value_head.safetensors").unlink(), "`critic` must be 'none'"),
         (
             lambda path: save_file(
                 {"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, path / "value_head.safetensors"

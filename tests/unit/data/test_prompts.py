@@ -56,6 +56,13 @@ def test_text_prompts_become_ids_and_keep_other_columns(kind):
     assert [row["note"] for row in tokenized] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("format", ["torch", "numpy"])
+def test_formatted_datasets_give_plain_lists(format):
+    rows = dataset("w0 w1", "w5", target=[7, 8]).with_format(format)
+    tokenized = tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
+    assert tokenized[0] == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}
+
+
 @both_kinds
 def test_chat_prompts_get_the_template_and_the_opening(kind):
     rows = kind(dataset(*CHATS, target=[7, 8]))

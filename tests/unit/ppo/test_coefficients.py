@@ -69,25 +69,6 @@ def test_kl_coefficient_does_not_depend_on_small_step_sizes():
     assert often.value == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
 
 
-@pytest.mark.parametrize("measured", [6.0, 60.0, math.nan])
-def test_horizon_that_allows_negative_values_raises(measured):
-    coefficient = AdaptiveKL(0.05, target=6.0, horizon=100)
-    with pytest.raises(ValueError, match=r"`horizon` must be above 100 for updates of 500 completions, got 100"):
-        coefficient.update(measured, 500)
-    coefficient.update(0.0, 499)
-    assert coefficient.value > 0
-
-
-@pytest.mark.parametrize("name", ["value", "target", "horizon"])
-@pytest.mark.parametrize("given", [0.0, -1.0, math.nan, math.inf])
-def test_invalid_kl_settings_raise(name, given):
-    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number above 0, got {given}"):
-        AdaptiveKL(**{"value": 0.05, "target": 6.0, "horizon": 10_000, name: given})
-
-
-# ---- entropy ----
-
-
 def test_entropy_coefficient_by_hand():
     coefficient = AdaptiveEntropy(0.0, target=0.3)
     history = []
@@ -127,25 +108,6 @@ def test_entropy_coefficient_holds_the_target():
     assert max(seen[-500:]) < 0.4
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "needed"),
-    [
-        ("value", -0.1, "of at least 0"),
-        ("value", math.nan, "of at least 0"),
-        ("target", -0.1, "of at least 0"),
-        ("target", math.inf, "of at least 0"),
-        ("step", 0.0, "above 0"),
-        ("step", math.nan, "above 0"),
-    ],
-)
-def test_invalid_entropy_settings_raise(name, given, needed):
-    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number {needed}, got {given}"):
-        AdaptiveEntropy(**{"value": 0.0, "target": 0.3, "step": 0.005, name: given})
-
-
-# ---- both ----
-
-
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
 @pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("before", [[], [0.1], [10.0]], ids=["at the start", "below the target", "above the target"])
@@ -179,19 +141,6 @@ def test_fixed_coefficient_resumes_with_its_new_value():
     changed = Coefficient(0.1)
     changed.load_state_dict(Coefficient(0.05).state_dict())
     assert changed.value == 0.1
-
-
-@pytest.mark.parametrize("saved", makers())
-@pytest.mark.parametrize("resumed", makers())
-def test_state_of_another_kind_raises(saved, resumed):
-    state, coefficient = makers()[saved]().state_dict(), makers()[resumed]()
-    if saved == resumed:
-        coefficient.load_state_dict(state)
-        return
-    before = coefficient.value
-    with pytest.raises(ValueError, match=rf"{type(coefficient).__name__}.*settings of the saved run"):
-        coefficient.load_state_dict(state)
-    assert coefficient.value == before
 
 
 def test_entropy_coefficient_is_bounded_by_one():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from runs_of_tiny import trainer, weights
 
+from trl_ppo_ext.checkpoints.files import load_actor_critic_weights
 from trl_ppo_ext.modeling import ValueHead
 from trl_ppo_ext.ppo.critics import DECAY, ValueNormalizer
 
@@ -119,3 +120,16 @@ def test_run_with_normalized_values_resumes_bit_for_bit(tmp_path):
     ):
         assert torch.equal(one, other)
     assert whole.collector.normalizer.state_dict() == again.collector.normalizer.state_dict()
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_normalized_values_turn_on_and_off_on_resume(tmp_path, normalized):
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "resume_with_changed_settings": True}
+    first, again = (trainer(tmp_path / str(x), normalize_values=x, **settings) for x in (normalized, not normalized))
+    first.train()
+    checkpoint = str(tmp_path / str(normalized) / "checkpoint-6")
+    load_actor_critic_weights(again.actor_critic, checkpoint)
+    states = torch.randn(40, 32)
+    torch.testing.assert_close(again.actor_critic.value_head(states), first.actor_critic.value_head(states))
+    again.train(resume_from_checkpoint=checkpoint.replace("-6", "-3"))
+    assert again.state.global_step == 6

@@ -140,18 +140,3 @@ def test_grpo_has_unit_deviation_at_any_scale():
 def test_equal_scores_have_exactly_no_advantage_in_float32(function, score):
     scores = torch.full((12,), score)
     assert torch.equal(function(scores, everything(scores), 6), torch.zeros(12))
-
-
-@pytest.mark.parametrize("function", ALL)
-@pytest.mark.parametrize(("batch", "group_size"), [(7, 3), (2, 4), (4, 0), (4, -2)])
-def test_batch_not_divisible_into_groups_raises(function, batch, group_size):
-    with pytest.raises(ValueError, match=rf"complete groups of {group_size} .*got {batch} completions; .*consecutive"):
-        function(torch.zeros(batch), torch.ones(batch).bool(), group_size)
-
-
-@pytest.mark.parametrize("function", ALL)
-def test_scores_and_counts_of_different_shapes_raise(function):
-    with pytest.raises(ValueError, match=r"one shape \[batch\], got .*'scores': \(4,\), 'counts': \(1,\)"):
-        function(torch.zeros(4), torch.ones(1).bool(), 2)
-    with pytest.raises(ValueError, match=r"one shape \[batch\]"):
-        function(torch.zeros(4, 2), torch.ones(4, 2).bool(), 2)

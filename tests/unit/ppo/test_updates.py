@@ -175,7 +175,6 @@ def test_metrics_by_hand():
         "clip_ratio/region_mean": [1, 1, 0, 0],
         "clip_ratio/dual_mean": [0, 0, 0, 1],
         "approx_kl": [ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.0, 4.0)],
-        "per_token": [-1.3 + 0.3125, 0.8, -1.0 + 0.05, 6.0],
     }
     assert metrics.keys() == expected.keys()
     for name, values in expected.items():
@@ -288,15 +287,12 @@ def test_updates_of_other_sizes_do_not_resume(build):
 class Policy(torch.nn.Module):
     """Scores that do not depend on the tokens."""
 
-    def __init__(self, log_ratio=0.0, bad_row=None):
+    def __init__(self, log_ratio=0.0):
         super().__init__()
-        self.shift, self.bad_row = torch.nn.Parameter(torch.tensor(log_ratio, dtype=torch.float64)), bad_row
+        self.shift = torch.nn.Parameter(torch.tensor(log_ratio, dtype=torch.float64))
 
     def forward(self, sequences, temperature, with_entropy, with_kl):
         logprobs = self.rollout.old_logprobs + self.shift
-        if self.bad_row is not None:
-            bad = (sequences.prompt_ids == self.bad_row).any(1)
-            logprobs = torch.where(bad[:, None], math.nan, logprobs)
         return TokenScores(logprobs, values=torch.zeros_like(logprobs))
 
 
@@ -346,17 +342,6 @@ def test_updates_take_no_step_without_a_token(build):
     losses, taken = learn(updates, Policy(), steps=2)
     assert taken == [False, True] and losses[0] == losses[1] == 0
     assert updates.metrics.compute(alone, alone)["empty_steps"] == 1
-
-
-def test_updates_name_nonfinite_rows_of_the_rollout(build):
-    updates, batch = build(), rollout(rows=8)
-    batch.sequences.prompt_ids[6, -1] = 31
-    updates.start(batch, 0)
-    policy = Policy(bad_row=31)
-    learn(updates, policy, steps=1)
-    assert updates.suspects() == {}  # rows 0 to 3
-    learn(updates, policy, steps=1)
-    assert updates.suspects() == {"log-prob": [6], "loss": [6]}
 
 
 def test_set_learning_rate_moves_parameters_to_their_own_group():

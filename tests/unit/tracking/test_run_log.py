@@ -72,6 +72,12 @@ def test_repeated_steps_count_once_with_the_later_value(finished):
     assert keys == sorted(set(keys)) and (4, "eval") in keys
 
 
+def test_evaluations_between_logs_keep_completions_of_training(tmp_path):
+    run(tmp_path, eval_strategy="steps", eval_steps=1, logging_steps=2, logging_first_step=False, max_steps=2)
+    sheets = [(entry["step"], entry["mode"]) for entry in lines(tmp_path) if entry["kind"] == "completions"]
+    assert (2, "train") in sheets and (1, "eval") in sheets
+
+
 def test_completions_have_their_scores(finished):
     place, _, _ = finished
     for sheet in read_run(place).sheets:
