@@ -1,6 +1,7 @@
 """From a command line and a YAML file, read by TRL's parser, to a [`PPOTrainer`]."""
 
 import argparse
+import inspect
 import os
 import re
 import sys
@@ -87,13 +88,18 @@ class PPOModelConfig(trl.ModelConfig):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
         super().__post_init__()
         if not self.use_peft:
-            raise ValueError("`use_peft` must be True: the policy is an adapter on a frozen base. Leave it out.")
+            raise ValueError("`use_peft` must be True: the policy is an adapter on a frozen base; omit it.")
         for entry in fields(self) if self.adapter_name_or_path is not None else ():
             value, default = getattr(self, entry.name), getattr(PPOModelConfig(), entry.name)
             if entry.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
-                raise ValueError(f"`{entry.name}={value!r}` is of a new adapter; omit it, or `adapter_name_or_path`.")
+                raise ValueError(
+                    f"`{entry.name}={value!r}` configures a new adapter, but `adapter_name_or_path` loads one; remove "
+                    "one of the two."
+                )
         if self.lora_dropout:
-            raise ValueError(f"`lora_dropout={self.lora_dropout}` is not supported: log-probs vary. Leave it out.")
+            raise ValueError(
+                f"`lora_dropout={self.lora_dropout}` is not supported: log-probs must be repeatable; omit it."
+            )
         if self.lora_task_type != "CAUSAL_LM":
             raise ValueError(f"`lora_task_type` must be 'CAUSAL_LM' for a policy, got {self.lora_task_type!r}.")
         only_4bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": None, "use_bnb_nested_quant": False}
@@ -162,7 +168,7 @@ def parse(
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a repeated key, of which YAML keeps the last."""
+    """Loader that raises for a repeated key, of which YAML keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -206,12 +212,14 @@ def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
 # ---- rewards and datasets ----
 
 
-def find_reward(name: str, argument: str = "reward_funcs", directory: str | None = None) -> RewardFunc:
+def find_reward(
+    name: str, argument: str = "reward_funcs", directory: str | None = None, max_completion_length: int = 256
+) -> RewardFunc:
     """Resolve an entry of `reward_funcs`: an adapter, a function, or a classifier's path or id."""
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
-    if name == "get_soft_overlong_punishment":  # with the settings of TRL's own GRPO script
-        return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    if name == "get_soft_overlong_punishment":  # of the last fifth, as in DAPO
+        return trl.rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
     if name in TRL_REWARDS:
         return getattr(trl.rewards, name)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
@@ -257,13 +265,23 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
     else:
         splits = dict(load_splits(name, script.dataset_config, script.dataset_streaming))
     train, test = script.dataset_train_split, script.dataset_test_split
-    if script.eval_rows is not None and test in splits and test != train:
+    if script.eval_rows is not None and test == train:
+        raise ValueError(
+            f"`eval_rows` needs a `dataset_test_split` other than the split that is trained on, got {test!r}."
+        )
+    if script.eval_rows is not None and test in splits:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
-        function = _import(script.map_function, "map_function", script.directory)
+        function: Any = _import(script.map_function, "map_function", script.directory)
+        module: Any = inspect.getmodule(function)
+
+        # `datasets` identifies an imported function by its name: with the source, edited ones miss its cache
+        def mapped(row: dict, source: str = inspect.getsource(module)) -> dict:
+            return function(row)
+
         # the main process fills the cache that the others read
         with PartialState().main_process_first():
-            splits |= {split: splits[split].map(function) for split in {train, test} & splits.keys()}
+            splits |= {split: splits[split].map(mapped) for split in {train, test} & splits.keys()}
     return splits
 
 
@@ -304,7 +322,10 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
         "model": name,
         "args": args,
         **{
-            argument: [find_reward(name, argument, script.directory) for name in getattr(script, argument) or []]
+            argument: [
+                find_reward(name, argument, script.directory, args.max_completion_length)
+                for name in getattr(script, argument) or []
+            ]
             for argument in ("reward_funcs", "monitor_funcs")
         },
         "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import is_conversational
 
+from .. import __version__
 from ..ppo.batch_plan import BatchPlan
 from ..redaction import shortened
 
@@ -90,7 +91,8 @@ def map_rows(
 ) -> Any:
     """Add the columns of token ids that a function returns for each row; its errors name the row."""
 
-    def encode_numbered(row: dict, index: int) -> dict[str, list]:
+    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
+    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
         try:
             return encode_row(row)
         except PromptError as error:

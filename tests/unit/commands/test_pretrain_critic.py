@@ -416,7 +416,8 @@ def test_rewards_are_resolved_in_every_form(there, monkeypatch):
     assert find_reward("runs.reward") == "runs.reward"
     assert find_reward("adapter:my/reward") == RewardAdapter("my/reward")
     assert find_reward("think_format_reward") is think_format_reward
-    punished = find_reward("get_soft_overlong_punishment")(completion_ids=[[0] * n for n in (1024, 1152, 1280, 1281)])
+    punishment = find_reward("get_soft_overlong_punishment", max_completion_length=10)
+    punished = punishment(completion_ids=[[0] * n for n in (8, 9, 10, 11)])
     assert punished == [0, -0.5, -1, -1]
     assert find_reward("easy_rewards.of_last_word")(prompts=["w3 w7"]) == [3.0]
     (there / "library").mkdir(exist_ok=True)

@@ -24,6 +24,7 @@ from trl_ppo_ext import trainer as trainer_module
 from trl_ppo_ext.checkpoints.hub import PushError
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
+from trl_ppo_ext.commands.launch import PPOScriptArguments, load_datasets
 from trl_ppo_ext.data import loading
 
 REWARDS = """
@@ -167,6 +168,17 @@ def test_map_function_adds_missing_prompts(there, capsys):
     assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
 
 
+def test_edited_map_function_maps_again(tmp_path):
+    save(tmp_path / "rows.jsonl", [{"question": "w1"}])
+    script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="edited_rows.to_prompt")
+    script.directory = str(tmp_path)
+    for suffix in ("w2", "w3 w4"):
+        sys.modules.pop("edited_rows", None)
+        source = f"def to_prompt(row):\n    return {{'prompt': row['question'] + ' {suffix}'}}\n"
+        (tmp_path / "edited_rows.py").write_text(source)
+        assert load_datasets(script)["train"][0]["prompt"] == f"w1 {suffix}"
+
+
 def test_failed_push_is_reported_in_one_line(there, monkeypatch, capsys):
     refused = Pushed(True)
     refused.push_to_hub = lambda **metadata: (_ for _ in ()).throw(PushError("me/run was not pushed"))
@@ -278,6 +290,12 @@ WRONG = [
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
     ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
+    (
+        {"eval_rows": 2, "dataset_test_split": "train"},
+        "`eval_rows` needs",
+        "'train'",
+        "other than the split that is trained on",
+    ),
     ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
     ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
     ({"dataset_name": "chat.jsonl", "model_name_or_path": "plain"}, "chat_template", "messages", "set|give"),

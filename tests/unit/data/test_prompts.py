@@ -63,6 +63,18 @@ def test_formatted_datasets_give_plain_lists(format):
     assert tokenized[0] == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}
 
 
+def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
+    rows, words = dataset("w0 w1"), tokenizer()
+
+    def cache_key():
+        return tokenize_prompts(rows, words, "train_dataset", 4)._fingerprint
+
+    before = cache_key()
+    assert cache_key() == before
+    monkeypatch.setattr("trl_ppo_ext.data.prompts.__version__", "0.0.0")
+    assert cache_key() != before
+
+
 @both_kinds
 def test_chat_prompts_get_the_template_and_the_opening(kind):
     rows = kind(dataset(*CHATS, target=[7, 8]))
