@@ -522,7 +522,7 @@ _UNSUPPORTED = {
     "neftune_noise_alpha": _SAME_FORWARD,
     "torch_compile": _SAME_FORWARD,
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
-    "and, to keep the rollout, `generation_batch_size` instead",
+    "and, to keep the rollout, `generation_batch_size` and `num_mini_batches` instead",
     "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
     "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
     "restore_callback_states_from_checkpoint": "the states of callbacks are always restored",

@@ -107,6 +107,7 @@ def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
     """Collect rollouts that are not trained on, without changing the run's statistics and noise."""
     args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
     args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
+    args.normalize_values = False  # which would rewrite the value head
     # without monitored rewards, which nothing would log
     collector = RolloutCollector(
         run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator, run.guard

@@ -68,7 +68,7 @@ class BatchPlan:
             run = f"{epochs:g} passes over the dataset"
         note = (
             f"\nnote:    a rollout of {self.completions} completions is small, and its advantages are noisy; "
-            "`generation_batch_size=128` makes it larger"
+            f"`generation_batch_size=128` with `num_mini_batches={self.num_mini_batches}` makes it larger"
         )
         return (
             f"rollout: {self.completions} completions of {self.prompts} prompts ({self.num_generations} each) = "

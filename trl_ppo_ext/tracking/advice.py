@@ -115,7 +115,7 @@ def _monitors(run: Run) -> Iterator[Advice]:
     for name in fnmatch.filter(run.curves, "monitor/*/mean"):
         monitor = trend(run.curves[name])
         step = monitor.turning_point()
-        if step is None or not reward.end >= reward.curve.at(step) - 2 * reward.error:
+        if reward is NO_TREND or step is None or not reward.end >= reward.curve.at(step) - 2 * reward.error:
             continue
         title, remedy = "The reward may be hacked", f"Read completions and fix the reward, or stop at step {step}."
         seen = (
@@ -126,34 +126,6 @@ def _monitors(run: Run) -> Iterator[Advice]:
             title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
             seen += f" and the KL rises to {number(kl.end)}"
         yield Advice(title, f"{seen}.", remedy, step, (name, "reward", kl_name))
-
-
-def _reward_scale(run: Run) -> Iterator[Advice]:
-    """The reward is far from 0, which is what a new critic predicts."""
-    reward, spread = trend(run.curves.get("reward")), trend(run.curves.get("reward_std"))
-    explained = trend(run.curves.get("value/explained_variance")).curve.values
-    # With `lam=1` every token's return contains the score, whatever the critic predicts.
-    handled = any(run.config.get(name) for name in ("normalize_rewards", "reward_baseline", "critic_init"))
-    if (
-        handled
-        or run.config.get("lam") == 1
-        or not 0 < 3 * spread.start < abs(reward.start)
-        or len(explained) < FEWEST_TREND
-    ):
-        return
-    median = float(np.median(explained[: len(explained) // 2]))  # a mean would follow a few outliers
-    if median < UNEXPLAINED:
-        yield Advice(
-            "The reward is far from 0, where the critic starts",
-            f"The first rewards are {number(reward.start)} ± {number(spread.start)}, and the median of "
-            f"`value/explained_variance` over the first half of the run is {number(median)}. Until the critic has "
-            "learned the mean, only the last tokens of a completion receive it: EOS looks "
-            f"{'worse' if reward.start < 0 else 'better'} than continuing.",
-            "Set `normalize_rewards=True` or `reward_baseline='reference'`, or start from a `critic_init` made by "
-            "`trl-ppo pretrain-critic`.",
-            None,
-            ("reward", "value/explained_variance", "completions/mean_length"),
-        )
 
 
 def _failures(run: Run) -> Iterator[Advice]:
@@ -272,7 +244,7 @@ def advise(run: Run) -> list[Advice]:
         return match[0] if value is None else f"{match[0]} (now {value})"
 
     # A remedy shows the current value of each setting that it names.
-    curves = [*_monitors(run), *_reward_scale(run), *_trends(run)] if run.rollouts >= FEWEST else []
+    curves = [*_monitors(run), *_trends(run)] if run.rollouts >= FEWEST else []
     advice = [*curves, *_failures(run)]
     return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
 

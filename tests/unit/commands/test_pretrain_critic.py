@@ -270,23 +270,31 @@ def shaken(run):
     return run
 
 
-def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "scale", [{"normalize_rewards": True, "reward_baseline": "reference"}, {"normalize_values": True}]
+)
+def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     monkeypatch.setattr(module, "HELD_OUT", 24)
-    steered = {"normalize_rewards": True, "reward_baseline": "reference", "kl_target": 1.0, "entropy_target": 1.0}
+    steered = scale | {"kl_target": 1.0, "entropy_target": 1.0}
 
     def weights(run):
-        return copies(run.actor_critic.critic_parameters())
+        return copies(run.actor_critic.critic_parameters() | run.actor_critic.value_head.state_dict())
 
-    measured = trainer(tmp_path, critic="adapter", **steered)
+    measured = shaken(trainer(tmp_path, critic="adapter", **steered))
+    before = weights(measured)
     noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     state = json.dumps(measured.collector.state_dict())
     held_out_rollouts(measured, completions=24)
     assert json.dumps(measured.collector.state_dict()) == state
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(measured).items())
     assert torch.equal(torch.get_rng_state(), noise[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == noise[1:]
     pretrain_critic(measured)
 
     plain = trainer(tmp_path, critic="adapter", **steered)
+    plain.actor_critic.value_head.load_state_dict(
+        {name: before[name] for name in plain.actor_critic.value_head.state_dict()}
+    )
     for parameter in plain.actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     plain.train()

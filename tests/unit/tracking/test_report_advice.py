@@ -51,7 +51,6 @@ UP, DOWN, FLAT, ZERO = np.linspace(0, 1, N), np.linspace(1, 0, N), np.ones(N), n
 PEAK = np.concatenate([np.linspace(0, 1, 60), np.linspace(1, 0.2, 40)])  # falls from step 60 on
 GOOD = {"reward": UP, "reward_std": FLAT, "kl_per_completion": 5 * UP, "entropy": 2 - UP}
 TIMES = {"time/generate": 5 * FLAT, "time/forward": FLAT, "time/update": 4 * FLAT}
-FAR = {"reward": -25 + UP, "reward_std": 3 * FLAT}  # of 0, in units of its spread
 
 # title: (curves that must trigger it, curves near them that must not)
 CASES = {
@@ -78,14 +77,6 @@ CASES = {
     "Too many tokens are clipped": ({"clip_ratio/region_mean": 0.5 * UP}, {"clip_ratio/region_mean": 0.1 * FLAT}),
     "`target_kl` skips": ({"stopped_early": UP}, {"stopped_early": 0.1 * FLAT}),
     "The critic does not predict": ({"value/explained_variance": 0.02 * FLAT}, {"value/explained_variance": 0.7 * UP}),
-    "The reward is far from 0": (
-        FAR | {"value/explained_variance": -0.5 * FLAT + 0.4 * UP},
-        FAR | {"value/explained_variance": 0.7 * FLAT},
-    ),
-    "The reward is far, spread": (
-        None,
-        FAR | {"reward_std": 10 * FLAT, "value/explained_variance": -0.5 * FLAT},
-    ),
     "All completions get the same reward": (
         {"reward": FLAT, "reward_std": np.maximum(0.5 - UP, 0)},
         {"reward": FLAT, "reward_std": 0.1 * FLAT},
@@ -137,6 +128,13 @@ def test_good_run_gets_no_advice():
     assert advise(Run("run", ".")) == []
 
 
+def test_monitor_without_a_reward_gets_no_advice():
+    short = Curve(np.arange(1, 3), np.ones(2))
+    run = synthetic({"monitor/judge/mean": PEAK})
+    run.curves["reward"] = short
+    assert advise(run) == []
+
+
 def test_over_optimization_names_the_turning_point_and_remedies():
     (advice,) = matching("Over-optimization", synthetic(CASES["Over-optimization"][0]))
     assert 55 <= advice.step <= 65
@@ -144,17 +142,6 @@ def test_over_optimization_names_the_turning_point_and_remedies():
     assert "KL rises to" in advice.seen
     (advice,) = matching("The reward may be hacked", synthetic({"reward": UP, "monitor/judge/mean": PEAK}))
     assert "kl_coef" not in advice.remedy
-
-
-@pytest.mark.parametrize(
-    "setting", [{"normalize_rewards": True}, {"reward_baseline": "reference"}, {"critic_init": "critic"}, {"lam": 1.0}]
-)
-def test_reward_offset_is_accepted_with_a_setting_against_it(setting):
-    run = synthetic(CASES["The reward is far from 0"][0])
-    (advice,) = matching("The reward is far from 0", run)
-    assert "-24.9 ± 3," in advice.seen and "worse than continuing" in advice.seen
-    run.config |= setting
-    assert matching("The reward is far from 0", run) == []
 
 
 def test_level_is_judged_from_the_third_rollout():
