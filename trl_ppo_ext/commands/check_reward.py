@@ -4,12 +4,9 @@ Scores the same preference pairs with both, using the scorer of a run.
 """
 
 import argparse
-import json
 import logging
-import time
 from collections.abc import Sequence
-from itertools import chain, takewhile
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,6 @@ from ..rewards.model import choose_device, context_length
 from .serve_reward import add_model_arguments
 
 MAX_PAIRS = 500
-TIMED_BATCHES = 16
 # a run should not use a quantized model beyond these limits
 KEEPS_RANKING = 0.95  # rank agreement, at least
 FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
@@ -42,20 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("dataset", metavar="DATASET", help="id of a preference dataset, or a .json, .jsonl or .parquet file")
     add("--split", help="split of the dataset; the first of test, validation and train")
     add("--max-pairs", type=int, default=MAX_PAIRS, help="pairs to score at most, spread evenly over the dataset")
-    add("--reward-label", type=int, help="index of the label that is the reward, if there are several")
-    add("--json", metavar="FILE", help="write the numbers to this file too")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Check a reward model, print the table and the verdict, and write the numbers to `--json`."""
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():  # before the scoring
-        raise ValueError(f"--json {options.json} is in a folder that does not exist; create it, or use another one.")
+    """Check a reward model, and print the table and the verdict."""
     # warns for each layer of each forward that 8-bit layers take float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    report = check_reward(**{name: x for name, x in vars(options).items() if name not in ("command", "run", "json")})
-    print_report(report)
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    print_report(check_reward(**{name: x for name, x in vars(options).items() if name not in ("command", "run")}))
 
 
 def check_reward(
@@ -92,11 +81,8 @@ def check_reward(
             f"{model} is saved quantized, so it cannot be compared with full precision; use the original model."
         )
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    sequences, lengths = encode_pairs(rows, tokenizer, context_length(config, tokenizer))
+    sequences = encode_pairs(rows, tokenizer, context_length(config, tokenizer))
     report: dict[str, Any] = {
-        "model": model,
-        "dataset": dataset if isinstance(dataset, str) else None,
-        "device": device,
         "dtype": str(precision).removeprefix("torch."),
         "quantization": quantization,
         "pairs": len(sequences) // 2,
@@ -108,17 +94,15 @@ def check_reward(
         clear_device_cache(garbage_collection=True)
         classifier = load_classifier(model, precision, kind, device, trust_remote_code)
         reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
-        scores[load], report[load] = _measure(reward, sequences, lengths)
+        scores[load], report[load] = _measure(reward, sequences)
         del classifier, reward
     # 4. Compare.
     report |= compare(scores["full"], scores["quantized"])
     return report | {"verdict": verdict(quantization, report)}
 
 
-def encode_pairs(
-    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int
-) -> tuple[list[Any], list[int]]:
-    """Return the chosen answers with their prompts, then the rejected ones, and the tokens of the answers."""
+def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Any]:
+    """Return the chosen answers with their prompts, then the rejected ones, of pairs that fit in the context."""
     is_text = not isinstance(rows[0].get("chosen"), list)
     pairs = []
     for index, row in enumerate(rows):
@@ -131,71 +115,44 @@ def encode_pairs(
                     "prompt if the others are whole conversations."
                 )
         try:
-            texts, tokens, lengths = _encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer)
+            texts, length = _encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer)
         except TemplateError as error:
             raise ValueError(f"The chat template does not take pair {index}: {error}; drop or reshape it.") from error
-        if max(tokens) <= context:
-            pairs.append((texts, lengths))
+        if length <= context:
+            pairs.append(texts)
     if not pairs:
         raise ValueError(
             f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
         )
-    by_side = [list(chain(*zip(*column))) for column in zip(*pairs)]
-    return by_side[0], by_side[1]
+    return list(chain(*zip(*pairs)))
 
 
-def _encode_pair(
-    chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Any], list[int], list[int]]:
-    """Join two answers with their prompt, and count the tokens of both and of the answers."""
+def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Any], int]:
+    """Join two answers with their prompt, and count the tokens of the longer one as the scorer reads it."""
     end = tokenizer.eos_token or ""
-
-    def token_ids(sequence: Any) -> list[int]:  # as the scorer and TRL's `RewardTrainer` do
-        if isinstance(sequence, str):
-            return tokenizer(sequence + end)["input_ids"]
-        text = apply_chat_template({"messages": sequence}, tokenizer)["text"]
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    texts = [prompt + chosen, prompt + rejected]
+    sequences = [prompt + chosen, prompt + rejected]
     if isinstance(prompt, str):
-        texts = [text.removesuffix(end) for text in texts]  # the scorer adds it, as RewardTrainer does
-    ids = [token_ids(text) for text in texts]
-    # without a prompt, answers begin where the two begin to differ
-    openings = [token_ids(prompt)] * 2 if prompt else ids[::-1]
-    shared = [len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*both)))) for both in zip(ids, openings)]
-    return texts, [len(own) for own in ids], [len(own) - same for own, same in zip(ids, shared)]
+        sequences = [text.removesuffix(end) for text in sequences]  # the scorer adds it, as RewardTrainer does
+        ids = tokenizer([text + end for text in sequences])["input_ids"]
+    else:
+        texts = [apply_chat_template({"messages": sequence}, tokenizer)["text"] for sequence in sequences]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return sequences, max(map(len, ids))
 
 
-def _measure(
-    reward: ClassifierReward, sequences: list[Any], lengths: list[int]
-) -> tuple[np.ndarray, dict[str, float | None]]:
-    """Score and time a classifier."""
-
-    def score(sequences: list[Any]) -> np.ndarray:
-        # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty completion
-        empty: Any = "" if isinstance(sequences[0], str) else []
-        return np.array(reward.score(ScoringBatch(sequences, [empty] * len(sequences), [])))
-
-    scores = score(sequences)
+def _measure(reward: ClassifierReward, sequences: list[Any]) -> tuple[np.ndarray, dict[str, float]]:
+    """Score with a classifier."""
+    # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty completion
+    empty: Any = "" if isinstance(sequences[0], str) else []
+    scores = np.array(reward.score(ScoringBatch(sequences, [empty] * len(sequences), [])))
     invalid = int((~np.isfinite(scores)).sum())
     if invalid:
         raise ValueError(
             f"{invalid} of {len(scores)} scores of {reward.name} are NaN or inf in {reward.model.dtype}; use another "
             "dtype, such as float32."
         )
-    timed = sequences[:: -(-len(scores) // (TIMED_BATCHES * reward.batch_size))]
-    score(timed)  # the first time, kernels are set up for each shape
-    start = time.perf_counter()
-    score(timed)
-    seconds = time.perf_counter() - start
-    return scores, {
-        "accuracy": accuracy(scores),
-        "mean": float(scores.mean()),
-        "standard_deviation": float(scores.std(ddof=1)),
-        "length_correlation": correlation(Series(scores), Series(lengths)),
-        "completions_per_second": len(timed) / seconds,
-        "memory_mib": reward.model.get_memory_footprint() / 2**20,
-    }
+    numbers = {"accuracy": accuracy(scores), "mean": float(scores.mean())}
+    return scores, numbers | {"standard_deviation": float(scores.std(ddof=1))}
 
 
 def pair_order(scores: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,15 +17,13 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from ..rewards import ClassifierReward, ScoringBatch
+    from ..rewards import ClassifierReward
 
 logger = logging.getLogger(__name__)
 
 ARRIVAL_TIMEOUT = 30.0  # seconds until a request has arrived completely
 MAX_CONNECTIONS = 500  # below the usual limit of open files
-MAX_REQUESTS = 64  # that are read and scored; at most this times `--max-request-bytes` is held in memory
-MAX_ROWS = 4096  # completions per request
-PART = 8  # batches that are scored before the server checks if the client is still there
+MAX_ROWS = 1024  # completions per request: so many are scored even if the client leaves
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
@@ -36,6 +35,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[st
     parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
     parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
     parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
+    parser.add_argument("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
@@ -73,8 +73,9 @@ def main(options: argparse.Namespace) -> None:
             "key, or use --host 127.0.0.1."
         )
     device, dtype = choose_device(options.device, options.dtype)
-    model = load_classifier(options.model, dtype, options.quantization, device, options.trust_remote_code)
-    reward = ClassifierReward(model, batch_size=options.batch_size)
+    label, trusted = options.reward_label, options.trust_remote_code
+    model = load_classifier(options.model, dtype, options.quantization, device, trusted)
+    reward = ClassifierReward(model, batch_size=options.batch_size, label=label, trust_remote_code=trusted)
     uvicorn.run(
         create_app(reward, options.api_key_env, options.max_request_bytes),
         host=options.host,
@@ -93,7 +94,7 @@ def server_settings() -> dict[str, Any]:
             super().connection_made(transport)
             self.loop.call_later(ARRIVAL_TIMEOUT, self.close_unless_arrived)
 
-        def close_unless_arrived(self) -> None:  # uvicorn itself waits for a request for ever
+        def close_unless_arrived(self) -> None:  # uvicorn waits for a request without a limit
             if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
                 self.transport.close()
 
@@ -106,6 +107,22 @@ def server_settings() -> dict[str, Any]:
     }
 
 
+def check_sender(request: "Request", api_key_env: str | None) -> None:
+    """Raise unless a request has the key or, without one, comes from a program on this machine."""
+    from starlette.exceptions import HTTPException
+
+    from ..rewards.http import is_loopback, read_key
+
+    if api_key_env is not None:
+        authorization = request.headers.get("authorization", "").encode()
+        # in constant time, so that the delay does not reveal how much of a guess is right
+        if not hmac.compare_digest(authorization, f"Bearer {read_key(api_key_env)}".encode()):
+            raise HTTPException(401, "wrong or missing key; send it as `Authorization: Bearer KEY`")
+    elif "origin" in request.headers or not is_loopback(request.url.hostname or ""):
+        # a page in this machine's browser, maybe under a name that its owner points to this machine
+        raise HTTPException(403, "without --api-key-env, requests must come from a program on this machine")
+
+
 def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_bytes: int) -> "Starlette":
     """Build the ASGI application: `POST /score` and `GET /health`."""
     from starlette.applications import Starlette
@@ -114,98 +131,60 @@ def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from ..rewards.http import is_loopback, read_key
+    from ..rewards import ScoringBatch
 
-    one_at_a_time, slots = asyncio.Lock(), asyncio.Semaphore(MAX_REQUESTS)
+    one_at_a_time = asyncio.Lock()
 
     async def health(_: "Request") -> "Response":
         return JSONResponse({"status": "ok"})
 
     async def score(request: "Request") -> "Response":
-        if api_key_env is not None:
-            authorization = request.headers.get("authorization", "").encode()
-            # in constant time, so that the delay does not reveal how much of a guess is right
-            if not hmac.compare_digest(authorization, f"Bearer {read_key(api_key_env)}".encode()):
-                raise HTTPException(401, "wrong or missing key; send it as `Authorization: Bearer KEY`")
-        elif "origin" in request.headers or not is_loopback(request.url.hostname or ""):
-            # a page in this machine's browser, maybe under a name that its owner points to this machine
-            raise HTTPException(403, "without --api-key-env, only programs may ask, at a loopback address")
-        if slots.locked():
-            raise HTTPException(503, f"{MAX_REQUESTS} requests are waiting; try again later")
-        async with slots:
-            try:
-                batch = await read_batch(request, max_request_bytes)
-                return JSONResponse({"scores": await score_parts(reward, batch, request, one_at_a_time)})
-            except ClientDisconnect:  # or too slow
-                raise HTTPException(408, "the client has disconnected") from None
-
-    return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
-
-
-async def read_batch(request: "Request", max_request_bytes: int) -> "ScoringBatch":
-    """Read a request, up to a size."""
-    from starlette.exceptions import HTTPException
-
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > max_request_bytes:
-            cause = f"the request is longer than {max_request_bytes} bytes; send fewer completions"
+        check_sender(request, api_key_env)
+        # 1. Read the request, up to a size.
+        content = bytearray()
+        try:
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > max_request_bytes:
+                    cause = f"the request is longer than {max_request_bytes} bytes; send fewer completions"
+                    raise HTTPException(413, cause)
+            prompts, completions = parse_batch(bytes(content))
+        except ClientDisconnect:  # or too slow
+            raise HTTPException(408, "the client has disconnected") from None
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        if len(prompts) > MAX_ROWS:
+            cause = f"the request has {len(prompts)} completions; send at most {MAX_ROWS}: lower `batch_size`"
             raise HTTPException(413, cause)
-    try:
-        return parse_batch(bytes(content))
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from None
 
-
-async def score_parts(
-    reward: "ClassifierReward", batch: "ScoringBatch", request: "Request", one_at_a_time: asyncio.Lock
-) -> list[float]:
-    """Score a batch in parts, as long as its client is there."""
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-
-    from ..rewards import ScoringBatch
-
-    scores: list[float] = []
-    size = PART * reward.batch_size
-    for part in [slice(start, start + size) for start in range(0, len(batch), size)]:
+        # 2. Score it, when the requests before it are done.
         async with one_at_a_time:
             if await request.is_disconnected():  # the client timed out, and has probably retried
-                raise ClientDisconnect
+                raise HTTPException(408, "the client has disconnected")
             try:
-                rows = ScoringBatch(batch.prompts[part], batch.completions[part], [])
-                scores += await asyncio.to_thread(_score, reward, rows)
+                scores = await asyncio.to_thread(reward.score, ScoringBatch(prompts, completions, []))
+                for failure in (entry for entry in scores if isinstance(entry, Exception)):
+                    raise failure
             except Exception as error:  # the cause stays in the server's log
                 logger.exception("Scoring failed")
                 cause = f"scoring failed with {type(error).__name__}; see the server's log"
                 raise HTTPException(500, cause) from None
-    return scores
+        # JSON has no NaN; the run excludes a completion without a score
+        return JSONResponse({"scores": [x if math.isfinite(x) else None for x in scores]})
+
+    return Starlette(routes=[Route("/score", score, methods=["POST"]), Route("/health", health)])
 
 
-def _score(reward: "ClassifierReward", batch: "ScoringBatch") -> list[float]:
-    scores: list[float] = []
-    for entry in reward.score(batch):
-        if isinstance(entry, Exception):
-            raise entry
-        scores.append(entry)
-    return scores
-
-
-def parse_batch(content: bytes) -> "ScoringBatch":
-    """Parse a request."""
+def parse_batch(content: bytes) -> tuple[list[Any], list[Any]]:
+    """Parse a request: its prompts and completions."""
     from trl import is_conversational
-
-    from ..rewards import ScoringBatch
 
     try:
         body: Any = json.loads(content)
         prompts, completions = body["prompts"], body["completions"]
-        is_valid, most = len(prompts) == len(completions) > 0, max(len(prompts), len(completions))
+        is_valid = len(prompts) == len(completions) > 0
     except (ValueError, RecursionError, KeyError, TypeError):
         raise ValueError('the request must be JSON: {"prompts": [...], "completions": [...]}') from None
-    if most > MAX_ROWS:
-        raise ValueError(f"the request has {most} completions; send at most {MAX_ROWS}: lower `batch_size`")
     entries = [*prompts, *completions]
     chats = all(entry and is_conversational({"prompt": entry}) for entry in entries)
     if not (is_valid and (chats or all(isinstance(entry, str) for entry in entries))):
@@ -213,4 +192,4 @@ def parse_batch(content: bytes) -> "ScoringBatch":
             "prompts and completions must have the same length, and be all text or all lists of messages with a role, "
             f"got {len(prompts)} prompts for {len(completions)} completions"
         )
-    return ScoringBatch(prompts, completions, [])
+    return prompts, completions

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -461,18 +462,38 @@ def test_idle_connections_neither_shut_out_others_nor_stay(monkeypatch):
 def test_request_with_too_many_rows_is_refused_at_once():
     with running(Stub(10)) as port, ends_within(2):
         status, text = ask(port, [""] * 100_000)
-        assert status == 400 and "100000 completions; send at most 4096" in text
+        assert status == 413 and "100000 completions; send at most 1024" in text
 
 
-def test_scoring_ends_when_the_client_has_left():
-    reward = Stub(0.1)
+def test_request_is_not_scored_after_its_client_has_left():
+    reward = Stub(0.3)
     with running(reward) as port:
+        first = threading.Thread(target=ask, args=(port,))
+        first.start()
+        time.sleep(0.1)
         left = http.client.HTTPConnection("127.0.0.1", port)
-        left.request("POST", "/score", json.dumps({"prompts": ["p"] * 4000, "completions": ["c"] * 4000}))
-        time.sleep(0.3)
+        left.request("POST", "/score", json.dumps({"prompts": ["p"] * 900, "completions": ["c"] * 900}))
+        time.sleep(0.1)
         left.close()
         assert ask(port)[0] == 200
-        assert reward.scored < 200
+        first.join()
+        assert reward.scored == 2
+
+
+def test_score_of_nan_is_sent_as_null():
+    reward = Stub()
+    reward.score = lambda given: [1.0, math.nan, math.inf]
+    with running(reward) as port:
+        assert ask(port, ["a", "b", "c"]) == (200, '{"scores":[1.0,null,null]}')
+
+
+def test_served_model_gets_label_and_trust(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("trl_ppo_ext.rewards.load_classifier", lambda *args: seen.update(loaded=args[4]))
+    monkeypatch.setattr("trl_ppo_ext.rewards.ClassifierReward", lambda model, **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(uvicorn, "run", lambda *args, **kwargs: None)
+    assert cli.main("serve-reward MODEL --device cpu --reward-label 1 --trust-remote-code".split()) == 0
+    assert seen == {"loaded": True, "label": 1, "trust_remote_code": True, "batch_size": 16}
 
 
 @pytest.mark.parametrize("options", ["--host 0.0.0.0", "--api-key-env UNSET_KEY", "--max-request-bytes -7"])
