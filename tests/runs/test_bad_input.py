@@ -2,11 +2,13 @@
 
 import gc
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx2
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from torch import nn
@@ -220,13 +222,13 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "adapter on lm_head",
         ValueError,
-        r"`peft_config` must not put an adapter on the output projection.*Remove `lm_head` from `target_modules`",
+        r"must not be on the output projection.*Remove `lm_head` from `target_modules`",
         peft_config=LoraConfig(target_modules=["q_proj", "lm_head"]),
     ),
     case(
         "lm_head trained in full",
         ValueError,
-        r"`peft_config` must not put an adapter on the output projection.*Remove `lm_head` from .*`modules_to_save`",
+        r"must not be on the output projection.*Remove `lm_head` from .*`modules_to_save`",
         peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     ),
     case(
@@ -547,6 +549,21 @@ def test_name_that_cannot_be_read_fails_at_once(tmp_path, monkeypatch, argument)
     with pytest.raises(ValueError, match=rf"`{argument}` must be .*'some/modle' \(Name or .*check its spelling"):
         build(tmp_path, {argument: "some/modle"})
     assert asked == [("https://huggingface.co/some/modle/resolve/main/config.json", loading.ANSWER)]
+
+
+def test_busy_hub_is_left_to_loading(monkeypatch):
+    busy, missing = (httpx2.Response(status, request=httpx2.Request("HEAD", "https://hub")) for status in (503, 404))
+    entry = RemoteEntryNotFoundError("no config.json", response=missing)
+    for answer in (HfHubHTTPError("", response=busy), httpx2.ReadTimeout(""), entry):
+        monkeypatch.setattr(loading, "get_hf_file_metadata", Mock(side_effect=answer))
+        loading.check_available("model", "some/model", {})
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "some/"])
+def test_invalid_name_is_refused_without_a_request(monkeypatch, name):
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("it was looked up"))
+    with pytest.raises(ValueError, match="`model` must be a directory or a model on the Hub"):
+        loading.check_available("model", name, {})
 
 
 def test_tracker_that_is_not_installed_is_named_before_loading(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Supervised data of PPO-ptx: texts, completions and chats as token ids, and the rows of each rollout."""
 
-import warnings
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -8,10 +7,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..ppo.batch_plan import BatchPlan
 from ..sequences import Sequences
 from .prompts import PROMPT_IDS, PromptError, described, encode, map_rows, row_template_kwargs
+
+logger = logging.get_logger(__name__)
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 COMPLETION_IDS = "completion_ids"
@@ -47,18 +49,6 @@ def _form(dataset: Any) -> tuple[str, ...]:
     )
 
 
-def _check_entries(entries: list, form: tuple[str, ...]) -> None:
-    """Raise unless all entries are text, or all are chat messages."""
-    kind: Any = {"text": str, "messages": list}.get(form[0], type(entries[0]))
-    needed = {str: "text", list: "a list of chat messages"}.get(kind)
-    for column, entry in zip(form, entries):
-        if needed is None or not isinstance(entry, kind):
-            expected = needed or "text or a list of chat messages"
-            raise PTXError(f'its "{column}" must be {expected}, got {described(entry)}.')
-        if not (entry.strip() if kind is str else entry):
-            raise PTXError(f'its "{column}" is empty; drop the row.')
-
-
 def tokenize_ptx(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -74,7 +64,9 @@ def tokenize_ptx(
 
     def encode_row(row: dict) -> dict[str, list]:
         entries = [row[column] for column in form]
-        _check_entries(entries, form)
+        if len({*map(type, entries)}) > 1 or not all(x.strip() if isinstance(x, str) else x for x in entries):
+            needed = f"its {' and '.join(form)} must not be empty, and all text or all chat messages"
+            raise PTXError(f"{needed}, got {described(entries)}; drop the row.")
         # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
         template_kwargs = row_template_kwargs(row, chat_template_kwargs)
         sequence = entries[0] if len(entries) == 1 else entries[0] + entries[1]
@@ -89,7 +81,7 @@ def tokenize_ptx(
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prompt_ids, ids)))
             prompt_length = max(shared, 1)
             if prompt_ids[shared:]:
-                warnings.warn(_DIFFERENT_PROMPT, stacklevel=2)
+                logger.warning_once(_DIFFERENT_PROMPT)
         learned = len(ids) - prompt_length
         if learned < 1:
             remedy = f"none to learn after the first {prompt_length}; drop or lengthen it"

@@ -23,7 +23,6 @@ class AveragedWeights:
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
         self.parameters = dict(parameters)
         self._update = get_ema_multi_avg_fn(decay)
-        self._is_swapped = False
         # float32: in bf16 a step of (1 − decay) would often round to nothing
         self._averages = {
             name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -32,8 +31,6 @@ class AveragedWeights:
 
     def update(self) -> None:
         """Add the weights of one more optimizer step."""
-        if self._is_swapped:
-            raise RuntimeError("The model has the averaged weights; leave `swapped()` before `update()`.")
         weights = unsharded_weights(self.parameters)
         self._averages = {name: x.to(weights[name].device) for name, x in self._averages.items()}
         averages = list(self._averages.values())
@@ -42,9 +39,6 @@ class AveragedWeights:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Use the averaged weights within a context."""
-        if self._is_swapped:
-            raise RuntimeError("The model has the averaged weights already; `swapped()` cannot be nested.")
-        self._is_swapped = True
         # copies of all before the first change: tied weights have several names
         weights = {name: weight.clone() for name, weight in unsharded_weights(self.parameters).items()}
         try:
@@ -52,7 +46,6 @@ class AveragedWeights:
             yield
         finally:
             set_weights(self.parameters, weights)
-            self._is_swapped = False
 
     def state_dict(self) -> dict[str, Tensor]:
         """Averages by name, not copied."""

@@ -6,9 +6,8 @@ from copy import copy
 from typing import Any, cast
 
 import torch
-from httpx2 import HTTPError
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -136,13 +135,6 @@ def _check_adapter(peft_config: Any) -> None:
             f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared by the reference and "
             "all other adapters."
         )
-    adapted = [getattr(peft_config, name, None) for name in ("target_modules", "modules_to_save")]
-    if any("lm_head" in names for names in adapted if isinstance(names, list | set | tuple)):
-        raise ValueError(
-            "`peft_config` must not put an adapter on the output projection (`lm_head`): log-probs are computed from "
-            "the frozen projection in chunks and would not see it. Remove `lm_head` from `target_modules` and "
-            '`modules_to_save` (`target_modules="all-linear"` excludes it).'
-        )
 
 
 def hub_kwargs(args: Any) -> dict[str, Any]:
@@ -153,7 +145,10 @@ def hub_kwargs(args: Any) -> dict[str, Any]:
 
 
 def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` for a model that is neither on this machine nor on the Hub, after one short request."""
+    """Raise a `ValueError` for a model that is neither on this machine nor on the Hub, after one short request.
+
+    A busy or slow Hub is left to `from_pretrained`, which tries again.
+    """
     if os.path.isdir(name):
         return
     revision, folder = kwargs.get("revision"), kwargs.get("subfolder") or ""
@@ -162,14 +157,15 @@ def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
         if not isinstance(cached, str):
             url = hf_hub_url(name, CONFIG_NAME, subfolder=folder, revision=revision)
             get_hf_file_metadata(url, token=kwargs.get("token"), timeout=ANSWER)
-    except RemoteEntryNotFoundError:  # the name is right; loading names what is missing
-        return
-    except (OSError, ValueError, HTTPError) as error:  # a name that the Hub does not have, or no connection
-        raise ValueError(
-            f"`{argument}` must be a directory or a model on the Hub that can be read, got {name!r} "
-            f"({shortened(str(error).splitlines()[0], 160)}); check its spelling and the connection. Offline, use "
-            f"one that was fetched before (`hf download {name}`); for a private one, log in (`hf auth login`)."
-        ) from None
+    except (OSError, HFValidationError, HTTPError) as error:
+        wrong = isinstance(error, RepositoryNotFoundError | HFValidationError | OfflineModeIsEnabled)
+        if wrong or type(error).__name__ == "ConnectError":  # of httpx or httpx2, whichever the Hub's client uses
+            cause = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"`{argument}` must be a directory or a model on the Hub that can be read, got {name!r} "
+                f"({shortened(cause, 160)}); check its spelling and the connection. Offline, use one that was fetched "
+                f"before (`hf download {name}`); for a private one, log in (`hf auth login`)."
+            ) from None
 
 
 def _load_base(
@@ -177,9 +173,10 @@ def _load_base(
 ) -> PreTrainedModel:
     kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
     if quantization_config is not None:
-        quantization_config = copy(quantization_config)
+        quantization_config, dtype = copy(quantization_config), (args.model_init_kwargs or {}).get("dtype", "auto")
         if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
-            quantization_config.bnb_4bit_compute_dtype = kwargs["dtype"]
+            dtype = kwargs["dtype"] if dtype == "auto" else dtype
+            quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
         # quantized weights cannot be moved afterwards
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
     kwargs |= {**(args.model_init_kwargs or {}), "output_loading_info": True}
@@ -202,7 +199,7 @@ def _prepare_modules(model: nn.Module) -> None:
     """Disable dropout, and keep 4-bit layers on the kernel that has a backward."""
     for module in model.modules():
         # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients,
-        # and later training forwards lose their gradient in silence
+        # and later training forwards lose their gradient without an error
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
         if isinstance(module, nn.Dropout):
@@ -314,19 +311,12 @@ def load_actor_critic(
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
     """Raise a `ValueError` if a given optimizer lacks a trained weight, or the scheduler is of another optimizer."""
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
+    present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
+    missing = [name for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present]
+    if missing and optimizer is not None:
         raise ValueError(
-            "The scheduler in `optimizers` must belong to the optimizer in it, or the learning rate would not follow "
-            "it; use `lr_scheduler_type` and `lr_scheduler_kwargs` instead."
-        )
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None:
-        return
-    present = {id(parameter) for group in groups for parameter in group["params"]}
-    trained = {name: x for name, x in actor_critic.named_parameters() if x.requires_grad}
-    missing = [name for name, x in trained.items() if id(x) not in present]
-    if missing:
-        raise ValueError(
-            f"`optimizers` must hold all weights that are trained, but {len(missing)} of {len(trained)} are missing, "
-            f"such as `{missing[-1]}`: the trainer creates adapters and value head itself. Choose with `optim`, "
-            "`optim_args`, `learning_rate` and `critic_learning_rate`, or override `create_optimizer` in a subclass."
+            f"`optimizers` must hold all weights that are trained, but `{missing[-1]}` and {len(missing) - 1} others "
+            "are missing, which the trainer creates itself. Set `optim`, `optim_args`, `learning_rate` and "
+            "`critic_learning_rate` instead, or override `create_optimizer` in a subclass."
         )

@@ -193,6 +193,8 @@ def test_base_is_quantised_and_adapters_are_float32(nf4):
     assert sum(isinstance(module, bnb.nn.Linear4bit) for module in built.modules()) == 14  # 7 in each layer
     layers = [module for module in built.modules() if isinstance(module, bnb.nn.Linear4bit)]
     assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}  # not bitsandbytes' float32
+    named = nf4(bf16=True, model_init_kwargs={"dtype": "float32"}).modules()
+    assert {x.compute_dtype for x in named if isinstance(x, bnb.nn.Linear4bit)} == {torch.float32}
     assert {p.dtype for p in built.parameters() if p.requires_grad} == {torch.float32}
     assert built.policy.get_base_model().get_input_embeddings().weight.dtype == torch.bfloat16
 

@@ -205,7 +205,7 @@ def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
     assert right.score(batch(["abc"])) == [3]
     wrong = make(port, "wrong_key", api_key_env="TEST_KEY")  # the server repeats it
     (error,) = wrong.score(batch(["abc"]))
-    assert "401 Unauthorized: no such key: Bearer ***" in str(error)
+    assert "401 Unauthorized: *** (it repeats" in str(error)
     (slow,) = make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5).score(batch(["abc"]))
     for shown in (repr(wrong), vars(wrong), pickle.dumps(wrong), pickle.dumps(error), caplog.text):
         assert KEY not in str(shown)

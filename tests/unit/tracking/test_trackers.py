@@ -187,7 +187,7 @@ def test_an_optimizer_made_before_is_refused_by_what_it_lacks(tmp_path):
 def test_a_scheduler_of_an_optimizer_that_is_not_given_is_refused(tmp_path):
     base = llama()
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(base.parameters(), lr=0.1), lambda step: 1.0)
-    with pytest.raises(ValueError, match=r"must belong to the optimizer in it.*lr_scheduler_type"):
+    with pytest.raises(ValueError, match=r"must be of the optimizer in it.*lr_scheduler_type"):
         PPOTrainer(
             base,
             length_reward,
