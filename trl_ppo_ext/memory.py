@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -243,18 +242,18 @@ class MemoryEstimate:
         """Return `True` if the run fits in `memory` GiB."""
         return self.needed <= memory * GIB
 
-    def proposals(self, memory: float) -> tuple[list["MemoryEstimate"], "MemoryEstimate | None"]:
-        """Estimate each change alone, and the fewest changes with which the run fits in `memory` GiB."""
-
-        def best(*chosen: list[dict[str, Any]]) -> "MemoryEstimate":
-            smallest = self.changed(*(values[-1] for values in chosen))  # if it does not fit, no others do
-            tried = (self.changed(*values) for values in product(*chosen)) if smallest.fits(memory) else ()
-            return next((estimate for estimate in tried if estimate.fits(memory)), smallest)
-
-        changes = self.changes()
-        subsets = (chosen for count in range(len(changes)) for chosen in combinations(changes, count + 1))
-        together = (best(*chosen) for chosen in subsets)
-        return [best(values) for values in changes], next((x for x in together if x.fits(memory)), None)
+    def proposals(self, memory: float) -> list["MemoryEstimate"]:
+        """Add changes in their order, each of which lowers the peak, until the run fits in `memory` GiB."""
+        steps, changes = list["MemoryEstimate"](), self.changes()
+        while not (run := steps[-1] if steps else self).fits(memory):
+            tried = ([self.changed(*run.settings, value) for value in values] for values in changes)
+            # of each setting the largest value that fits, else the smallest
+            chosen = (next((x for x in values if x.fits(memory)), values[-1]) for values in tried)
+            better = next((x for x in chosen if x.needed < run.needed), None)
+            if better is None:
+                break
+            steps.append(better)
+        return steps
 
     def changes(self) -> list[list[dict[str, Any]]]:
         """Settings that need less memory, the least costly first, each with its values from the largest."""
@@ -277,11 +276,7 @@ class MemoryEstimate:
             [{"reward_funcs": "adapter:PATH"}],
             [{"optim": "adamw_8bit"}],
         ]
-
-        def total(estimate: "MemoryEstimate") -> float:
-            return sum(phase.bytes for phase in estimate.phases)
-
-        return [values for values in changes if values and total(self.changed(values[-1])) < total(self)]
+        return [values for values in changes if values]
 
     def changed(self, *settings: dict[str, Any]) -> "MemoryEstimate":
         """Estimate the run with changed settings."""
@@ -332,10 +327,12 @@ def estimate_memory(
     config = getattr(model, "config", model)
     config = AutoConfig.from_pretrained(config, **hub_kwargs(args)) if isinstance(config, str) else config
     options, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
-    attention, dtype = options.get("attn_implementation"), options.get("dtype") or compute_dtype(args)
+    loaded_dtype = model.dtype if isinstance(model, PreTrainedModel) else None
+    attention, dtype = options.get("attn_implementation"), loaded_dtype or options.get("dtype") or compute_dtype(args)
     dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
     supported: dict[str, tuple[Any, Collection]] = {
         "device": (device, ("cuda", "cpu")),
+        "generation_backend": (args.generation_backend, ("transformers",)),
         "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
         "attn_implementation": (attention, MASKED),
         "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),

@@ -220,18 +220,6 @@ KNOWN_FROM_ARGUMENTS = [
     case("model of plain torch", TypeError, r"`model` must be a model id or path.*got Linear", model=nn.Linear(2, 2)),
     case("model without an output projection", ValueError, r"causal language model", model=lambda: llama(classifier=True)),
     case(
-        "adapter on lm_head",
-        ValueError,
-        r"must not be on the output projection.*Remove `lm_head` from `target_modules`",
-        peft_config=LoraConfig(target_modules=["q_proj", "lm_head"]),
-    ),
-    case(
-        "lm_head trained in full",
-        ValueError,
-        r"must not be on the output projection.*Remove `lm_head` from .*`modules_to_save`",
-        peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    ),
-    case(
         "prompt learning",
         ValueError,
         r"`peft_config` must put .*got .*PROMPT_TUNING.*virtual tokens; use `LoraConfig`",

@@ -185,7 +185,7 @@ def _write_report(output_dir: str) -> None:
         return  # no run log
     try:
         write_report([output_dir], os.path.join(output_dir, REPORT))
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a report must not end a push
         logger.warning("The report of the run cannot be written, and is not pushed: %s", error)
 
 

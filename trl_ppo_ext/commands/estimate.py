@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from transformers.hf_argparser import HfArg
 
@@ -38,7 +37,6 @@ class EstimateConfig(PPOConfig):
     memory: float | None = HfArg(default=None, help="Memory of the device in GiB, instead of `gpu`.")
     prompt_length: int = HfArg(default=PROMPT_LENGTH, help="Tokens of the longest prompt.")
     num_processes: int = HfArg(default=1, help="World size of the run.")
-    json: str | None = HfArg(default=None, help="File to write the numbers to.")
 
     def __post_init__(self):
         if self.deepspeed or self.fsdp:  # before they are initialized
@@ -49,8 +47,6 @@ class EstimateConfig(PPOConfig):
             raise ValueError(f"`memory` must be above 0 GiB, got {self.memory}.")
         if self.num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {self.num_processes}.")
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise ValueError(f"`json={self.json!r}` must be in an existing folder; create it.")
         self.memory = gpu_memory(self.gpu) if self.gpu is not None else self.memory
         on_cpu: bool = self.use_cpu  # type: ignore[has-type]
         self.target = "cpu" if on_cpu else "cuda"
@@ -71,15 +67,12 @@ def main(argv: Sequence[str]) -> None:
     config, ptx = cast(EstimateConfig, config), script.ptx_dataset_name is not None
     kwargs = model_arguments(script, config, model)
     estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=config.prompt_length, device=config.target)
-    numbers = print_estimate(estimate, config.memory)
-    if config.json is not None:
-        Path(config.json).write_text(json.dumps(numbers, indent=2) + "\n")
-    if numbers.get("fits") is False:
+    if not print_estimate(estimate, config.memory):
         raise SystemExit(1)
 
 
-def print_estimate(estimate: MemoryEstimate, memory: float | None) -> dict[str, Any]:
-    """Print an estimate, and how to fit it in `memory` GiB; return the numbers in bytes."""
+def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
+    """Print an estimate, and how to fit it in `memory` GiB; return False if it does not fit."""
     phases, peak, needed = estimate.phases, estimate.peak_phase, estimate.needed / GIB
     rows = {"GiB at the peak of": [phase.name for phase in phases]}
     for part in dict.fromkeys(part for phase in phases for part in phase.parts):
@@ -89,30 +82,16 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> dict[str, 
         print(f"{title:28}", *(f"{cell:>9}" for cell in cells))
     where = "with context and fragmentation (assumed)" if estimate.on_gpu else "in tensors"
     print(f"peak: {peak.bytes / GIB:.2f} GiB in {peak.name}; {needed:.2f} GiB {where}")
-    by_phase = {phase.name: {part: round(x) for part, x in phase.parts.items()} for phase in phases}
-    numbers: dict[str, Any] = {"phases": by_phase, "peak": round(peak.bytes), "peak_phase": peak.name}
-    numbers["needed"] = round(estimate.needed)
     if memory is None:
-        return numbers
-    numbers |= {"memory": round(memory * GIB), "fits": estimate.fits(memory)}
-    if numbers["fits"]:
+        return True
+    if estimate.fits(memory):
         print(f"fits in {memory:g} GiB, with {memory - needed:.1f} GiB to spare")
-        return numbers
-    print(f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. Each of these alone:")
-    alone, first = estimate.proposals(memory)
-    proposals: list[dict[str, Any]] = [
-        {"settings": list(x.settings), "needed": round(x.needed), "fits": x.fits(memory)}
-        for x in (*alone, *([first] if first else []))
-    ]
-    for proposal in proposals[: len(alone)]:
-        fits = "fits" if proposal["fits"] else "does not fit"
-        print(f"  {proposal['needed'] / GIB:6.1f} GiB, {fits}: {_text(proposal['settings'][0])}")
-    if first is None:
+        return True
+    steps = estimate.proposals(memory)
+    print(f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. With these changes, each added:")
+    for step in steps:
+        change = ", ".join(f"{name}: {json.dumps(value)}" for name, value in step.settings[-1].items())
+        print(f"  {step.needed / GIB:6.1f} GiB, {'fits' if step.fits(memory) else 'does not fit'}: {change}")
+    if not (steps and steps[-1].fits(memory)):
         print("All of them together do not fit: use a smaller model or shorter completions.")
-    else:
-        print(f"First that fits, at {first.needed / GIB:.1f} GiB:", *map(_text, first.settings), sep="\n  ")
-    return numbers | {"proposals": proposals[: len(alone)], "first_that_fits": proposals[-1] if first else None}
-
-
-def _text(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name}: {json.dumps(value)}" for name, value in settings.items())
+    return False

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..redaction import printable
+from ..redaction import printable, redacted
 
 # subcommand: (module with `add_arguments(parser)` and `main(options)`, line of help)
 COMMANDS = {
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parser(command).parse_args(argv)
             options.run(options)
     except (ValueError, OSError) as error:  # wrong arguments, a missing model, a port in use
-        print(f"trl-ppo {command}: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"trl-ppo {command}: error: {printable(redacted(' '.join(str(error).split())))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -162,7 +162,7 @@ def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_
             if await request.is_disconnected():  # the client timed out, and has probably retried
                 raise HTTPException(408, "the client has disconnected")
             try:
-                scores = await asyncio.to_thread(reward.score, ScoringBatch(prompts, completions, []))
+                scores: Any = await asyncio.to_thread(reward.score, ScoringBatch(prompts, completions, []))
                 for failure in (entry for entry in scores if isinstance(entry, Exception)):
                     raise failure
             except Exception as error:  # the cause stays in the server's log

@@ -12,14 +12,17 @@ from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
 from ..arguments import check_trainer_arguments, load_tokenizer
-from ..checkpoints.files import CheckpointError
+from ..checkpoints.files import CheckpointError, check_target
 from ..checkpoints.hub import PushError
 from ..config import PPOConfig
+from ..data.loading import get_split, load_splits
 from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
+from ..data.supervised import tokenize_ptx
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
 from ..ppo.batch_plan import BatchPlan
 from ..redaction import sentence, shortened
+from ..tracking.completions import check_trackers
 from .estimate import print_estimate
 from .launch import (
     MixtureConfig,
@@ -39,7 +42,10 @@ LONGEST = 4000  # characters of the prompt that it prints
 class TrainScriptArguments(PPOScriptArguments):
     """[`PPOScriptArguments`] of `trl-ppo train`."""
 
-    dry_run: bool = HfArg(default=False, help="Check configs and prompts (ten of the Hub), print the plan, and stop.")
+    dry_run: bool = HfArg(
+        default=False,
+        help="Check configs and prompts (the first ten rows of a Hub dataset), print the plan, and stop.",
+    )
 
 
 @dataclass(repr=False)
@@ -93,21 +99,36 @@ def main(argv: Sequence[str]) -> None:
     trainer.end()
 
 
+def first_rows(script: PPOScriptArguments, mixture: MixtureConfig) -> tuple[dict[str, Any], Any]:
+    """Splits and supervised rows: of the Hub the first ones, of files and of a mixture (`datasets`) all."""
+
+    def is_on_hub(name: str | None) -> bool:
+        return name is not None and not os.path.exists(name)
+
+    def first(rows: Any) -> Any:
+        return Dataset.from_list(list(islice(rows, ROWS))) if isinstance(rows, IterableDataset) else rows
+
+    streamed, supervised = copy(script), script.ptx_dataset_name
+    streamed.dataset_streaming |= is_on_hub(script.dataset_name)
+    splits = {name: first(split) for name, split in load_datasets(streamed, mixture).items()}
+    if supervised is None:
+        return splits, None
+    parts = load_splits(supervised, streaming=is_on_hub(supervised), argument="ptx_dataset_name")
+    return splits, first(get_split(parts, "train", "ptx_dataset_name"))
+
+
 def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, mixture: MixtureConfig) -> None:
     """Check everything that needs no weights, and print the plan of the run."""
-    # 1. Read a few rows; no more is fetched from the Hub.
-    streamed, dataset = copy(script), script.dataset_name
-    streamed.dataset_streaming |= dataset is not None and not os.path.exists(dataset)
-    splits = load_datasets(streamed, mixture)
-    for split in splits.keys() & {script.dataset_train_split, script.dataset_test_split}:
-        if isinstance(splits[split], IterableDataset):
-            splits[split] = Dataset.from_list(list(islice(splits[split], ROWS)))
+    # 1. Read a few rows.
+    splits, ptx = first_rows(script, mixture)
+    script.ptx_dataset_name = None  # it is read
 
     # 2. Run the trainer's checks, up to the weights.
     arguments = trainer_arguments(script, args, model, splits)
-    ptx = arguments.pop("ptx_dataset", None) is not None
     evaluation, name, start = arguments.pop("eval_dataset", None), arguments["model"], args.critic_init
     check_trainer_arguments(**arguments, reward_processing_classes=[], optimizer=None, eval_dataset=evaluation)
+    check_trackers(args)
+    check_target(str(args.output_dir), name)
     try:
         if start is not None:
             read_critic(start, args.critic, name, args.reward_label)
@@ -121,9 +142,12 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
             prompts = tokenize_prompts(rows, tokenizer, argument, length, None, template_kwargs)[PROMPT_IDS]
             lengths = [len(ids) for ids in prompts]
             too_long = f"{sum(n > limit for n in lengths)} of {len(lengths)} prompts have more than {limit} tokens"
-            if max(lengths) > limit and overlong == "error":
-                remedy = "set `overlong_prompts` to 'truncate' or 'drop', or lower `max_completion_length`"
+            if max(lengths) > limit and (overlong == "error" or (overlong == "drop" and min(lengths) > limit)):
+                change = "raise `max_prompt" if limit == args.max_prompt_length else "lower `max_completion"
+                remedy = f"{change}_length`, or set `overlong_prompts` to 'truncate'"
                 raise ValueError(f"`{argument}`: {too_long}, up to {max(lengths)}; {remedy}.")
+    if ptx is not None:
+        tokenize_ptx(ptx, tokenizer, min(args.ptx_max_length, context or args.ptx_max_length), template_kwargs)
     if args.process_index:  # the first process prints for all
         return
 
@@ -138,7 +162,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     )
     longest = min(max(PROMPT_LENGTH, *lengths), limit)
     try:
-        estimate = estimate_memory(**arguments, ptx=ptx, prompt_length=longest, device=device.type)
+        estimate = estimate_memory(**arguments, ptx=ptx is not None, prompt_length=longest, device=device.type)
         print(f"memory:  with prompts of {longest} tokens, on each process")
         on_gpu = device.type == "cuda"
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)

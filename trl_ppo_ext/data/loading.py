@@ -41,7 +41,7 @@ def load_splits(
         return load_dataset(name, name=config, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
-    except (OSError, ValueError) as error:  # missing, unreachable, or one of several configs must be named
+    except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script
         raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {_REMEDY}") from error
 
 

@@ -158,8 +158,9 @@ def tokenize_prompts(
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
+    change = "lower `max_completion_length`"
     if limit == max_prompt_length:
-        room = f"{max_prompt_length=}"
+        room, change = f"{max_prompt_length=}", "raise `max_prompt_length`"
     kinds: set[type] = set()  # of the prompts so far
 
     # 1. Encode every row.
@@ -178,7 +179,7 @@ def tokenize_prompts(
         if len(ids) > limit and overlong == "error":
             raise PromptError(
                 f"The prompt has {len(ids)} tokens, but {room}. Set `overlong_prompts` to 'truncate' or 'drop', "
-                "shorten it, or lower `max_completion_length`."
+                f"shorten it, or {change}."
             )
         return {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
 

@@ -14,7 +14,7 @@ from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from .advice import TOO_HIGH, UNEXPLAINED
-from .reading import Curve, Run
+from .reading import Run
 
 
 class Panel(NamedTuple):
@@ -23,7 +23,6 @@ class Panel(NamedTuple):
     title: str
     metrics: tuple[str, ...]  # names or patterns, which match evaluations too
     hint: str = ""  # what to look for
-    kind: str = "steps"  # "steps", "scaled" (each curve to [0, 1]) or "against" (the first metric over the second)
 
 
 SECTIONS = {
@@ -39,12 +38,9 @@ SECTIONS = {
         Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
         Panel("Coefficients", ("kl_coef", "entropy_coef"), "`kl_target` and `entropy_target` adapt them."),
         Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
-        Panel("Reward against KL", ("reward", "kl_per_completion"), "If flat, more KL buys no reward.", "against"),
     ),
     "Is the reward hacked?": (
-        Panel("Reward and monitors", ("reward", "monitor/*/mean"), "Scaled. They should rise together.", "scaled"),
         Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
-        Panel("Length and reward", ("completions/mean_length", "reward"), "Do they rise together?", "scaled"),
         Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
         Panel("Distinct completions", ("completions/distinct_ratio",), "If it falls, one answer fits every prompt."),
         Panel("Do rewards disagree?", ("rewards/disagreement",), "Spread of the rewards of one completion."),
@@ -95,7 +91,7 @@ class Line(NamedTuple):
     label: str
     color: str
     dash: str
-    columns: dict[str, np.ndarray]  # step and y; the moving average `smooth` of a long curve; x if it is not the step
+    columns: dict[str, np.ndarray]  # step and y, and the moving average `smooth` of a long curve
 
 
 class Plot(NamedTuple):
@@ -119,43 +115,27 @@ def _trained(name: str, names: Iterable[str]) -> str:
     return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
 
 
-def _columns(run: Run, name: str, panel: Panel) -> dict[str, np.ndarray] | None:
-    """Data of a line, or None: thinned, with a moving average, or smoothed over another metric."""
+def _columns(run: Run, name: str) -> dict[str, np.ndarray] | None:
+    """Data of a line, or None: thinned, with a moving average."""
     curve = run.curves.get(name)
     if curve is None or not len(curve.finite().values):
         return None
-    if panel.kind == "against":
-        if panel.metrics[1] not in run.curves:
-            return None
-        curve, over = curve.finite(), run.curves[panel.metrics[1]].finite()
-        steps, first, second = np.intersect1d(curve.steps, over.steps, return_indices=True)
-        kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int))
-        x, y = (Curve(steps, values).smooth().values for values in (over.values[second], curve.values[first]))
-        columns = {"step": steps[kept], "y": y[kept], "x": x[kept]}
-    else:
-        if panel.kind == "scaled":
-            values = curve.smooth().values
-            low, high = np.nanmin(values), np.nanmax(values)
-            curve = Curve(curve.steps, (values - low) / (high - low) if high > low else np.full_like(values, 0.5))
-        thin = curve.thinned()
-        columns = {"step": thin.steps, "y": thin.values}
-        if len(curve.values) > FEW_POINTS:
-            columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)]
-    return {key: values.astype(np.int32 if key == "step" else np.float32) for key, values in columns.items()}
+    thin = curve.thinned()
+    columns = {"step": thin.steps.astype(np.int32), "y": thin.values.astype(np.float32)}
+    if len(curve.values) > FEW_POINTS:
+        columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)].astype(np.float32)
+    return columns
 
 
 def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
     """Curves of a panel. One run: a color per metric. Several runs: a color per run, a dash per metric."""
-    patterns = panel.metrics[:1] if panel.kind == "against" else panel.metrics
-    selected = list(dict.fromkeys(name for pattern in patterns for name in names if _matches(name, [pattern])))
-    if panel.kind != "steps":
-        selected = [name for name in selected if not name.startswith("eval_")]
+    selected = list(dict.fromkeys(name for pattern in panel.metrics for name in names if _matches(name, [pattern])))
     metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
     lines = []
     for run, run_color in zip(runs, cycle(COLORS)):
         for index, name in enumerate(selected):
-            columns = _columns(run, name, panel)
-            if columns is None or not len(columns["step"]):
+            columns = _columns(run, name)
+            if columns is None:
                 continue
             if len(runs) == 1:
                 color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
@@ -169,14 +149,14 @@ def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
 def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict[int, str]]) -> Plot | None:
     """Draw a panel; None without data."""
     lines = _lines(panel, runs, names)
-    if not lines or (panel.kind == "scaled" and len(lines) <= len(runs)):  # one curve has nothing to be compared with
+    if not lines:
         return None
-    against = panel.kind == "against"
-    x, label = ("x", panel.metrics[1]) if against else ("step", "optimizer step")
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
     tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
-    plot = figure(height=240, sizing_mode="stretch_width", x_axis_label=label, output_backend="canvas", **tools)
+    plot = figure(
+        height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", output_backend="canvas", **tools
+    )
     plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo = "above", True, None
     plot.min_border_right = 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
@@ -188,26 +168,22 @@ def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict
     for line in lines:
         source = ColumnDataSource(line.columns)
         style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
-        tooltips = [("step", "@step"), *([(label, "@x")] if against else []), (line.label, "@y")]
+        tooltips = [("step", "@step"), (line.label, "@y")]
         if "smooth" in line.columns:
-            plot.line(x, "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
+            plot.line("step", "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
             tooltips.append(("smoothed", "@smooth"))
         else:
-            plot.scatter(x, "y", size=5, color=line.color, source=source)
-        touched = plot.line(x, "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
-        if against:
-            plot.scatter(line.columns["x"][-1:], line.columns["y"][-1:], size=11, color=line.color, marker="star")
-        mode: Any = "mouse" if against else "vline"
-        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode=mode, visible=False))
+            plot.scatter("step", "y", size=5, color=line.color, source=source)
+        touched = plot.line("step", "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
+        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False))
 
     # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
-    if not against:
-        marked = ["", *(name for name in names if _matches(name, panel.metrics))]
-        for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
-            plot.vspan(x=[step], line_color=color, line_dash="dotted")
+    marked = ["", *(name for name in names if _matches(name, panel.metrics))]
+    for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
+        plot.vspan(x=[step], line_color=color, line_dash="dotted")
 
     # 4. Levels at which advice starts. They do not widen the range of the plot.
-    levels = [level for name, level in LEVELS.items() if panel.kind == "steps" and _matches(name, panel.metrics)]
+    levels = [level for name, level in LEVELS.items() if _matches(name, panel.metrics)]
     for level in levels:
         plot.add_layout(Span(location=level, dimension="width", line_color=WARNING, line_dash="dashed"))
     return Plot(panel.title, panel.hint, lines, levels, dict(json_item(plot)))

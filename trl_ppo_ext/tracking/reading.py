@@ -1,9 +1,8 @@
-"""Read a run into curves, completions and settings, from its log or from the newest checkpoint."""
+"""Read the log of a run into curves, completions and settings."""
 
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from pandas import Series
 
 RUN_LOG = "run_log.jsonl"  # in the output directory of a run
 REPORT = "report.html"  # next to it by default
-TRAINER_STATE = "trainer_state.json"
-PPO_STATE = "ppo_state.json"  # in the same checkpoint: the settings of the algorithm
 MOST_DRAWN = 1_000  # points per curve in a report
 
 
@@ -60,7 +57,7 @@ class Sheet(NamedTuple):
     """Completions sampled at one step."""
 
     step: int
-    mode: str  # "train" or "eval"
+    mode: str  # "train", "eval" or "eval_NAME"
     rows: list[dict[str, Any]]  # prompt, completion and scores, of any type
 
 
@@ -128,23 +125,6 @@ def _read_log(run: Run) -> list[dict[str, Any]]:
     return entries
 
 
-def _read_state(run: Run) -> list[dict[str, Any]]:
-    """The newest readable `trainer_state.json`, as entries of a run log."""
-    directory = Path(run.directory)
-    checkpoints = [path for path in directory.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
-    checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]), reverse=True)
-    for place in [directory, *checkpoints]:
-        files = [place / name for name in (TRAINER_STATE, PPO_STATE)]
-        state, own = (_read_json(file.read_bytes()) or {} if file.is_file() else {} for file in files)
-        if state:
-            entries = [{"kind": "run", "step": 0, "config": own.get("settings"), "max_steps": state.get("max_steps")}]
-            history = state.get("log_history", [])
-            return entries + [{"kind": "metrics", "step": entry["step"], "metrics": entry} for entry in history]
-        if files[0].is_file():
-            run.notes.append(f"{files[0]} could not be read.")
-    return []
-
-
 def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
     """Fill a run from its log. For a step that was logged twice, the later entry counts."""
     points: dict[str, dict[int, float]] = {}
@@ -182,7 +162,7 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
 
 
 def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
-    """Read runs from their output directories or from checkpoints, and give them distinct names."""
+    """Read runs from their output directories, and give them distinct names."""
     runs = [read_run(directory) for directory in directories]
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs, start=1):
@@ -192,22 +172,14 @@ def read_runs(directories: Iterable[str | os.PathLike]) -> list[Run]:
 
 
 def read_run(directory: str | os.PathLike) -> Run:
-    """Read a run from its output directory or from a checkpoint."""
+    """Read a run from its output directory."""
     directory = os.fspath(directory)
     if not os.path.isdir(directory):
         raise ValueError(f"`{directory}` is not a directory; pass the `output_dir` of a run.")
     run = Run(os.path.basename(os.path.abspath(directory)), directory)
-    # The newest checkpoint completes a log that is missing, or that starts at a resume.
-    entries = _read_log(run)
-    if not entries or (entries[0]["kind"] == "run" and entries[0]["step"] > 0):
-        history = _read_state(run)
-        if history and not entries:
-            run.notes.append(f"{RUN_LOG} is missing: the curves come from {TRAINER_STATE}, without completions.")
-        entries = history + entries
-    _replay(run, entries)
+    _replay(run, _read_log(run))
     if not run.curves and not run.config:
-        needed = f"a non-empty {RUN_LOG}, {TRAINER_STATE} or checkpoint"
-        raise ValueError(f"`{directory}` must contain {needed}; pass the `output_dir` of a run.")
+        raise ValueError(f"`{directory}` must contain a non-empty {RUN_LOG}; pass the `output_dir` of a run.")
     if not run.curves:
         run.notes.append("Nothing is logged yet; `logging_steps` sets how often the run logs.")
     return run

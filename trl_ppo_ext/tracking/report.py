@@ -140,7 +140,7 @@ def render(runs: list[Run]) -> str:
     columns = []
     for run in runs:
         sheets = chosen_sheets(run, ROOM / len(runs))
-        trained = [sheet for sheet in sheets if sheet.mode != "eval"] or sheets
+        trained = [sheet for sheet in sheets if not sheet.mode.startswith("eval")] or sheets
         shown = [trained[place] for place in (0, (len(trained) - 1) // 2, -1)] if sheets else []
         columns += [(run, sheet, sheet in (shown if len(runs) == 1 else sheets[-1:])) for sheet in sheets]
 

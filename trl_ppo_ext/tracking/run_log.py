@@ -79,7 +79,7 @@ class RunLog(TrainerCallback):
         self.rewards = rewards
         self.monitors = monitors
         self._path: str | None = None  # set on the main process when training begins
-        self._due = {"train": 0.0, "eval": 0.0}  # step of the next entry with completions
+        self._due: dict[str, float] = {}  # step of the next entry with completions
         self._warned = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._path = os.path.join(cast(str, args.output_dir), RUN_LOG)
-        self._due = dict.fromkeys(self._due, 0.0)
+        self._due = {}
         trainer_fields = {field.name for field in fields(TrainingArguments)}
         settings = without_secrets(args.to_dict())
         launch = {"device": args.device, "processes": args.world_size, "parallel_mode": args.parallel_mode.value}
@@ -110,9 +110,9 @@ class RunLog(TrainerCallback):
         self._append("metrics", step=state.global_step, metrics=logs or {})
 
     def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
-        """Log some completions with their scores, at most every sixtieth of the run."""
+        """Log some completions with their scores, at most every sixtieth of the run; `mode` is a prefix of metrics."""
         step = state.global_step
-        if self._path is None or (step < self._due[mode] and step < state.max_steps):
+        if self._path is None or (step < self._due.get(mode, 0) and step < state.max_steps):
             return
         self._due[mode] = step + max(state.max_steps / TIMES, 1)
         batch, tokens = samples.batch, samples.tokens

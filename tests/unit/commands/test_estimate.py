@@ -1,11 +1,11 @@
 """`trl-ppo estimate` and `estimate_memory`: settings that make a run fit, the command, and invalid arguments."""
 
 import json
-from itertools import combinations
+import re
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from tiny import config
+from tiny import config, llama
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from trl_ppo_ext import RewardAdapter, estimate_memory
+from trl_ppo_ext.commands import estimate as command
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.estimate import GPUS, gpu_memory
 from trl_ppo_ext.memory import GIB, adapter_sizes, model_sizes, on_meta
@@ -53,46 +54,23 @@ def test_proposals_need_what_runs_with_them_need(large, tmp_path, share):
     estimate = estimate_of(large, tmp_path)
     memory = estimate.needed / GIB * share
     assert not estimate.fits(memory)
-    alone, first = estimate.proposals(memory)
-    assert [next(iter(proposal.settings[0])) for proposal in alone] == [
-        "gradient_checkpointing",
-        "per_device_train_batch_size",
-        "per_device_generation_batch_size",
-        "load_in_4bit",
-        "offload_rewards",
-        "reward_funcs",
-        "optim",
-    ]
-    for proposal in [*alone, *([] if first is None else [first])]:
-        values = {name: value for setting in proposal.settings for name, value in setting.items()}
+    steps = estimate.proposals(memory)
+    for before, step in zip([estimate, *steps], steps):
+        assert step.needed < before.needed and not before.fits(memory)
+        assert step.settings[:-1] == before.settings
+        values = {name: value for setting in step.settings for name, value in setting.items()}
         if values.pop("use_bnb_nested_quant", False):
             del values["load_in_4bit"]
             values["quantization_config"] = NF4
         if "reward_funcs" not in values:
             again = estimate_of(large, tmp_path, **values)
-            assert again.needed == pytest.approx(proposal.needed)
+            assert again.needed == pytest.approx(step.needed)
             completions = [
                 x.args.per_device_train_batch_size * x.args.gradient_accumulation_steps for x in (again, estimate)
             ]
             assert completions[0] == completions[1]
-    if first is not None:
-        assert first.fits(memory)
-        assert len(first.settings) == 1 or not any(proposal.fits(memory) for proposal in alone)
-    if any(proposal.fits(memory) for proposal in alone):
-        assert first.settings == next(proposal.settings for proposal in alone if proposal.fits(memory))
-
-
-def test_first_proposal_that_fits_has_fewest_settings(large, tmp_path):
-    """Against all combinations, each with its smallest values."""
-    estimate = estimate_of(large, tmp_path)
-    smallest = [values[-1] for values in estimate.changes()]
-    for share in (0.9, 0.7, 0.5, 0.4, 0.3, 0.01):
-        memory, counts = estimate.needed / GIB * share, []
-        for count in range(1, len(smallest) + 1):
-            for chosen in combinations(smallest, count):
-                counts += [count] if estimate.changed(*chosen).fits(memory) else []
-        _, first = estimate.proposals(memory)
-        assert (None if first is None else len(first.settings)) == min(counts, default=None)
+    assert steps[-1].fits(memory)
+    assert steps[0].settings[0] == {"gradient_checkpointing": True}
 
 
 def test_proposals_omit_what_cannot_help(large, tmp_path):
@@ -101,7 +79,7 @@ def test_proposals_omit_what_cannot_help(large, tmp_path):
     )
     estimate = estimate_memory(str(large / "base"), args, reward_funcs=print, quantization_config=NF4, device="cpu")
     assert estimate.changes() == []
-    assert estimate.proposals(0.001) == ([], None)
+    assert estimate.proposals(0.001) == []
 
 
 # ---- the command ----
@@ -116,35 +94,32 @@ def run(large, *more):
         return stopped.code
 
 
-def test_estimate_command_prints_and_exits(large, tmp_path, capsys):
-    file = tmp_path / "numbers.json"
-    assert run(large, "--gpu", "RTX 4090", "--json", str(file)) == 0
-    shown, told = capsys.readouterr().out, json.loads(file.read_text())
+def test_estimate_command_prints_and_exits(large, capsys):
+    assert run(large, "--gpu", "RTX 4090") == 0
+    shown = capsys.readouterr().out
     assert "fits in 24 GiB, with" in shown and "base weights" in shown and "KV cache" in shown
-    assert told["fits"] is True and told["memory"] == 24 * GIB
-    assert told["peak"] == pytest.approx(max(sum(parts.values()) for parts in told["phases"].values()), abs=20)
-    small = told["needed"] / GIB * 0.7
-    assert run(large, "--memory", str(small), "--json", str(file)) == 1
-    shown, told = capsys.readouterr().out, json.loads(file.read_text())
-    assert "does not fit in" in shown and "gradient_checkpointing: true" in shown and "First that fits" in shown
-    assert told["fits"] is False and told["first_that_fits"]["needed"] <= small * GIB
+    needed = float(re.search(r"([\d.]+) GiB with context", shown)[1])
+    assert run(large, "--memory", str(needed * 0.8)) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit in" in shown and "GiB, does not fit: gradient_checkpointing: true" in shown
+    assert shown.count("GiB, fits: ") == 1 and "GiB, fits: " in shown.splitlines()[-1]
     assert run(large, "--memory", "0.001") == 1
     assert "All of them together do not fit" in capsys.readouterr().out
     assert run(large) == 0  # no device, no verdict
     assert "fit" not in capsys.readouterr().out
 
 
-def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, capsys):
+def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"
     told = {"model_name_or_path": str(large / "base"), "load_in_4bit": True, "critic": "adapter", "lora_r": 8}
     told |= {"reward_funcs": "trl_ppo_ext.redaction.without_secrets", "num_generations": 4, "dtype": "bfloat16"}
     told |= {"generation_batch_size": 64, "num_mini_batches": 1, "per_device_train_batch_size": 4}
     told |= {"output_dir": str(tmp_path)}
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in told.items()))
-    numbers = tmp_path / "numbers.json"
-    both = ("--json", str(numbers), "--num_processes", "2")
-    assert cli.main(["estimate", "--config", str(file), *both]) == 0
-    parts = json.loads(numbers.read_text())["phases"]["update"]
+    printed = []
+    monkeypatch.setattr(command, "print_estimate", lambda *given: printed.append(given) or True)
+    assert cli.main(["estimate", "--config", str(file), "--num_processes", "2"]) == 0
+    parts = {phase.name: phase.parts for phase in printed[0][0].phases}["update"]
     sizes = model_sizes(on_meta(LlamaConfig.from_pretrained(large / "base")), 2, "4bit")
     assert parts["base weights"] == sizes.bytes
     assert "reward models" not in parts
@@ -168,7 +143,7 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, capsys):
         (("--attn_implementation", "eager"), "to be estimated, got eager"),
         (("--dtype", "float32"), "`dtype` must be bfloat16 or float16 to be estimated, got float32"),
         (("--use_dora", "true"), "`use_dora=True`"),
-        (("--json", "/no/such/folder/x.json"), "must be in an existing folder"),
+        (("--generation_backend", "continuous_batching"), "`generation_backend` must be transformers to be estimated"),
         (("--num_processes", "0"), "`num_processes` must be at least 1"),
         (("--cliprnge", "0.3"), "did you mean `cliprange`"),
         (("--deepspeed", "ds.json"), "not estimated"),
@@ -219,6 +194,13 @@ def test_rewards_count_by_how_they_are_loaded(large, tmp_path):
     trained.save_pretrained(tmp_path / "adapter")
     adapted = parts(reward_funcs=RewardAdapter(str(tmp_path / "adapter")))
     assert adapted["reward adapters"] == 4 * (8 * 4 * (512 + 512) + 512)
+
+
+def test_loaded_model_must_have_the_dtype_of_the_run(tmp_path):
+    args = config(tmp_path, bf16=True)
+    with pytest.raises(ValueError, match=r"`dtype` must be bfloat16 or float16 to be estimated, got float32"):
+        estimate_memory(llama(), args)
+    assert estimate_memory(llama().bfloat16(), args).needed
 
 
 def test_saved_quantization_is_estimated(tmp_path):

@@ -266,6 +266,25 @@ def test_dry_run_counts_overlong_prompts_of_all_rows(there, capsys):
         assert "10 of 30 prompts have more than 3 tokens" in " ".join((printed.out + printed.err).split())
 
 
+def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
+    save(there / "ptx.jsonl", [{"text": "w1 w2"}, {"text": ""}])
+    monkeypatch.setattr("trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list)
+    refused = [
+        (
+            {"overlong_prompts": "drop", "max_prompt_length": 1},
+            "12 of 12 prompts",
+            "raise `max_prompt_length`, or set",
+        ),
+        ({"ptx_dataset_name": "ptx.jsonl"}, "Row 1 of the PTX dataset", "text must not be empty"),
+        ({"report_to": "wandb"}, "`report_to` names 'wandb'", "not installed"),
+        ({"output_dir": "policy"}, "`output_dir` must not be the base model's own directory", "use another"),
+    ]
+    for changes, problem, remedy in refused:
+        assert run("--dry_run", **changes) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert problem in error and remedy in error
+
+
 def test_dry_run_continues_without_memory_estimate(there, capsys):
     assert run("--dry_run", optim="adafactor") == 0
     said = capsys.readouterr().out

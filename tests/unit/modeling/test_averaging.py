@@ -185,24 +185,6 @@ def test_a_weight_under_two_names_comes_back():
     assert weight.item() == 2.0
 
 
-def test_a_swap_within_a_swap_is_refused_and_the_outer_one_goes_on():
-    net = model()
-    start, average = copies(net), averaged(net)
-    assign(net, 3.0)
-    own = copies(net)
-    with average.swapped():
-        with pytest.raises(RuntimeError, match="already"), average.swapped():
-            pass
-        assert same_bits(copies(net), start)
-    assert same_bits(copies(net), own)
-
-
-def test_an_update_within_a_swap_is_refused():
-    average = averaged(model())
-    with average.swapped(), pytest.raises(RuntimeError, match=r"leave `swapped\(\)`"):
-        average.update()
-
-
 # ---- checkpoints ----
 
 

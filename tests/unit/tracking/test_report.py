@@ -11,11 +11,9 @@ from html.parser import HTMLParser
 
 import pytest
 from test_run_log import run as tiny_run
-from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_ppo_ext.checkpoints.files import STATE
 from trl_ppo_ext.commands import report
-from trl_ppo_ext.tracking import plots, reading
+from trl_ppo_ext.tracking import plots
 from trl_ppo_ext.tracking import report as page
 from trl_ppo_ext.tracking.reading import RUN_LOG, Run, Sheet, read_run, read_runs
 from trl_ppo_ext.tracking.report import write_report
@@ -112,34 +110,6 @@ def test_new_run_replaces_an_earlier_one_in_its_directory(tmp_path):
     read = read_run(write(tmp_path / "run", *old, begin(config={"kl_coef": 1.0}), metrics(1, reward=5.0)))
     assert read.curves["reward"].values.tolist() == [5.0] and not read.sheets and not read.resumed_at
     assert read.config == {"kl_coef": 1.0}
-
-
-def state_of(directory, steps, **kwargs):
-    directory.mkdir(parents=True)
-    history = [{"step": step, "epoch": 0.1, "reward": float(step)} for step in range(1, steps + 1)]
-    state = {"log_history": history, "max_steps": 20, "global_step": steps} | kwargs
-    (directory / reading.TRAINER_STATE).write_text(json.dumps(state))
-    (directory / reading.PPO_STATE).write_text(json.dumps({"settings": {"kl_coef": 0.3}}))
-
-
-def test_missing_log_falls_back_to_the_newest_checkpoint(tmp_path):
-    assert (reading.TRAINER_STATE, reading.PPO_STATE) == (TRAINER_STATE_NAME, STATE)
-    state_of(tmp_path / "run" / "checkpoint-2", 2)
-    state_of(tmp_path / "run" / "checkpoint-10", 10)
-    for place in (tmp_path / "run", tmp_path / "run" / "checkpoint-10"):
-        read = read_run(place)
-        assert read.curves["reward"].steps.tolist() == list(range(1, 11))
-        assert (read.config, read.max_steps) == ({"kl_coef": 0.3}, 20)
-        assert len(read.notes) == 1 and RUN_LOG in read.notes[0]
-    (tmp_path / "run" / "checkpoint-10" / reading.TRAINER_STATE).write_text("{")  # damaged: the one before it
-    assert read_run(tmp_path / "run").curves["reward"].steps.tolist() == [1, 2]
-
-
-def test_log_from_a_resume_on_is_completed_from_the_checkpoint(tmp_path):
-    state_of(tmp_path / "run" / "checkpoint-5", 5)
-    read = read_run(write(tmp_path / "run", begin(3), metrics(4, reward=40.0)))
-    assert read.curves["reward"].values.tolist() == [1, 2, 3, 40]
-    assert read.config == {"kl_coef": 0.05}
 
 
 def test_empty_directory_raises_an_error_with_the_remedy(tmp_path):
