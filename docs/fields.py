@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from trl_ppo_ext.config import _UNSUPPORTED, PPOConfig
+from trl_ppo_ext.trl_fields import NO_EFFECT
 
 PAGE = Path(__file__).with_suffix(".md")
 # first field of each part
@@ -64,19 +65,23 @@ def page(version: str) -> str:
         "",
         "## TRL's names",
         "",
-        "[Coming from GRPO](from_grpo.md) explains them.",
+        "[Coming from GRPO](from_grpo.md) and [from TRL's PPO](from_trl_ppo.md) explain them.",
         "",
         "| field | |",
         "|---|---|",
     ]
+    idle = []
     for field in fields(PPOConfig):
-        if field.init and field.name not in trainer and field.name not in own:
+        if field.metadata.get("help") == NO_EFFECT:
+            idle.append(f"`{field.name}`")
+        elif field.init and field.name not in trainer and field.name not in own:
             of_trl.append(f"| `{field.name}` | {cell(str(field.metadata.get('help', '')))} |")
         elif field.init and field.name not in own:
             text = re.split(r"(?<=\.)\s", str(field.metadata.get("help", "")).strip())[0]
             if field.name in _UNSUPPORTED:
                 text = f"**Not supported:** {_UNSUPPORTED[field.name]}."
             inherited.append(f"| `{field.name}` | {default(field)} | {cell(text)} |")
+    of_trl += ["", f"{NO_EFFECT[:-1]}: {', '.join(idle)}."]
     return "\n".join([*lines, *of_trl, *inherited]) + "\n"
 
 

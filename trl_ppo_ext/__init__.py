@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from .config import PPOConfig
-    from .memory import estimate_memory
-    from .modeling import ActorCritic
-    from .rewards import RewardAdapter, RewardError
-    from .rewards.http import Judge, RemoteReward
-    from .trainer import PPOTrainer
+    from .config import PPOConfig as PPOConfig
+    from .memory import estimate_memory as estimate_memory
+    from .modeling import ActorCritic as ActorCritic
+    from .rewards import RewardAdapter as RewardAdapter
+    from .rewards import RewardError as RewardError
+    from .rewards.http import Judge as Judge
+    from .rewards.http import RemoteReward as RemoteReward
+    from .trainer import PPOTrainer as PPOTrainer
 
 # public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
 _MODULES = {
@@ -25,16 +27,7 @@ _MODULES = {
     "estimate_memory": "memory",
 }
 
-__all__ = [
-    "ActorCritic",
-    "Judge",
-    "PPOConfig",
-    "PPOTrainer",
-    "RemoteReward",
-    "RewardAdapter",
-    "RewardError",
-    "estimate_memory",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

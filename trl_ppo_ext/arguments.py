@@ -39,7 +39,7 @@ def as_list(value: Any) -> list:
     return list(value) if isinstance(value, list | tuple | set) else [value] if value is not None else []
 
 
-def refuse_unknown_arguments(unknown: dict[str, Any]) -> None:
+def check_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name, value in unknown.items():
         if name in UNSUPPORTED_ARGUMENTS:

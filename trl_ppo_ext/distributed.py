@@ -110,11 +110,11 @@ def check_deepspeed(
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
     config, installed = plugin.hf_ds_config.config, version("deepspeed")
     if critic_learning_rate is not None and "optimizer" in config:
-        raise ValueError("`critic_learning_rate` needs the trainer's optimizer; leave DeepSpeed's `optimizer` out.")
+        raise ValueError("`critic_learning_rate` needs the trainer's optimizer; remove DeepSpeed's `optimizer`.")
     if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
         raise ValueError(
             "DeepSpeed would apply NaN or inf gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
-            "`stage` to 1, 2 or 3 and leave that out, or use DDP, which equals stage 0."
+            "`stage` to 1, 2 or 3 and remove that setting, or use DDP, which equals stage 0."
         )
     if Version(installed) < DEEPSPEED:
         raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
@@ -201,7 +201,7 @@ def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_
 
 
 def enable_fsdp_on_cpu(trainer: Any) -> None:
-    """Tell the Trainer about FSDP on CPUs, where Accelerate ignores it in silence."""
+    """Tell the Trainer about FSDP on CPUs, where Accelerate silently ignores it."""
     args, state = trainer.args, trainer.accelerator.state
     if trainer.is_fsdp_enabled or not uses_fsdp(args):
         return

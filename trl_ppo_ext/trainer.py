@@ -35,7 +35,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
 from . import distributed
-from .arguments import as_list, check_trainer_arguments, load_tokenizer, refuse_unknown_arguments
+from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, load_tokenizer
 from .checkpoints import files, hub, resume
 from .checkpoints.atomic import rotate, verify
 from .checkpoints.fingerprints import fingerprints
@@ -135,7 +135,7 @@ class PPOTrainer(Trainer):
         **unknown: Any,
     ):
         # 1. Check the arguments, before anything is loaded.
-        refuse_unknown_arguments(unknown)
+        check_unknown_arguments(unknown)
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")

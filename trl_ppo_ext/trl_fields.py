@@ -140,6 +140,8 @@ _NO_EFFECT: dict[Any, str] = {
     str: "vllm_importance_sampling_mode vllm_model_impl vllm_mode vllm_server_base_url vllm_server_host "
     "vllm_structured_outputs_regex",
 }
+NO_EFFECT = "Already the case, or without effect."
+_OF_PPO = {"local_rollout_forward_batch_size", "stop_token", "stop_token_id", "total_episodes"}  # of TRL's PPOConfig
 # True by default, which adds the flags --no_NAME
 _ON = set(
     "ds3_gather_for_generation log_multimodal use_bias_correction_kl vllm_importance_sampling_correction".split()
@@ -154,9 +156,14 @@ TYPES: dict[str, Any] = {
 
 def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
     same = _SAME.get(name, (kind, None))[1]
-    metadata: dict[str, Any] = {
-        "help": f"`{same}` under TRL's name." if isinstance(same, str) else "See docs/from_grpo.md."
-    }
+    page = "from_trl_ppo" if name in _OF_PPO else "from_grpo"
+    help_text = f"`{same}` under TRL's name." if isinstance(same, str) else f"See docs/{page}.md."
+    if name in _NEUTRAL:
+        neutral, why = _NEUTRAL[name]
+        help_text = f"{'None' if isinstance(neutral, type) else neutral} only: {why}."
+    elif name not in _SAME and name not in _OF_PPO:
+        help_text = NO_EFFECT
+    metadata: dict[str, Any] = {"help": help_text}
     if kind is bool and name not in _ON:
         metadata |= {"nargs": "?", "const": True}  # --use_vllm is --use_vllm true
     hint = dict | str if kind is dict else kind

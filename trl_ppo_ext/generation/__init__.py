@@ -6,18 +6,12 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
-from .continuous import ContinuousBatchingGenerator
-from .transformers import Generator, TransformersGenerator, cut_at_stop, ensure_pad_token, stop_token_ids
-
-__all__ = [
-    "ContinuousBatchingGenerator",
-    "Generator",
-    "TransformersGenerator",
-    "build_generator",
-    "cut_at_stop",
-    "ensure_pad_token",
-    "stop_token_ids",
-]
+from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
+from .transformers import Generator as Generator
+from .transformers import TransformersGenerator as TransformersGenerator
+from .transformers import cut_at_stop as cut_at_stop
+from .transformers import ensure_pad_token as ensure_pad_token
+from .transformers import stop_token_ids as stop_token_ids
 
 
 def build_generator(

@@ -53,13 +53,13 @@ class ContinuousBatchingGenerator:
                 pass
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(
-                "`generation_backend='continuous_batching'` does not go with this model or these `generation_kwargs` "
-                f"(the backend 'transformers' may support the model): {error}"
+                "`generation_backend='continuous_batching'` is not supported by this model or these "
+                f"`generation_kwargs` (the backend 'transformers' may support the model): {error}"
             ) from error
         if not reads_paged_cache(self.base):
             raise ValueError(
-                f"`generation_backend='continuous_batching'` does not go with {type(self.base).__name__}: its layers "
-                "attend in a way of their own, which ignores the paged cache; use 'transformers'."
+                f"`generation_backend='continuous_batching'` is not supported by {type(self.base).__name__}: its "
+                "layers attend in a way of their own, which ignores the paged cache; use 'transformers'."
             )
 
     @contextmanager

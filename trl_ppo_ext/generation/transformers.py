@@ -137,7 +137,7 @@ class TransformersGenerator:
                 self.stop_strings = StopStringCriteria(tokenizer, args.stop_strings)
             except ValueError as error:
                 raise ValueError(
-                    f"`stop_strings` do not go with this tokenizer ({error}); use `stop_token_ids`."
+                    f"`stop_strings` are not supported by this tokenizer ({error}); use `stop_token_ids`."
                 ) from error
         self.grows = can_grow(actor_critic, self.config)
 

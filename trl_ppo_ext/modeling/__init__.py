@@ -1,32 +1,17 @@
 """One frozen base and its roles: loading, adapters, log-probs."""
 
-from .actor_critic import ActorCritic
-from .adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
-from .critics import SideCritic, ValueHead
-from .loading import (
-    check_model_arguments,
-    check_optimizers,
-    compute_dtype,
-    default_peft_config,
-    hub_kwargs,
-    load_actor_critic,
-)
-from .logprobs import TokenScores, token_logprobs
-
-__all__ = [
-    "ActorCritic",
-    "SideCritic",
-    "TokenScores",
-    "ValueHead",
-    "adapter_weights",
-    "check_fit",
-    "check_model_arguments",
-    "check_optimizers",
-    "compute_dtype",
-    "default_peft_config",
-    "hub_kwargs",
-    "load_actor_critic",
-    "load_adapter_weights",
-    "parameter_names",
-    "token_logprobs",
-]
+from .actor_critic import ActorCritic as ActorCritic
+from .adapters import adapter_weights as adapter_weights
+from .adapters import check_fit as check_fit
+from .adapters import load_adapter_weights as load_adapter_weights
+from .adapters import parameter_names as parameter_names
+from .critics import SideCritic as SideCritic
+from .critics import ValueHead as ValueHead
+from .loading import check_model_arguments as check_model_arguments
+from .loading import check_optimizers as check_optimizers
+from .loading import compute_dtype as compute_dtype
+from .loading import default_peft_config as default_peft_config
+from .loading import hub_kwargs as hub_kwargs
+from .loading import load_actor_critic as load_actor_critic
+from .logprobs import TokenScores as TokenScores
+from .logprobs import token_logprobs as token_logprobs

@@ -23,7 +23,7 @@ VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 SCORE_HEADS = ("score", "classifier")
-_OTHER_BASE = "Start from a critic of this base, or leave `critic_init` out."
+_OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 
 
 def public_name(base: str) -> str:

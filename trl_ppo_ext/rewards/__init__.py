@@ -3,46 +3,22 @@
 `http` is imported only when it is needed, because it loads an HTTP client.
 """
 
-from .build import (
-    REWARD_FIELDS,
-    RewardFunc,
-    build_rewards,
-    check_contexts,
-    check_reward_arguments,
-    check_reward_columns,
-)
-from .model import ClassifierReward, RewardAdapter, load_classifier
-from .scoring import (
-    FunctionReward,
-    Reward,
-    RewardError,
-    RewardShaping,
-    RunningMoments,
-    Scored,
-    ScoringBatch,
-    monitor,
-    read_scores,
-    score_all,
-)
-
-__all__ = [
-    "REWARD_FIELDS",
-    "ClassifierReward",
-    "FunctionReward",
-    "Reward",
-    "RewardAdapter",
-    "RewardError",
-    "RewardFunc",
-    "RewardShaping",
-    "RunningMoments",
-    "Scored",
-    "ScoringBatch",
-    "build_rewards",
-    "check_contexts",
-    "check_reward_arguments",
-    "check_reward_columns",
-    "load_classifier",
-    "monitor",
-    "read_scores",
-    "score_all",
-]
+from .build import REWARD_FIELDS as REWARD_FIELDS
+from .build import RewardFunc as RewardFunc
+from .build import build_rewards as build_rewards
+from .build import check_contexts as check_contexts
+from .build import check_reward_arguments as check_reward_arguments
+from .build import check_reward_columns as check_reward_columns
+from .model import ClassifierReward as ClassifierReward
+from .model import RewardAdapter as RewardAdapter
+from .model import load_classifier as load_classifier
+from .scoring import FunctionReward as FunctionReward
+from .scoring import Reward as Reward
+from .scoring import RewardError as RewardError
+from .scoring import RewardShaping as RewardShaping
+from .scoring import RunningMoments as RunningMoments
+from .scoring import Scored as Scored
+from .scoring import ScoringBatch as ScoringBatch
+from .scoring import monitor as monitor
+from .scoring import read_scores as read_scores
+from .scoring import score_all as score_all

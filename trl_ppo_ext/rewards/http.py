@@ -25,7 +25,7 @@ from .scoring import RewardError, ScoringBatch, finished, started
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model
-PATTERN_TIMEOUT = 1.0  # seconds that `pattern` may search an answer; nested repeats can take for ever
+PATTERN_TIMEOUT = 1.0  # seconds that `pattern` may search an answer; nested repeats can take years
 _OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 # The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
 NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"

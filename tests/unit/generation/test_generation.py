@@ -401,15 +401,15 @@ def test_what_continuous_batching_cannot_honour_is_refused_when_the_trainer_is_b
         ContinuousBatchingGenerator(trainer.actor_critic, trainer.processing_class, trainer.args, accelerator)
     base = trainer.actor_critic.policy.get_base_model()
     base.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match=r"does not go with this model.*flex_attention is not supported"):
+    with pytest.raises(ValueError, match=r"is not supported by this model.*flex_attention is not supported"):
         greedily(trainer, ContinuousBatchingGenerator)
     assert base.config._attn_implementation == "flex_attention"
     base.config._attn_implementation = "sdpa"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base.config, "layer_types", ["linear_attention", "full_attention"], raising=False)
-        with pytest.raises(ValueError, match=r"does not go with this model.*linear_attention"):
+        with pytest.raises(ValueError, match=r"is not supported by this model.*linear_attention"):
             greedily(trainer, ContinuousBatchingGenerator)
-    with pytest.raises(ValueError, match=r"does not go with.*page_size must be at least"):
+    with pytest.raises(ValueError, match=r"is not supported by.*page_size must be at least"):
         greedily(trainer, ContinuousBatchingGenerator, generation_kwargs={"page_size": 1})
 
 
@@ -418,7 +418,9 @@ def test_continuous_batching_refuses_attention_that_would_not_read_its_cache(bui
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
     gptj = GPTJForCausalLM(GPTJConfig(**sizes, bos_token_id=2, eos_token_id=1))
-    with pytest.raises(ValueError, match="does not go with GPTJForCausalLM: its layers attend in a way of their own"):
+    with pytest.raises(
+        ValueError, match="is not supported by GPTJForCausalLM: its layers attend in a way of their own"
+    ):
         build(gptj, **CONTINUOUS)
     assert gptj.config._attn_implementation == "eager"
     assert reads_paged_cache(sliding()) and reads_paged_cache(llama(attn_implementation="eager"))
@@ -479,7 +481,7 @@ def test_completions_that_a_stop_string_ended_are_not_truncated(build):
 
 
 def test_stop_strings_need_a_tokenizer_that_writes_them(build):
-    with pytest.raises(ValueError, match=r"`stop_strings` do not go with this tokenizer.*use `stop_token_ids`"):
+    with pytest.raises(ValueError, match=r"`stop_strings` are not supported by this tokenizer.*use `stop_token_ids`"):
         build(stop_strings=["w1"])
 
 
