@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -79,7 +80,8 @@ class RunLog(TrainerCallback):
         self.rewards = rewards
         self.monitors = monitors
         self._path: str | None = None  # set on the main process when training begins
-        self._due: dict[str, float] = {}  # step of the next entry with completions
+        self._due: dict[str, float] = {}  # step of the next entry with completions, by mode
+        self._evaluated = "eval"  # set of the last log; "eval_NAME" in a dict of sets
         self._warned = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -107,11 +109,14 @@ class RunLog(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the metrics of the Trainer's log."""
-        self._append("metrics", step=state.global_step, metrics=logs or {})
+        logs = logs or {}
+        self._append("metrics", step=state.global_step, metrics=logs)
+        prefixes = (name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name))
+        self._evaluated = next(prefixes, "eval")
 
     def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
-        """Log some completions with their scores, at most every sixtieth of the run; `mode` is a prefix of metrics."""
-        step = state.global_step
+        """Log some completions with their scores, at most every sixtieth of the run."""
+        step, mode = state.global_step, self._evaluated if mode == "eval" else mode
         if self._path is None or (step < self._due.get(mode, 0) and step < state.max_steps):
             return
         self._due[mode] = step + max(state.max_steps / TIMES, 1)

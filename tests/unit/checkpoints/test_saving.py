@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints import hub
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.tracking import run_log
+from trl_ppo_ext.tracking.reading import RUN_LOG
 
 IDS = [[4, 5, 6, 7, 8]]
 LOAD_WITHOUT_THE_PACKAGE = """
@@ -220,3 +222,13 @@ def test_checkout_that_is_not_installed_saves(monkeypatch, tmp_path):
     built = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     built.train()
     assert f"trl_ppo_ext {trl_ppo_ext.__version__}, trl 1.0" in (tmp_path / "checkpoint-1" / "README.md").read_text()
+
+
+def test_failing_report_does_not_end_a_push(tmp_path, monkeypatch):
+    (tmp_path / RUN_LOG).write_text("{}\n")
+
+    def fails(*args):
+        raise TypeError("odd log")
+
+    monkeypatch.setattr("trl_ppo_ext.tracking.report.write_report", fails)
+    hub._write_report(str(tmp_path))

@@ -13,6 +13,12 @@ import pytest
 from trl_ppo_ext.commands import main as cli
 
 
+def test_errors_hide_passwords(capsys):
+    assert cli.main(["report", "https://me:hunter2@host/run"]) == 2
+    error = capsys.readouterr().err
+    assert "https://***@host/run" in error and "hunter2" not in error
+
+
 def test_help_lists_every_command_without_torch():
     program = (
         "import sys\nfrom trl_ppo_ext.commands.main import main\n"

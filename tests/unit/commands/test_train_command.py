@@ -388,6 +388,15 @@ def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch):
         loading.load_splits("nobody/nothing")
 
 
+def test_dataset_with_a_script_is_refused_by_name(monkeypatch):
+    def unsupported(*args, **kwargs):
+        raise RuntimeError("Dataset scripts are no longer supported, but found old.py")
+
+    monkeypatch.setattr(loading, "load_dataset", unsupported)
+    with pytest.raises(ValueError, match=r"`dataset_name='old'` cannot be loaded: Dataset scripts .*old\.py\. Name a"):
+        loading.load_splits("old")
+
+
 def test_unknown_key_like_a_secret_is_refused_without_its_value(there, capsys):
     assert run("--dry_run", hub_tokn="hf_verysecret") == 2
     error = capsys.readouterr().err

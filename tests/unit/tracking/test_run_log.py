@@ -134,6 +134,14 @@ def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     assert LONGEST < max(map(len, texts)) < LONGEST + 50
 
 
+def test_completions_of_every_evaluation_set_are_logged(tmp_path):
+    args = config(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=1, num_mini_batches=1)
+    sets = {"easy": prompts(2), "hard": prompts(3)}
+    PPOTrainer(llama(), length_reward, args, prompts(), sets, processing_class=tokenizer()).train()
+    sheets = {sheet[:2]: len(sheet.rows) for sheet in read_run(tmp_path / "run").sheets}
+    assert {sheets[2, "eval_easy"], sheets[2, "eval_hard"], sheets[2, "train"]} == {2, 3, 4}
+
+
 def test_nonfinite_numbers_become_null(tmp_path):
     log, state, args = opened(tmp_path, max_steps=2)
     state.global_step = 1
