@@ -300,7 +300,7 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
         (2, {}, {"value_warmup_steps": 3}, r"`value_warmup_steps=3` is not supported.*use a `critic_init`"),
         (2, {}, {"fp16": True}, r"`fp16=True` is not supported with DeepSpeed.*use `bf16`"),
         (2, {"scheduler": {}}, {}, r"DeepSpeed's `scheduler` does not.*set `lr_scheduler_type`"),
-        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` needs.*`optimizer` out"),
+        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` needs.*remove DeepSpeed's `optimizer`"),
     ],
     ids=["no ZeRO", "overflow", "value_warmup_steps", "fp16", "scheduler", "critic_learning_rate"],
 )

@@ -16,12 +16,12 @@ from pandas import Series
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from trl import apply_chat_template, is_conversational
+from trl import is_conversational
 
 from ..data.loading import get_split, load_splits, spread_indices
 from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
-from ..rewards.model import choose_device, context_length
+from ..rewards.model import SequenceScorer, choose_device, context_length
 from .serve_reward import add_model_arguments
 
 MAX_PAIRS = 500
@@ -103,8 +103,9 @@ def check_reward(
 
 def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Any]:
     """Return the chosen answers with their prompts, then the rejected ones, of pairs that fit in the context."""
-    is_text = not isinstance(rows[0].get("chosen"), list)
-    pairs = []
+    is_text, end = not isinstance(rows[0].get("chosen"), list), tokenizer.eos_token or ""
+    scorer, pairs = SequenceScorer("", tokenizer, 1), []
+    empty: Any = "" if is_text else []
     for index, row in enumerate(rows):
         chosen, rejected, prompt = (row.get(name) for name in ("chosen", "rejected", "prompt"))
         for entry in (chosen, rejected, prompt or chosen):
@@ -114,30 +115,20 @@ def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerB
                     "be text, or all be lists of messages with a role, in every row. Rename columns, and drop the "
                     "prompt if the others are whole conversations."
                 )
+        pair: list[Any] = [(prompt or empty) + chosen, (prompt or empty) + rejected]
+        if is_text:
+            pair = [text.removesuffix(end) for text in pair]  # the scorer adds it, as RewardTrainer does
         try:
-            texts, length = _encode_pair(chosen, rejected, prompt or ("" if is_text else []), tokenizer)
+            length = max(map(len, scorer._encode(pair, [empty] * 2)))
         except TemplateError as error:
             raise ValueError(f"The chat template does not take pair {index}: {error}; drop or reshape it.") from error
         if length <= context:
-            pairs.append(texts)
+            pairs.append(pair)
     if not pairs:
         raise ValueError(
             f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
         )
     return list(chain(*zip(*pairs)))
-
-
-def _encode_pair(chosen: Any, rejected: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Any], int]:
-    """Join two answers with their prompt, and count the tokens of the longer one as the scorer reads it."""
-    end = tokenizer.eos_token or ""
-    sequences = [prompt + chosen, prompt + rejected]
-    if isinstance(prompt, str):
-        sequences = [text.removesuffix(end) for text in sequences]  # the scorer adds it, as RewardTrainer does
-        ids = tokenizer([text + end for text in sequences])["input_ids"]
-    else:
-        texts = [apply_chat_template({"messages": sequence}, tokenizer)["text"] for sequence in sequences]
-        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return sequences, max(map(len, ids))
 
 
 def _measure(reward: ClassifierReward, sequences: list[Any]) -> tuple[np.ndarray, dict[str, float]]:

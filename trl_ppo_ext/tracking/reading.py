@@ -5,6 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,22 +101,18 @@ class Run:
         return len(self.curves["reward"].values) if "reward" in self.curves else self.logs
 
 
-def _read_json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _read_log(run: Run) -> list[dict[str, Any]]:
     """Valid entries of the run log, which the run may still be writing."""
     path = Path(run.directory, RUN_LOG)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     if lines and not lines[-1].endswith(b"\n"):  # the last line is still being written
         lines.pop()
-    entries = []
+    entries: list[dict[str, Any]] = []
     for line in lines:
-        match entry := _read_json(line):
+        entry: Any = None
+        with suppress(ValueError):
+            entry = json.loads(line)
+        match entry:
             case {"kind": "run", "step": int()} | {"kind": "metrics", "step": int(), "metrics": dict()}:
                 entries.append(entry)
             case {"kind": "completions", "step": int(), "rows": list()}:

@@ -138,9 +138,14 @@ def test_projections_of_vera_and_randlora_may_be_drawn_again(tmp_path):
         assert not all(torch.equal(x, before[name]) for name, x in weights(built).items())
 
 
-@pytest.mark.parametrize("part", ["target_modules", "modules_to_save"])
-def test_adapter_on_the_output_projection_is_refused(tmp_path, part):
-    lora = LoraConfig(**{"target_modules": ["q_proj"], part: ["q_proj", "lm_head"]})
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(target_modules=["q_proj", "lm_head"]),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    ],
+)
+def test_adapter_on_the_output_projection_is_refused(tmp_path, lora):
     with pytest.raises(ValueError, match=r"must not be on the output projection.*Remove `lm_head`"):
         load_actor_critic(llama(), config(tmp_path), peft_config=lora)
 
