@@ -9,7 +9,6 @@ from ..modeling import ActorCritic
 from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
 from .transformers import Generator as Generator
 from .transformers import TransformersGenerator as TransformersGenerator
-from .transformers import cut_at_stop as cut_at_stop
 from .transformers import ensure_pad_token as ensure_pad_token
 from .transformers import stop_token_ids as stop_token_ids
 

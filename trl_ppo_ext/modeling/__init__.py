@@ -9,7 +9,6 @@ from .critics import SideCritic as SideCritic
 from .critics import ValueHead as ValueHead
 from .loading import check_model_arguments as check_model_arguments
 from .loading import check_optimizers as check_optimizers
-from .loading import compute_dtype as compute_dtype
 from .loading import default_peft_config as default_peft_config
 from .loading import hub_kwargs as hub_kwargs
 from .loading import load_actor_critic as load_actor_critic
