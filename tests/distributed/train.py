@@ -123,6 +123,10 @@ def train_all(runs):
 
 def main(lists):
     """`lists` has the processes and the runs of each way to start them."""
+    if any("deepspeed" in run["settings"] for _, runs in lists for run in runs):
+        import deepspeed  # once, for all forks
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile; gloo will do
     for processes, runs in lists:
         codes = finished(start(lambda runs=runs: train_all(runs), processes), bound=300)
         if codes != [0] * processes:
