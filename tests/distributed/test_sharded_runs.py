@@ -1,8 +1,8 @@
-"""Runs under ZeRO and FSDP2 that sample, save and resume, those under FSDP2 and ZeRO-2 started by the launcher."""
+"""Runs under ZeRO and FSDP2 that sample, save and resume, started by the launcher."""
 
 import pytest
 import torch
-from test_one_result import CHOICES, SPREADS, TWO_PROCESSES, deepspeed, launch, outcome, stage_of
+from test_one_result import CHOICES, SPREADS, TWO_PROCESSES, launch, outcome, stage_of
 from tiny import llama, tokenizer
 
 FSDP_FILE = """fsdp_config:
@@ -14,7 +14,7 @@ FSDP_FILE = """fsdp_config:
 
 @pytest.mark.parametrize("how", [pytest.param("ZeRO-2", marks=pytest.mark.slow), "ZeRO-3", "FSDP2"])
 def test_sharded_run_resumes_bit_for_bit_within_a_rollout(tmp_path, how):
-    """A launcher knows what shards here, or the config; the base comes from a path: ZeRO-3 shards it as it loads."""
+    """The launcher knows what shards here, and the base comes from a path: ZeRO-3 shards it as it loads."""
     stage, launcher = stage_of(how), TWO_PROCESSES.read_text()
     zero = f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, gradient_clipping: auto}}\n"
     launcher = launcher.replace("MULTI_GPU", "DEEPSPEED" if stage else "FSDP") + (zero if stage else FSDP_FILE)
@@ -33,10 +33,7 @@ def test_sharded_run_resumes_bit_for_bit_within_a_rollout(tmp_path, how):
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")  # a rollout feeds two optimizer steps
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     runs = [run | {"output_dir": str(whole)}, run | {"output_dir": str(resumed), "resume_from": checkpoint}]
-    if how == "ZeRO-3":  # forks start sooner
-        launch([[2, [one | {"settings": settings | {"deepspeed": deepspeed(stage)}} for one in runs]]])
-    else:
-        launch(runs, tmp_path / "launch.yaml")
+    launch(runs, tmp_path / "launch.yaml")
     about, weights, log, state = outcome(resumed)
     assert about["num_processes"] == 2 and about["zero_stage"] == stage
     assert (about["part"] is not None) == (how == "FSDP2")
