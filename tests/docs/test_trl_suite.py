@@ -39,13 +39,13 @@ REASONS = [
     ),
     ("static_entropy", "'policy_loss'", "`policy_loss` is `loss/policy`"),
     (r"test_train\[.*Cohere2", "changes its logits", "capped or scaled logits"),
-    ("Nemotron|trust_remote_code", "couldn't connect", "models for which there is no stand-in"),
+    ("Nemotron|trust_remote_code", "Cannot reach|custom code", "models for which there is no stand-in"),
     (
         "mask_truncated_completions",
         "index out of range|Expected: 0.0",
         "the stand-ins lack ids of Qwen's vocabulary, and emit EOS; GRPOTrainer fails on them too",
     ),
-    ("with_generation_kwargs", "`num_beams`", "beams are not sampled from the policy"),
+    ("with_generation_kwargs", "`generation_kwargs` holds", "each setting that log-probs depend on is a field"),
     ("evaluate_with_eval_dataset", "'eval_(data1_)?loss'", "an evaluation makes no update, so it has no `eval_loss`"),
     ("init_with_eval_dataset", " is ", "`trainer.eval_dataset` is the tokenized one"),
     (
