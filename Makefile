@@ -9,9 +9,9 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 demo: $(VENV)/.test
 	$(BIN)/python recipes/docstrings/run.py
 
-# a test takes one core; those of a file share what they prepare
+# a test takes one core; those of a file share what they prepare; the longest files come first, as collected
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def pytest_configure(config):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
         for lock in EXTENSIONS.rglob("lock"):
             lock.unlink()
+
+
+def pytest_collection_finish():
+    """Exempt all that was imported from garbage collection, which would walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

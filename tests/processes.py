@@ -1,5 +1,6 @@
 """Processes of a run as forks of this one, so that what takes seconds is imported once."""
 
+import gc
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import torch
 
 def in_a_fork(action, environment):
     """Run an action in a fork that exits as a script would; return its process ID."""
+    gc.freeze()  # or the first collection in the fork would copy all that was imported
     child = os.fork()
     if child:
         return child

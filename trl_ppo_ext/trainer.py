@@ -523,9 +523,9 @@ class PPOTrainer(Trainer):
         groups = []
         if self.is_fsdp_enabled:
             optimizer = self.create_optimizer()
-            groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+            groups = [list(group["params"]) for group in optimizer.param_groups]
         model, train_dataloader = prepare(max_steps, train_dataloader, None)
-        for group, parameters in groups:
+        for parameters, group in zip(groups, self.optimizer.param_groups):
             # Accelerate finds parameters by address, and all empty shards of a rank share one
             group["params"] = parameters
         if resume_from_checkpoint is not None:

@@ -20,7 +20,7 @@ TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes
 TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
 
 CHOICES = {
-    "plain": {},
+    "plain": {"save_strategy": "steps", "save_steps": 8},
     "critic adapter": {"critic": "adapter", "critic_learning_rate": 1e-3},
     "warmup": {"critic": "adapter", "value_warmup_steps": 2},
     "all that is steered or added": {

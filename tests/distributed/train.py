@@ -121,8 +121,17 @@ def train_all(runs):
     last.end()
 
 
+def import_deepspeed():
+    """Import it without an extension that takes a minute to compile, and that gloo replaces."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def main(lists):
     """`lists` has the processes and the runs of each way to start them."""
+    if any("deepspeed" in run["settings"] for _, runs in lists for run in runs):
+        import_deepspeed()  # once, for all forks
     for processes, runs in lists:
         codes = finished(start(lambda runs=runs: train_all(runs), processes), bound=300)
         if codes != [0] * processes:
@@ -130,4 +139,6 @@ def main(lists):
 
 
 if __name__ == "__main__":
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import_deepspeed()
     (train_all if "RANK" in os.environ else main)(json.loads(sys.argv[1]))

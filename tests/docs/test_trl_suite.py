@@ -15,25 +15,48 @@ import trl_suite
 # TRL's source distributions have no tests since 0.24, so they are those of the release on GitHub
 ARCHIVE = f"https://github.com/huggingface/trl/archive/refs/tags/v{trl.__version__}.tar.gz"
 TESTS = "tests/test_grpo_trainer.py"
-# pattern of names: reason
-REASONS = {
-    "_vlm|VLM": "images",
-    "vllm|rollout_func": "vLLM and rollout functions",
-    "liger": "log-probs are fused already, without liger",
-    "compute_entropy|off_policy_mask|bonus|prepare_input|log_extra": "private methods of GRPOTrainer",
-    r"loss_types\[[bcsv]|token_summed": "losses of GRPO that are not PPO's clipped one",
-    "entropy_filter|sync_ref|lm_head_to|adaptive_entropy|normalize_then": "refused with a reason in docs/from_grpo.md",
-    "static_entropy": "`policy_loss` is `loss/policy`",
-    "Cohere2|Gemma2": "capped or scaled logits",
-    "Nemotron|trust_remote_code": "models for which there is no stand-in",
-    "mask_truncated_completions": "the stand-ins lack ids of Qwen's vocabulary; GRPOTrainer fails on them too",
-    "with_generation_kwargs": "beams are not sampled from the policy",
-    "evaluate_with_eval_dataset": "an evaluation makes no update, so it has no `eval_loss`",
-    "init_with_eval_dataset": "`trainer.eval_dataset` is the tokenized one",
-    "requires_dispatch_batches|keeps_map_style_train_workers": "batches are row numbers; both settings do no harm",
-    "no_reward_source|all_rewards_none": "the message is worded otherwise",
-    "dataset_required": "a trainer without `train_dataset` can evaluate",
-}
+# patterns of the names of tests and of what they fail with, and the reason
+REASONS = [
+    ("VLM", "on the Hub|couldn't connect", "images"),
+    ("rollout_func", "'_generate'", "vLLM and rollout functions"),
+    ("liger", "DID NOT RAISE|lm_head|prompt-learning", "log-probs are fused already, without liger"),
+    (
+        "compute_entropy|off_policy_mask|bonus|log_extra",
+        r"has no attribute '(get_|_)|assert \[\]|must be omitted",
+        "private methods of GRPOTrainer",
+    ),
+    ("prepare_input", "must be a multiple of `gradient_accumulation_steps`", "optimizer steps end with a rollout"),
+    (
+        r"loss_types\[[bcsv]|token_summed_loss\[[bc]",
+        "`loss_type` must be one of",
+        "losses other than PPO's clipped one",
+    ),
+    (r"token_summed_loss\[d", "weights each sequence by its completion length", "no warning about a common choice"),
+    (
+        "entropy_filter|sync_ref|lm_head_to|adaptive_entropy|normalize_then",
+        "must be ",
+        "refused with a reason in docs/from_grpo.md",
+    ),
+    ("static_entropy", "'policy_loss'", "`policy_loss` is `loss/policy`"),
+    (r"test_train\[.*Cohere2", "changes its logits", "capped or scaled logits"),
+    ("Nemotron|trust_remote_code", "Cannot reach|custom code", "models for which there is no stand-in"),
+    (
+        "mask_truncated_completions",
+        "index out of range|Expected: 0.0",
+        "the stand-ins lack ids of Qwen's vocabulary, and emit EOS; GRPOTrainer fails on them too",
+    ),
+    ("with_generation_kwargs", "`generation_kwargs` holds", "each setting that log-probs depend on is a field"),
+    ("evaluate_with_eval_dataset", "'eval_(data1_)?loss'", "an evaluation makes no update, so it has no `eval_loss`"),
+    ("init_with_eval_dataset", " is ", "`trainer.eval_dataset` is the tokenized one"),
+    (
+        "requires_dispatch_batches|keeps_map_style_train_workers",
+        "dispatch_batches|num_workers",
+        "batches are row numbers; both settings do no harm",
+    ),
+    ("no_reward_source|all_rewards_none", "No reward", "the message is worded otherwise"),
+    ("dataset_required", "DID NOT RAISE", "a trainer without `train_dataset` can evaluate"),
+]
+PASSED = 60  # GRPOTrainer passes 106 of the 131 that run with these stand-ins
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +81,11 @@ def test_tests_of_grpo_pass_or_have_a_reason(test_file, tmp_path):
     results = trl_suite.run(test_file, tmp_path)
     print(Counter(outcome for outcome, _ in results.values()))
     failures = {name: message for name, (outcome, message) in results.items() if outcome in ("failure", "error")}
-    assert not {name: x for name, x in failures.items() if not any(re.search(reason, name) for reason in REASONS)}
+
+    def reasons(name):
+        return [row for row in REASONS if re.search(row[0], name) and re.search(row[1], failures[name])]
+
+    assert not {name: x for name, x in failures.items() if len(reasons(name)) != 1}
     # a reason without a failure is out of date
-    assert not [reason for reason in REASONS if not any(re.search(reason, name) for name in failures)]
-    assert sum(outcome == "passed" for outcome, _ in results.values()) >= 50
+    assert not [row for row in REASONS if not any(row in reasons(name) for name in failures)]
+    assert sum(outcome == "passed" for outcome, _ in results.values()) >= PASSED

@@ -110,14 +110,21 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a mic
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
-def test_step_takes_the_fewest_forwards_of_the_base(step, critic, settings):
-    """One per sampled token; then policy, reference and critic adapter once per micro-batch."""
+def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
+    """One per sampled token; then policy, reference and critic adapter once per micro-batch.
+
+    Only sampled tokens reach the vocabulary: once each for policy and reference, and once per epoch; while sampling,
+    only the newest position.
+    """
     counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
     assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
     assert counted.forwards["score_tokens"] == scoring * micro_batches
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
+    tokens = int(counted.sequences.completion_lengths.sum())
+    assert counted.projected == {"score_tokens": 2 * tokens, "loss": plan.num_ppo_epochs * tokens}
+    assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
@@ -126,15 +133,6 @@ def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
     plan = counted.trainer.plan
     assert counted.forwards["score_tokens"] == counted.forwards["loss"] == plan.micro_steps
     assert not {"kl", "kl_per_completion", "loss/kl"} & counted.trainer.state.log_history[0].keys()
-
-
-@pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_only_sampled_tokens_reach_the_vocabulary(step, settings):
-    """Once each for policy and reference, and once per epoch; while sampling, only the newest position."""
-    counted = step(**settings)
-    tokens = int(counted.sequences.completion_lengths.sum())
-    assert counted.projected == {"score_tokens": 2 * tokens, "loss": counted.trainer.plan.num_ppo_epochs * tokens}
-    assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)

@@ -31,23 +31,31 @@ class BreaksAfter(TrainerCallback):
             self.reward.url = f"{self.address}/chat/completions"
 
 
+SAVING = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, port):
+    """Weights of a run whose judge does not fail."""
+    built = trainer(tmp_path_factory.mktemp("whole"), reward_funcs=judge(port, "ok", timeout=10.0), **SAVING)
+    built.train()
+    return weights(built)
+
+
 @pytest.mark.parametrize(
     "mode, cause", [("broken", "500"), ("silent", "answer"), ("half_json", "JSON"), ("nan", "number|finite")]
 )
-def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, mode, cause):
-    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
-    reward = judge(port, "ok", timeout=2.0, max_retries=1)
-    broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **settings)
+def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, whole, mode, cause):
+    reward = judge(port, "ok", timeout=1.0, max_retries=1)
+    broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **SAVING)
     start = time.perf_counter()
     with pytest.raises(RewardError, match=f"`rubric`.*(?:{cause})"):
         broken.train()
     assert time.perf_counter() - start < 20
     assert broken.state.global_step == 4
-    again = trainer(tmp_path / "again", reward_funcs=judge(port, "ok", timeout=10.0), **settings)
+    again = trainer(tmp_path / "again", reward_funcs=judge(port, "ok", timeout=10.0), **SAVING)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    whole = trainer(tmp_path / "whole", reward_funcs=judge(port, "ok", timeout=10.0), **settings)
-    whole.train()
-    assert all(torch.equal(weights(again)[name], weight) for name, weight in weights(whole).items())
+    assert all(torch.equal(weights(again)[name], weight) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize("make", [judge, remote])

@@ -127,17 +127,6 @@ def test_lowest_floor_imports_only_torch(module):
     assert not {name.split(".")[0] for name in named} - {"torch"} - sys.stdlib_module_names
 
 
-def test_trainer_does_not_load_plots_servers_or_judges():
-    program = """if True:
-        import sys, trl_ppo_ext.trainer
-        assert not {"bokeh", "openai", "starlette", "uvicorn", "trl_ppo_ext.rewards.http"} & sys.modules.keys()
-        from trl_ppo_ext import Judge
-        assert "trl_ppo_ext.rewards.http" in sys.modules
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 # ---- files that come with it ----
 
 
@@ -222,7 +211,7 @@ def test_package_imports_without_optional_dependencies():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, so that the checkout stays as it is."""
-    pytest.importorskip("setuptools", reason="the wheel is built with setuptools of this environment")
+    pytest.importorskip("setuptools", "77", reason="the wheel is built with setuptools of this environment")
     folder = tmp_path_factory.mktemp("wheel")
     copytree(PACKAGE, folder / "source" / "trl_ppo_ext", ignore=lambda *_: {"__pycache__"})
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):

@@ -25,7 +25,7 @@ FURTHER = {"reward model": {"model.py:score": 1}}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
-SLOW = {"no critic", "shared prompts", "reward model"}
+SLOW = {"value head", "no critic", "shared prompts", "reward model"}  # the others have a head too
 
 
 @pytest.fixture(scope="module")

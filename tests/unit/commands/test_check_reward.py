@@ -39,6 +39,12 @@ def model(tmp_path_factory):
     return save(tmp_path_factory.mktemp("classifier"))
 
 
+@pytest.fixture(scope="module")
+def expected(model):
+    """The report of `ROWS`."""
+    return check_reward(model, ROWS, device="cpu")
+
+
 def words(start, count):
     return " ".join(WORDS[(start + 5 * k) % len(WORDS)] for k in range(count))
 
@@ -249,31 +255,34 @@ def test_model_with_equal_scores_has_no_ranking(tmp_path, capsys):
 # ---- data ----
 
 
-def test_report_is_independent_of_the_dataset_format(model, pairs, tmp_path):
+def test_report_is_independent_of_the_dataset_format(model, pairs, tmp_path, expected):
     (tmp_path / "pairs.json").write_text(json.dumps(ROWS))
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "pairs.parquet"))
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "train.jsonl", ROWS[::-1])
     write(folder / "test.jsonl", ROWS)  # chosen before train
-    forms = [str(tmp_path / "pairs.json"), str(tmp_path / "pairs.parquet"), str(folder), ROWS, Dataset.from_list(ROWS)]
-    expected = check_reward(model, pairs, device="cpu")
+    forms = [
+        pairs,
+        str(tmp_path / "pairs.json"),
+        str(tmp_path / "pairs.parquet"),
+        str(folder),
+        Dataset.from_list(ROWS),
+    ]
     for form in forms:
         assert check_reward(model, form, device="cpu") == expected
 
 
-def test_prompt_may_be_part_of_the_completions(model):
+def test_prompt_may_be_part_of_the_completions(model, expected):
     """Their words begin to differ at once, so the common beginning is the prompt."""
     whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in ROWS]
-    expected = check_reward(model, ROWS, device="cpu")
     assert check_reward(model, whole, device="cpu") == expected
     none = [row | {"prompt": None} for row in whole]  # as `datasets` fills a column
     assert check_reward(model, none, device="cpu") == expected
 
 
-def test_text_with_eos_gets_no_second_one(model):
+def test_text_with_eos_gets_no_second_one(model, expected):
     ended = [row | {side: row[side] + "<eos>" for side in ("chosen", "rejected")} for row in ROWS]
-    expected = check_reward(model, ROWS, device="cpu")
     assert check_reward(model, ended, device="cpu") == expected
 
 

@@ -93,21 +93,21 @@ def letters(scale, shift):
 
 
 @pytest.mark.parametrize("critic, whiten", [("head", True), ("side", False), ("adapter", False)])
-@pytest.mark.parametrize("scale, shift", [(1, 50), (100, 0)])
-def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, whiten, scale, shift):
+def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, whiten):
     settings = {"critic": critic, "normalize_values": True, "critic_backprop": critic == "adapter", "kl_coef": 0.0}
     settings["whiten_advantages"] = whiten
     runs = []
-    for name, numbers in (("plain", (1, 0)), ("other", (scale, shift))):
+    for name, numbers in (("plain", (1, 0)), ("shifted", (1, 50)), ("scaled", (100, 0))):
         run = trainer(tmp_path / name, reward_funcs=letters(*numbers), max_steps=12, **settings)
         run.train()
         runs.append(run)
-    plain, other = (weights(run) for run in runs)
+    plain, *others = (weights(run) for run in runs)
     logs = [[x["value/explained_variance"] for x in run.state.log_history if "reward" in x] for run in runs]
-    assert logs[0] == pytest.approx(logs[1], abs=1e-3) and any(logs[0])
+    assert any(logs[0]) and all(log == pytest.approx(logs[0], abs=1e-3) for log in logs)
     policy = [name for name in plain if "default" in name]
     moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
-    assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
+    for other in others:
+        assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
 
 
 def test_run_with_normalized_values_resumes_bit_for_bit(tmp_path):

@@ -112,8 +112,8 @@ def test_server_restart_loses_no_score():
 CAUSES = {
     "broken": (2, "it answered 500 Internal Server Error: CUDA out of memory"),
     "limited_for_an_hour": (1, "it answered 429"),
-    "silent": (2, "no complete answer within timeout=1 s"),
-    "trickle": (2, "no complete answer within timeout=1 s"),
+    "silent": (2, "no complete answer within timeout=0.5 s"),
+    "trickle": (2, "no complete answer within timeout=0.5 s"),
     "half_json": (2, "it answered with .* bytes that are not JSON"),
     "hangs_up": (2, "the connection failed .*RemoteProtocolError"),
     "another_shape": (1, "it answered .*hello"),
@@ -138,8 +138,8 @@ def attempts(reward):
 @pytest.mark.parametrize("mode", CAUSES | JUDGED)
 def test_misbehaving_judge_fails_in_time_with_the_cause(port, mode):
     tries, cause = (CAUSES | JUDGED)[mode]
-    asked = judge(port, mode, score_range=(0, 100))
-    with ends_within(3.5):  # two attempts and a wait, of at most a second each
+    asked = judge(port, mode, score_range=(0, 100), timeout=0.5)
+    with ends_within(2.5):  # two attempts of half a second each and a wait of at most one
         errors = asked.score(batch(["abc", "de"]))
     for error in errors:
         with pytest.raises(RewardError, match=f"The judge `rubric` at 127.0.0.1:{port} failed: {cause}"):
@@ -150,8 +150,8 @@ def test_misbehaving_judge_fails_in_time_with_the_cause(port, mode):
 @pytest.mark.parametrize("mode", [*CAUSES, "wrong_count"])
 def test_misbehaving_remote_reward_fails_in_time_with_the_cause(port, mode):
     tries, cause = CAUSES.get(mode, (1, "it returned 2 scores for 3 completions"))
-    asked = remote(port, mode)
-    with ends_within(3.5):
+    asked = remote(port, mode, timeout=0.5)
+    with ends_within(2.5):
         errors = asked.score(batch(["abc", "de", "f"]))
     for error in errors:
         with pytest.raises(RewardError, match=f"The remote reward `house` at 127.0.0.1:{port} failed: {cause}"):
