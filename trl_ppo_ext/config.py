@@ -124,6 +124,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
             then begins at the mean return, and `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
         critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
+        critic_prompt (`str`, *optional*):
+            Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
+            know, such as the answer. Needs `critic="adapter"`.
         value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*, defaults to `0.2`): Clip range of the ratio.
         cliprange_high (`float`, *optional*): Clip range above 1. Defaults to `cliprange`.
@@ -227,6 +230,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     critic_learning_rate: float | None = None
     normalize_values: bool = False
     critic_init: str | None = None
+    critic_prompt: str | None = None
     value_warmup_steps: int = 0
     cliprange: float = 0.2
     cliprange_high: float | None = None
@@ -397,6 +401,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value != default and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
+        if self.critic_prompt is not None and self.critic != "adapter":
+            raise ValueError(
+                f"`critic_prompt={self.critic_prompt!r}` needs `critic='adapter'`, got {self.critic!r}: any other "
+                "critic reads states of the policy, which must not see that column."
+            )
         if self.critic == "adapter" and not self.critic_backprop:
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
 
@@ -534,7 +543,7 @@ _UNSUPPORTED = {
 # their mean would reward length.
 _CRITIC_ONLY = (
     "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate normalize_values critic_init "
-    "value_warmup_steps whiten_rewards cliprange_value"
+    "critic_prompt value_warmup_steps whiten_rewards cliprange_value"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(

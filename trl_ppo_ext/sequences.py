@@ -27,6 +27,8 @@ class Sequences:
     completion_ids: Tensor  # [batch, response], EOS included
     prompt_lengths: Tensor  # [batch], on the CPU
     completion_lengths: Tensor  # [batch], on the CPU
+    critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
+    critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
 
     @classmethod
     def from_token_ids(
@@ -35,17 +37,31 @@ class Sequences:
         completions: Sequence[Sequence[int]],
         pad_token_id: int,
         device: torch.device | str,
+        critic_prompts: Sequence[Sequence[int]] | None = None,
     ) -> "Sequences":
         """Pad lists of token ids."""
+        privileged: dict[str, Tensor] = {}
+        if critic_prompts is not None:
+            privileged["critic_prompt_ids"] = _pad(critic_prompts, pad_token_id, left=True, device=device)
+            privileged["critic_prompt_lengths"] = torch.tensor([len(row) for row in critic_prompts])
         return cls(
             prompt_ids=_pad(prompts, pad_token_id, left=True, device=device),
             completion_ids=_pad(completions, pad_token_id, left=False, device=device),
             prompt_lengths=torch.tensor([len(row) for row in prompts]),
             completion_lengths=torch.tensor([len(row) for row in completions]),
+            **privileged,
         )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def for_critic(self) -> "Sequences":
+        """The same completions after what the critic reads as the prompt."""
+        ids, lengths = self.critic_prompt_ids, self.critic_prompt_lengths
+        if ids is None or lengths is None:
+            return self
+        return replace(self, prompt_ids=ids, prompt_lengths=lengths)
 
     @property
     def lengths(self) -> Tensor:
@@ -93,17 +109,22 @@ class Sequences:
 
     def to(self, device: torch.device | str) -> "Sequences":
         """Move the token ids; lengths stay on the CPU."""
-        return replace(self, prompt_ids=self.prompt_ids.to(device), completion_ids=self.completion_ids.to(device))
+        ids = {name: getattr(self, name) for name in ("prompt_ids", "completion_ids", "critic_prompt_ids")}
+        return replace(self, **{name: x.to(device) for name, x in ids.items() if x is not None})
 
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
-        prompt_lengths, completion_lengths = self.prompt_lengths[index], self.completion_lengths[index]
-        start = self.prompt_ids.shape[1] - int(prompt_lengths.max())
-        end = int(completion_lengths.max())
         on_device = index.to(self.prompt_ids.device, non_blocking=True)
-        return Sequences(
-            prompt_ids=self.prompt_ids[on_device, start:],
-            completion_ids=self.completion_ids[on_device, :end],
-            prompt_lengths=prompt_lengths,
-            completion_lengths=completion_lengths,
-        )
+        lengths = self.completion_lengths[index]
+        selected = {
+            "completion_ids": self.completion_ids[on_device, : int(lengths.max())],
+            "completion_lengths": lengths,
+        }
+        prompts = {"": (self.prompt_ids, self.prompt_lengths)}
+        if self.critic_prompt_ids is not None and self.critic_prompt_lengths is not None:
+            prompts["critic_"] = self.critic_prompt_ids, self.critic_prompt_lengths
+        for prefix, (ids, lengths) in prompts.items():
+            lengths = lengths[index]
+            selected[f"{prefix}prompt_ids"] = ids[on_device, ids.shape[1] - int(lengths.max()) :]
+            selected[f"{prefix}prompt_lengths"] = lengths
+        return Sequences(**selected)

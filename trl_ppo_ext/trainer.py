@@ -172,6 +172,7 @@ class PPOTrainer(Trainer):
             chat_template_kwargs=template_kwargs,
             max_prompt_length=args.max_prompt_length,
             overlong=args.overlong_prompts,
+            critic_prompt=args.critic_prompt,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")

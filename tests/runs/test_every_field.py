@@ -154,7 +154,8 @@ def cached_run(given, **settings):
 def differ(one, other, part):
     """Return whether two runs differ in a part, or in the metric of that name, by more than rounding."""
     if part == "weights":
-        both = one.weights.keys() & other.weights.keys()
+        names = one.weights.keys() & other.weights.keys()
+        both = [name for name in names if one.weights[name].shape == other.weights[name].shape]
         apart, moved = (
             sum(((one.weights[name] - x[name]) ** 2).sum() for name in both) for x in (other.weights, one.start)
         )
@@ -219,6 +220,10 @@ def plain(**others):
 
 def by_name():
     return plain(model="base")
+
+
+def hinted():
+    return plain(train_dataset=prompts().add_column("hint", ["w3 w4"] * len(prompts())))
 
 
 def own_code():
@@ -456,13 +461,14 @@ CASES = {
     "kl_horizon": Case((10000, 10), "kl_coef", settings={"kl_target": 1.0}),
     "target_kl": Case((None, 1e-3), "weights stopped_early"),
     "advantage_estimator": Case(("grpo", "dr_grpo", "rloo", "reinforce", "rebn"), settings=NO_CRITIC),
-    "critic": Case(("head", "adapter", "none"), settings={"num_generations": 4}),
+    "critic": Case(("head", "side", "adapter", "none"), settings={"num_generations": 4}),
     "critic_backprop": Case((True, False)),
     "critic_learning_rate": Case(
         (None, 0.1), "weights rates", exact=lambda a, b: set(a.rates) == {1e-2} and set(b.rates) == {1e-2, 0.1}
     ),
     "normalize_values": Case((False, True), "weights loss/value"),
     "critic_init": Case((None, "critic"), "weights loss/value"),
+    "critic_prompt": Case((None, "hint"), "weights loss/value", settings={"critic": "adapter"}, given=hinted),
     "value_warmup_steps": Case((0, 8), exact=lambda a, b: policy_moved(a) and not policy_moved(b)),
     "cliprange": Case((0.2, 0.02), "weights clip_ratio/region_mean"),
     "cliprange_high": Case((None, 0.02), "weights clip_ratio/high_mean"),

@@ -1,7 +1,7 @@
 """Sequences, rollouts and their minibatches: padding is exact, and every row is learned from once an epoch."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -29,7 +29,8 @@ def rollout(rows=4):
 
 
 def same(one, other):
-    return all(torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(Sequences))
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(Sequences)]
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
 
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
@@ -72,13 +73,6 @@ def test_rows_of_a_rollout_keep_each_number_at_its_token():
     assert same(part.sequences, sequences([3, 1]))
     for name in TENSORS:
         assert torch.equal(getattr(part, name), getattr(whole, name)[[3, 1], :3]), name
-
-
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (4,), (4, 5, 1)])
-def test_a_tensor_of_another_shape_is_refused_by_its_name(name, shape):
-    with pytest.raises(ValueError, match=rf"`{name}` must .*\(4, 5\), got \({', '.join(map(str, shape))},?\)"):
-        replace(rollout(), **{name: torch.zeros(shape)})
 
 
 # ---- minibatches ----

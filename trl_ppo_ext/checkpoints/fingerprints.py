@@ -10,7 +10,7 @@ from torch import Tensor, nn, uint8
 from transformers import PreTrainedTokenizerBase
 
 from ..data.loading import spread_indices
-from ..data.prompts import PROMPT_IDS
+from ..data.prompts import TOKEN_COLUMNS
 from ..distributed import gathered
 from ..modeling import ActorCritic
 from ..rewards.model import AdapterReward
@@ -39,7 +39,7 @@ def _weights(tensors: Iterable[Tensor]) -> str:
 def _rows(dataset: Any) -> str | None:
     if dataset is None:
         return None
-    columns = sorted(set(dataset.column_names or ()) - {PROMPT_IDS})
+    columns = sorted(set(dataset.column_names or ()) - TOKEN_COLUMNS)
     if isinstance(dataset, IterableDataset):  # its rows are not read ahead
         return f"stream of {', '.join(columns)}"
     rows = [dataset[index] for index in spread_indices(len(dataset), SAMPLED_ROWS)]

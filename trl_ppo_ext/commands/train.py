@@ -139,7 +139,10 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     limit, overlong = prompt_limit(length, context, args.max_prompt_length), args.overlong_prompts
     for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
-            prompts = tokenize_prompts(rows, tokenizer, argument, length, None, template_kwargs)[PROMPT_IDS]
+            rows = tokenize_prompts(
+                rows, tokenizer, argument, length, None, template_kwargs, critic_prompt=args.critic_prompt
+            )
+            prompts = rows[PROMPT_IDS]
             lengths = [len(ids) for ids in prompts]
             too_long = f"{sum(n > limit for n in lengths)} of {len(lengths)} prompts have more than {limit} tokens"
             if max(lengths) > limit and (overlong == "error" or (overlong == "drop" and min(lengths) > limit)):

@@ -22,7 +22,8 @@ from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
 
-PROMPT_IDS = "_prompt_ids"  # not a name that a user's column has
+PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's column has these names
+TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
 _SHORT = reprlib.Repr()  # reads only the ends of long values
 _SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -115,7 +116,7 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
     return min(limit, max_prompt_length or limit)
 
 
-def _check_columns(dataset: Any, name: str) -> None:
+def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
             f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
@@ -129,6 +130,10 @@ def _check_columns(dataset: Any, name: str) -> None:
             f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
             '`dataset.rename_column("question", "prompt")` renames one.'
         )
+    if critic_prompt is not None and critic_prompt not in columns:
+        raise PromptError(
+            f"`{name}` needs the column that `critic_prompt={critic_prompt!r}` names, got {sorted(columns)}."
+        )
     for column in _REWARD_ARGUMENTS & set(columns):
         raise PromptError(
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
@@ -141,6 +146,27 @@ def _check_columns(dataset: Any, name: str) -> None:
         )
 
 
+def _ids_of(
+    prompt: Any,
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None,
+    limit: int = sys.maxsize,
+) -> list[int]:
+    is_text = isinstance(prompt, str)
+    if is_text and chat_template_kwargs:
+        raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
+    template_kwargs = {} if is_text else row_template_kwargs(row, chat_template_kwargs)
+    ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
+    if not ids:
+        raise PromptError("The prompt is empty; drop it, or give it at least one token.")
+    if len(ids) > limit:
+        raise PromptError(
+            f"The critic's prompt has {len(ids)} tokens, but its context has room for {limit}; shorten it."
+        )
+    return ids
+
+
 def tokenize_prompts(
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -150,29 +176,25 @@ def tokenize_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     max_prompt_length: int | None = None,
     overlong: str = "error",
+    critic_prompt: str | None = None,
 ) -> Dataset | IterableDataset:
-    """Add the token ids of each prompt as a column, and check every prompt."""
+    """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         dataset = Dataset.from_list(dataset)
-    _check_columns(dataset, name)
+    _check_columns(dataset, name, critic_prompt)
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
     change = "lower `max_completion_length`"
     if limit == max_prompt_length:
         room, change = f"{max_prompt_length=}", "raise `max_prompt_length`"
+    room_for_critic = prompt_limit(max_completion_length, context_length, None)
     kinds: set[type] = set()  # of the prompts so far
 
     # 1. Encode every row.
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
-        is_text = isinstance(prompt, str)
-        if is_text and chat_template_kwargs:
-            raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
-        template_kwargs = {} if is_text else row_template_kwargs(row, chat_template_kwargs)
-        ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
-        if not ids:
-            raise PromptError("The prompt is empty; drop it, or give it at least one token.")
+        ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
             raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")
@@ -181,7 +203,12 @@ def tokenize_prompts(
                 f"The prompt has {len(ids)} tokens, but {room}. Set `overlong_prompts` to 'truncate' or 'drop', "
                 f"shorten it, or {change}."
             )
-        return {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
+        encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
+        if critic_prompt is not None:
+            encoded[CRITIC_PROMPT_IDS] = _ids_of(
+                row.get(critic_prompt), row, tokenizer, chat_template_kwargs, room_for_critic
+            )
+        return encoded
 
     rows = map_rows(dataset, encode_row, f"`{name}`")
     if overlong != "drop":

@@ -255,7 +255,7 @@ class ActorCritic(nn.Module):
         if with_values and self.value_head is not None:
             if self.critic_adapter is not None:
                 with self.adapter(self.critic_adapter):
-                    hidden = self._hidden_states(sequences)
+                    hidden = self._hidden_states(sequences.for_critic)
             elif side is not None:
                 hidden = side.read(states, sequences.positions)
             elif not self.critic_backprop:

@@ -1,6 +1,7 @@
 """Guards against NaN and inf: exclude them from the update, and report them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,12 +85,17 @@ class NonFiniteGuard:
         prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
         prompt_ids[excluded], completion_ids[excluded] = first, second
         replaced = excluded.to(sequences.prompt_lengths.device)
-        return Sequences(
+        stand_ins = Sequences(
             prompt_ids,
             completion_ids,
             sequences.prompt_lengths.masked_fill(replaced, 1),
             sequences.completion_lengths.masked_fill(replaced, 1),
         )
+        if sequences.critic_prompt_ids is None or sequences.critic_prompt_lengths is None:
+            return stand_ins
+        ids = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
+        lengths = sequences.critic_prompt_lengths.masked_fill(replaced, 1)
+        return replace(stand_ins, critic_prompt_ids=ids, critic_prompt_lengths=lengths)
 
     def check_gradient(self, finite: bool, step: int) -> None:
         """Count skipped steps in a row; raise [`NonFiniteError`] if there are too many."""

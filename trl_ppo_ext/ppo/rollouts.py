@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 from trl import is_conversational
 
-from ..data.prompts import PROMPT_IDS
+from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..generation import Generator
 from ..modeling import ActorCritic, TokenScores, ValueHead
 from ..randomness import fixed_seed
@@ -93,6 +93,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
+        token_ids = {name: x for name, x in token_ids.items() if x is not None}
         coefficients = torch.tensor([self.kl_coef, self.entropy_coef, self.value_unit], dtype=torch.float64)
         return (
             {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"coefficients": coefficients}
@@ -182,7 +183,9 @@ class RolloutCollector:
         with self._timed("generate", metrics):
             completion_ids = self.generator.generate(prompt_ids)
         stopped = torch.tensor([*map(self.generator.has_stopped, completion_ids)]).to(device, non_blocking=True)
-        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, self.tokenizer.pad_token_id, device)
+        privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
+        pad_token_id = self.tokenizer.pad_token_id
+        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged)
 
         # 2. Log-probs under policy and reference, values and entropies, with the forward of the updates.
         with self._timed("forward", metrics):
@@ -361,7 +364,7 @@ class RolloutCollector:
             starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
             joined = zip(starts, texts, completions)
             completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
-        columns = [key for key in rows[0] if key not in ("prompt", PROMPT_IDS)]
+        columns = [key for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}]
         return ScoringBatch(
             prompts,
             completions,

@@ -12,7 +12,7 @@ from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import PROMPT_IDS
+from ..data.prompts import PROMPT_IDS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
@@ -96,7 +96,7 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str) -
             check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]")
         return
     columns = getattr(dataset, "column_names", None)  # those of a stream may be unknown
-    passed = [column for column in columns or () if column not in ("prompt", PROMPT_IDS)]
+    passed = [column for column in columns or () if column not in {"prompt", *TOKEN_COLUMNS}]
     for function in filter(_is_function, reward_funcs if columns else ()):
         check_signature(function, passed, f"`{name}`")
 
