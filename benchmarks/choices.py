@@ -22,9 +22,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "docstrings"
-UNCLIPPED, CLIPPED = {"cliprange_value": None}, {"cliprange_value": 0.2}
+HEAD = {"critic": "head", "normalize_values": False, "vf_coef": 0.1}
+UNCLIPPED, CLIPPED = HEAD | {"cliprange_value": None}, HEAD | {"cliprange_value": 0.2}
 GROUPS = UNCLIPPED | {"critic": "none", "num_generations": 8}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "defaults": {"cliprange_value": None},
     "head": UNCLIPPED,
     "head, values clipped": CLIPPED,
     "head, values clipped, no backprop": CLIPPED | {"critic_backprop": False},
@@ -60,8 +62,7 @@ def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: i
         max_completion_length=48,
         missing_eos_penalty=2.0,
         lam_critic=1.0,
-        critic="adapter",
-        cliprange_value=0.2,
+        **CLIPPED | {"critic": "adapter"},
     )
     trainer = PPOTrainer(
         str(runs / "sft"),

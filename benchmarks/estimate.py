@@ -196,6 +196,7 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
     shape = case.shape
     settings = {
         "use_cpu": not torch.cuda.is_available(),
+        "critic": "head",
         "bf16": case.dtype == "bf16",
         "per_device_train_batch_size": shape.batch,
         "num_ppo_epochs": 2,

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
+from .distributed import uses_deepspeed
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import AdaptiveKL
 from .presets import load_preset
@@ -114,15 +115,18 @@ class PPOConfig(TRLFields, TrainingArguments):
         advantage_estimator (`str`, *optional*):
             `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"`
             or `"rebn"` (whitened rewards-to-go per token).
-        critic (`str`, *optional*, defaults to `"head"`):
-            Value `"head"` on the policy's last state, `"side"` network on states of several layers and the position
-            (nothing flows back into the policy), value head on an `"adapter"` of its own, or `"none"`.
+        critic (`str`, *optional*, defaults to `"side"`):
+            `"side"` network on states of several layers and the position (nothing flows back into the policy), value
+            `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
-        critic_learning_rate (`float`, *optional*): Learning rate of the critic. Defaults to `learning_rate`.
-        normalize_values (`bool`, *optional*, defaults to `False`):
+        critic_learning_rate (`float`, *optional*):
+            Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
+            `learning_rate`.
+        normalize_values (`bool`, *optional*):
             Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
-            then begins at the mean return, and `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
+            then begins at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the
+            rewards' scale. Defaults to `True` with a critic, except with DeepSpeed.
         critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
         critic_prompt (`str`, *optional*):
             Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
@@ -136,7 +140,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
         cliprange_value (`float`, *optional*): Clip range of the values, in units of the reward. Unclipped by default.
-        vf_coef (`float`, *optional*, defaults to `0.1`): Coefficient of the value loss.
+        vf_coef (`float`, *optional*, defaults to `0.5`): Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
         entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
         gamma (`float`, *optional*, defaults to `1.0`): Discount factor.
@@ -147,7 +151,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
-            Whether to whiten the advantages of a rollout. Defaults to `True` with a critic, else `False`.
+            Whether to whiten the advantages of a rollout. Defaults to `True` for `"rebn"`, and for a critic without
+            `normalize_values`.
         ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`):
             Maximum length of a supervised row, in tokens. Longer rows are truncated.
@@ -225,10 +230,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_horizon: int = 10000
     target_kl: float | None = None
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
-    critic: Literal["head", "side", "adapter", "none"] = "head"
+    critic: Literal["head", "side", "adapter", "none"] = "side"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
-    normalize_values: bool = False
+    normalize_values: bool | None = None
     critic_init: str | None = None
     critic_prompt: str | None = None
     value_warmup_steps: int = 0
@@ -238,7 +243,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     cliprange_value: float | None = None
-    vf_coef: float = 0.1
+    vf_coef: float = 0.5
     entropy_coef: float = 0.0
     entropy_target: float | None = None
     gamma: float = 1.0
@@ -277,8 +282,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available() and not emulated
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
-        if self.whiten_advantages is None:
-            self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
+        if self.normalize_values is None:
+            self.normalize_values = with_critic and not uses_deepspeed(self)
+        if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
+            self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
@@ -397,6 +404,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`num_generations` must be at least 2 for `advantage_estimator={estimator!r}`, which compares the "
                 f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'reinforce'."
             )
+        if self.normalize_values and self.critic == "none":
+            raise ValueError("`normalize_values=True` needs a critic, and `critic='none'`; remove it.")
         for name in _CRITIC_ONLY if self.critic == "none" else ():
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value != default and (name, estimator) != ("gamma", "rebn"):
@@ -542,7 +551,7 @@ _UNSUPPORTED = {
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
 _CRITIC_ONLY = (
-    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate normalize_values critic_init "
+    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init "
     "critic_prompt value_warmup_steps whiten_rewards cliprange_value"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed

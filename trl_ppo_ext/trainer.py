@@ -44,7 +44,7 @@ from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
 from .generation import build_generator
-from .modeling import check_optimizers, load_actor_critic
+from .modeling import SIDE_LEARNING_RATE, check_optimizers, load_actor_critic
 from .modeling.averaging import AveragedWeights
 from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
@@ -352,6 +352,8 @@ class PPOTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
         exists, learning_rate = self.optimizer is not None, self.args.critic_learning_rate
+        if learning_rate is None and self.args.critic == "side":
+            learning_rate = SIDE_LEARNING_RATE
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)

@@ -22,6 +22,8 @@ TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_mod
 CHOICES = {
     "plain": {"save_strategy": "steps", "save_steps": 8},
     "critic adapter": {"critic": "adapter", "critic_learning_rate": 1e-3},
+    "side critic": {"critic": "side"},
+    "default critic": {"critic": "side", "normalize_values": True, "vf_coef": 0.5},
     "warmup": {"critic": "adapter", "value_warmup_steps": 2},
     "all that is steered or added": {
         "kl_target": 0.01,
@@ -58,11 +60,12 @@ RUNS = {
         ("plain", "2 x 4"),
         ("all that is steered or added", "2 x 4"),
     ],
-    "ZeRO-3, all": [("critic adapter", "2 x 4"), ("an empty rollout", "2 x 4")],
+    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("all that is steered or added", "2 x 4"),
         ("critic adapter", "2 x 4"),
+        ("default critic", "2 x 4"),
         ("all other ways", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],

@@ -124,6 +124,8 @@ def gap(seed, output_dir, max_steps=1400, length=2, **settings):
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,
         "kl_coef": BETA,
+        "critic": "head",
+        "normalize_values": False,
         "vf_coef": 0.1,
         "lam": 0.95,
         "cliprange_value": None if settings.get("critic") == "none" else 0.2,

@@ -5,6 +5,7 @@ from .adapters import adapter_weights as adapter_weights
 from .adapters import check_fit as check_fit
 from .adapters import load_adapter_weights as load_adapter_weights
 from .adapters import parameter_names as parameter_names
+from .critics import SIDE_LEARNING_RATE as SIDE_LEARNING_RATE
 from .critics import SideCritic as SideCritic
 from .critics import ValueHead as ValueHead
 from .loading import check_model_arguments as check_model_arguments

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 SIDE_WIDTH = 256
+SIDE_LEARNING_RATE = 1e-3
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
 

@@ -1,7 +1,5 @@
 """Rollouts: rows, devices, checkpoints, and the order of their micro-batches."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from runs_of_tiny import rollout
@@ -12,7 +10,7 @@ from trl_ppo_ext.ppo.rollouts import Rollout, longest_first
 
 def everything(batch):
     """All tensors of a rollout, those of its sequences included."""
-    token_ids = {field.name: getattr(batch.sequences, field.name) for field in fields(batch.sequences)}
+    token_ids = {name: x for name, x in vars(batch.sequences).items() if isinstance(x, torch.Tensor)}
     return token_ids | batch.tensors
 
 

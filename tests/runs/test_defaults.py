@@ -1,0 +1,64 @@
+"""The critic of the defaults: a side network in units of the returns, whose advantages are not whitened."""
+
+import pytest
+import torch
+from runs_of_tiny import rollouts_of, trainer, weights
+from tiny import config
+
+from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.modeling import SIDE_LEARNING_RATE, SideCritic
+from trl_ppo_ext.ppo import math as ppo_math
+
+DEFAULTS = {name: PPOConfig.__dataclass_fields__[name].default for name in ("critic", "normalize_values", "vf_coef")}
+
+
+def test_defaults_follow_from_the_critic(tmp_path):
+    args = config(tmp_path, **DEFAULTS)
+    assert (args.critic, args.normalize_values, args.whiten_advantages, args.vf_coef) == ("side", True, False, 0.5)
+    plain = config(tmp_path, **DEFAULTS | {"normalize_values": False})
+    assert plain.whiten_advantages
+    none = config(tmp_path, critic="none", advantage_estimator="reinforce")
+    assert (none.normalize_values, none.whiten_advantages) == (False, False)
+    assert config(tmp_path, critic="none", advantage_estimator="rebn").whiten_advantages
+
+
+def test_normalize_values_needs_a_critic(tmp_path):
+    with pytest.raises(ValueError, match="`normalize_values=True` needs a critic"):
+        config(tmp_path, critic="none", advantage_estimator="reinforce", normalize_values=True)
+
+
+def test_advantages_are_in_units_of_the_returns(tmp_path):
+    run = trainer(tmp_path, **DEFAULTS, max_steps=8)
+    rollouts, before = rollouts_of(run), []
+    update = run.collector.normalizer.update
+    run.collector.normalizer.update = lambda *given: before.append(given) or update(*given)
+    run.train()
+    args, (rollout, samples) = run.args, rollouts[-1]
+    assert isinstance(run.actor_critic.value_head, SideCritic)
+    kl = ppo_math.kl_estimate(samples.tokens.logprobs, samples.tokens.ref_logprobs, "k1")
+    mask = rollout.sequences.completion_mask
+    score = run.collector.shaping(samples.scored.totals, samples.stopped, samples.scored.usable, run.collector.all_sum)
+    rewards = ppo_math.token_rewards(samples.scored.tokens, score, kl, mask, args.kl_coef)
+    expected, _ = ppo_math.gae(rewards, rollout.old_values, mask, args.gamma, args.lam)
+    torch.testing.assert_close(rollout.advantages, expected / rollout.value_unit)
+    assert rollout.value_unit not in (0.0, 1.0)
+
+
+def test_side_critic_has_a_learning_rate_of_its_own(tmp_path):
+    run = trainer(tmp_path, **DEFAULTS, learning_rate=1e-5)
+    run.create_optimizer()
+    rates = {id(x): group["lr"] for group in run.optimizer.param_groups for x in group["params"]}
+    assert {rates[id(x)] for x in run.actor_critic.critic_parameters().values()} == {SIDE_LEARNING_RATE}
+    assert {rates[id(x)] for x in run.actor_critic.policy_parameters().values()} == {1e-5}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_run_with_defaults_resumes_bit_for_bit(tmp_path, step):
+    settings = DEFAULTS | {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert all(torch.equal(x, weights(again)[name]) for name, x in weights(whole).items())
+    heads = (run.actor_critic.value_head.state_dict() for run in (whole, again))
+    for one, other in zip(*(head.values() for head in heads)):
+        assert torch.equal(one, other)
