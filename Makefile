@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo duel test test-all lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/docstrings/run.py
@@ -15,6 +15,9 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+duel: $(VENV)/.test
+	$(BIN)/python benchmarks/duel.py
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/step.py

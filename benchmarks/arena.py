@@ -24,6 +24,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -63,10 +64,11 @@ class Task:
 
     __name__ = "arena"
 
-    def __init__(self, name: str, seed: int):
+    def __init__(self, name: str, seed: int, watch: Callable[[float], None] = lambda share: None):
         import torch
 
         self.name = name
+        self.watch = watch  # called with the share of each rollout
         self.shares: list[float] = []
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -79,20 +81,25 @@ class Task:
             scores = [
                 float((ids[0] - prompt[1]) % KINDS < accepted(prompt) and ids[0] < KINDS) for prompt, ids in pairs
             ]
-            self.shares.append(statistics.mean(scores))
+            self.record(statistics.mean(scores))
             return scores
         right = [right_tokens(prompt, ids) for prompt, ids in zip(numbers, completion_ids)]
         if self.name == "chain":
             right = [[all(row[: t + 1]) for t in range(len(row))] for row in right]
-        self.shares.append(sum(map(sum, right)) / LENGTHS[self.name] / len(right))
+        self.record(sum(map(sum, right)) / LENGTHS[self.name] / len(right))
         if self.name != "noise":
             return [[float(x) for x in row] for row in right]
         noise = torch.randn(len(right), len(right[0]), generator=self.generator)
         scales = [10 ** (2 * prompt[0] / (KINDS - 1) - 1) for prompt in numbers]
         return [[scale * (x + n) for x, n in zip(row, ns)] for scale, row, ns in zip(scales, right, noise.tolist())]
 
+    def record(self, share: float) -> None:
+        """Add the share of a rollout."""
+        self.shares.append(share)
+        self.watch(share)
 
-def train(job: tuple[str, str, float, int]) -> dict:
+
+def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
     """Train one rival on one task with one rate and seed, on one thread."""
     task_name, rival, rate, seed = job
     import torch
@@ -124,7 +131,7 @@ def train(job: tuple[str, str, float, int]) -> dict:
     prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
 
     # 2. The same rollouts for every rival.
-    task = Task(task_name, seed)
+    task = Task(task_name, seed, watch)
     with tempfile.TemporaryDirectory() as directory:
         args = PPOConfig(
             directory,

@@ -41,7 +41,9 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
     else:  # no groups are compared; what remains is whether advantages are scaled
         options |= {"group": {}, "batch": {"whiten_advantages": True}, "none": {"whiten_advantages": False}}
         if scale == "group":
-            logger.warning("`scale_rewards='group'` needs `critic='none'`; a critic's advantages are in units of the returns.")
+            logger.warning(
+                "`scale_rewards='group'` needs `critic='none'`; a critic's advantages are in units of the returns."
+            )
     return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
 
 

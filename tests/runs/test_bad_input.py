@@ -170,7 +170,7 @@ KNOWN_FROM_ARGUMENTS = [
     case(
         "prompt longer than the context",
         ValueError,
-        r"Row 1 of `train_dataset`: .*60 tokens, .*64 minus max_completion_length=8 leaves 56\. Set `overlong_prompts`",
+        r"Row 1 of `train_dataset`: .*60 tokens, .*64 minus max_completion_length=8 leaves 56\. Set `overlong_prompts",
         train_dataset=questions("w1", "w1 " * 60),
     ),
     case("empty dataset", ValueError, r"`train_dataset` is empty.*at least one prompt", train_dataset=questions()),
@@ -218,7 +218,12 @@ KNOWN_FROM_ARGUMENTS = [
     # model and adapter
     case("model that is a number", TypeError, r"`model` must be a model id or path.*got int", model=3),
     case("model of plain torch", TypeError, r"`model` must be a model id or path.*got Linear", model=nn.Linear(2, 2)),
-    case("model without an output projection", ValueError, r"causal language model", model=lambda: llama(classifier=True)),
+    case(
+        "model without an output projection",
+        ValueError,
+        r"causal language model",
+        model=lambda: llama(classifier=True),
+    ),
     case(
         "prompt learning",
         ValueError,
@@ -278,7 +283,7 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
         ({"reward_weights": []}, r"`args.reward_weights` has 0 entries for 1 rewards; they must match"),
         (
             {"model_init_kwargs": {"dtype": "float32"}},
-            r"`model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass the model's id",
+            r"`model_init_kwargs` needs a `model` that is a string, got a loaded LlamaForCausalLM; pass",
         ),
         (
             {"max_completion_length": 64},
@@ -300,7 +305,12 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
         (2, {}, {"value_warmup_steps": 3}, r"`value_warmup_steps=3` is not supported.*use a `critic_init`"),
         (2, {}, {"fp16": True}, r"`fp16=True` is not supported with DeepSpeed.*use `bf16`"),
         (2, {"scheduler": {}}, {}, r"DeepSpeed's `scheduler` does not.*set `lr_scheduler_type`"),
-        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, r"`critic_learning_rate` needs.*remove DeepSpeed's `optimizer`"),
+        (
+            2,
+            {"optimizer": {}},
+            {"critic_learning_rate": 1e-3},
+            r"`critic_learning_rate` needs.*remove DeepSpeed's `optimizer`",
+        ),
     ],
     ids=["no ZeRO", "overflow", "value_warmup_steps", "fp16", "scheduler", "critic_learning_rate"],
 )
@@ -348,14 +358,24 @@ FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
         ({"VERSION": "1"}, {}, {}, r"FSDP1 .* unsupported.*`fsdp_version: 2`.*ZeRO-3, or DDP with a 4-bit base"),
         ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, r"`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP"),
         ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, r"`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP"),
-        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, r"`fsdp_transformer_layer_cls_to_wrap` and .* unsupported.*remove them"),
+        (
+            {"TRANSFORMER_CLS_TO_WRAP": "Linear"},
+            {},
+            {},
+            r"`fsdp_transformer_layer_cls_to_wrap` and .* unsupported.*remove them",
+        ),
         ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, r"would keep the whole base on every rank; set it true"),
         ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, r"adapters without weights on all ranks.*set it false"),
         ({"OFFLOAD_PARAMS": "true"}, {}, {}, r"`fsdp_offload_params` is unsupported; set it false"),
         ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, r"set it false, and `gradient_checkpointing=True`"),
         ({}, {"fp16": True}, {}, r"`fp16=True` is unsupported with FSDP; use `bf16`"),
         ({}, {"optim": "adafactor"}, {}, r"`optim='adafactor'` is untested on sharded.*use one of 'adamw_torch'"),
-        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"quantized base cannot be sharded by FSDP; use DDP"),
+        (
+            {},
+            {},
+            {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
+            r"quantized base cannot be sharded by FSDP; use DDP",
+        ),
         ({}, {}, {}, r"needs several processes to shard over, got one; start them with `accelerate launch"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
@@ -460,7 +480,9 @@ def logs_a_metric(completion_ids, log_metric, **kwargs):
 @pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean"])
 def test_best_metric_that_no_evaluation_logs_raises(tmp_path, metric, evaluation):
     settings = {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
-    with pytest.raises(ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; use one of eval_.*reward"):
+    with pytest.raises(
+        ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; use one of eval_.*reward"
+    ):
         build(tmp_path, {"eval_dataset": evaluation}, **settings)
     build(tmp_path, {"eval_dataset": evaluation, "reward_funcs": [logs_a_metric]}, **settings)  # it may log it
     build(tmp_path, {"eval_dataset": evaluation, "callbacks": [TrainerCallback()]}, **settings)  # it may add it
@@ -468,7 +490,10 @@ def test_best_metric_that_no_evaluation_logs_raises(tmp_path, metric, evaluation
 
 def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward"}
-    given = {"eval_dataset": prompts, "monitor_funcs": lambda: [lambda completions, **kwargs: [1.0] * len(completions)]}
+    given = {
+        "eval_dataset": prompts,
+        "monitor_funcs": lambda: [lambda completions, **kwargs: [1.0] * len(completions)],
+    }
     trainer = build(tmp_path, given, **settings)
     rewards, monitors = trainer.collector.rewards, trainer.collector.monitors
     for name in trainer.evaluate().keys() - {"epoch"}:
@@ -501,13 +526,28 @@ def frozen_imports():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([1.0] * 3, r"`verdict` returned 3 scores for 8 completions; it must return a list with one entry per completion"),
-        ([1.0] * 9, r"`verdict` returned 9 scores for 8 completions; it must return a list with one entry per completion"),
-        ([1.0] * 7 + ["good"], r"`verdict` returned 'good' for completion 7; a score must be a finite number, or None"),
-        ([1.0] * 7 + [1e20], r"`verdict` returned 1e\+20 for completion 7; a score must be a finite number.*at most 1e\+09"),
+        (
+            [1.0] * 3,
+            r"`verdict` returned 3 scores for 8 completions; it must return a list with one entry per completion",
+        ),
+        (
+            [1.0] * 9,
+            r"`verdict` returned 9 scores for 8 completions; it must return a list with one entry per completion",
+        ),
+        (
+            [1.0] * 7 + ["good"],
+            r"`verdict` returned 'good' for completion 7; a score must be a finite number, or None",
+        ),
+        (
+            [1.0] * 7 + [1e20],
+            r"`verdict` returned 1e\+20 for completion 7; a score must be a finite number.*at most 1e\+09",
+        ),
         ([float("inf")] * 8, r"`verdict` returned inf for completion 0; a score must be a finite number, or None"),
         (1.0, r"`verdict` returned a float for 8 completions; it must return a list with one entry per completion"),
-        (None, r"`verdict` returned a NoneType for 8 completions; it must return a list with one entry per completion"),
+        (
+            None,
+            r"`verdict` returned a NoneType for 8 completions; it must return a list with one entry per completion",
+        ),
     ],
     ids=["too few", "too many", "text", "too large", "inf", "a bare number", "nothing"],
 )

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from runs_of_tiny import COMPLETIONS, PROMPTS, freeze_policy, plain_logprobs, sequences, trainable, trainer, weights
+from safetensors.torch import load_file, save_file
 from tiny import config, llama, qwen2, tokenizer
 from transformers import (
     BitsAndBytesConfig,
@@ -131,7 +131,9 @@ def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path
     for t in range(len(completion)):
         for k in range(16):
             position[t, k] = (size / 16) ** 0.5 * torch.cos(torch.tensor(torch.pi * k * t / length))
-    gate, up = torch.nn.functional.linear(torch.cat([*normalized, position], 1), *head.inputs.parameters()).split(256, 1)
+    gate, up = torch.nn.functional.linear(torch.cat([*normalized, position], 1), *head.inputs.parameters()).split(
+        256, 1
+    )
     expected = torch.nn.functional.linear(gate * gate.sigmoid() * up, head.weight, head.bias)[:, 0]
     torch.testing.assert_close(built(sequences()).values[0, : len(completion)], expected)
 
@@ -228,7 +230,9 @@ def test_reentrant_checkpointing_with_a_critic_adapter_raises(tmp_path):
     kwargs = {"use_reentrant": True}
     built = actor_critic(tmp_path)
     for enable in (built.activation_checkpointing_enable, built.gradient_checkpointing_enable):
-        with pytest.raises(ValueError, match="must be False .*recompute the critic's layers under the policy's adapter"):
+        with pytest.raises(
+            ValueError, match=r"must be False .*recompute the critic's layers under the policy's adapter"
+        ):
             enable(kwargs)
     built = trainer(tmp_path, **ADAPTER, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
     with pytest.raises(ValueError, match="`use_reentrant` in `gradient_checkpointing_kwargs` must be False"):
@@ -275,7 +279,9 @@ def test_given_adapter_has_its_own_reference_and_critic(tmp_path, name):
 def test_adapter_that_trains_biases_of_the_base_raises(tmp_path):
     lora = LoraConfig(bias="lora_only", **LORA)
     for model, peft_config in ((qwen2(), lora), (get_peft_model(qwen2(), lora), None)):
-        with pytest.raises(ValueError, match="`bias` of the adapter must be 'none', got 'lora_only': biases of the base are shared"):
+        with pytest.raises(
+            ValueError, match="`bias` of the adapter must be 'none', got 'lora_only': biases of the base are shared"
+        ):
             trainer(tmp_path, model, peft_config=peft_config)
 
 
@@ -438,9 +444,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("kind, settings, damage, message", UNFIT)
-def test_checkpoint_with_another_critic_raises(
-    base, starts, tmp_path, kind, settings, damage, message
-):
+def test_checkpoint_with_another_critic_raises(base, starts, tmp_path, kind, settings, damage, message):
     shutil.copytree(starts / kind, tmp_path / "saved")
     damage(tmp_path / "saved")
     built = actor_critic(tmp_path, settings, base, moved=False)
@@ -545,7 +549,10 @@ def test_run_without_a_critic_has_no_values(tmp_path, estimator):
 
 REFUSED = [
     ({"critic": "both"}, "`critic` must be one of 'head', 'side', 'adapter', 'none', got 'both'"),
-    (NONE | {"advantage_estimator": "gae"}, "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without"),
+    (
+        NONE | {"advantage_estimator": "gae"},
+        "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without",
+    ),
     (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not work with `critic='head'`; use 'gae' with"),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(

@@ -376,16 +376,22 @@ CASES = {
         (None, 2),
         "prompts",
         settings={"overlong_prompts": "truncate"},
-        exact=lambda a, b: {*map(len, itertools.chain(*a.prompts))} > {*map(len, itertools.chain(*b.prompts))} == {1, 2},
+        exact=lambda a, b: (
+            {*map(len, itertools.chain(*a.prompts))} > {*map(len, itertools.chain(*b.prompts))} == {1, 2}
+        ),
     ),
     "overlong_prompts": Case(
         ("error", "truncate", "drop"),
         "outcome prompts",
         settings={"max_prompt_length": 2},
-        exact=lambda a, b: "Set `overlong_prompts` to" in a.outcome and len({*map(tuple, itertools.chain(*b.prompts))}) <= 8,
+        exact=lambda a, b: (
+            "Set `overlong_prompts` to" in a.outcome and len({*map(tuple, itertools.chain(*b.prompts))}) <= 8
+        ),
     ),
     "pad_token": Case(
-        ("<unk>", "<none>"), "outcome", exact=lambda a, b: "must be a token of the tokenizer, got '<none>'" in b.outcome
+        ("<unk>", "<none>"),
+        "outcome",
+        exact=lambda a, b: "must be a token of the tokenizer, got '<none>'" in b.outcome,
     ),
     "num_generations": Case(
         (1, 4), "prompts", exact=lambda a, b: all(p[:4] == [p[0]] * 4 and p[4:] == [p[4]] * 4 for p in b.prompts)
@@ -397,7 +403,9 @@ CASES = {
         (None, 2), "calls completions", exact=lambda a, b: a.calls["generate"] == 2 and b.calls["generate"] == 8
     ),
     "max_completion_length": Case((10, 4), "completions", exact=lambda a, b: max(lengths(a)) > max(lengths(b)) == 4),
-    "stop_token_ids": Case((None, [*range(16, 32)]), "completions", exact=lambda a, b: sum(lengths(a)) > sum(lengths(b))),
+    "stop_token_ids": Case(
+        (None, [*range(16, 32)]), "completions", exact=lambda a, b: sum(lengths(a)) > sum(lengths(b))
+    ),
     "stop_strings": Case(
         (None, ["w1"]), "completions", given=readable, exact=lambda a, b: sum(lengths(a)) > sum(lengths(b))
     ),
@@ -432,7 +440,10 @@ CASES = {
         (0, 2), "weights reward", settings={"reward_quantization": "none"}, given=three_labels_by_name
     ),
     "reward_on_error": Case(
-        ("raise", "skip", "3.0"), "outcome weights", given=failing, exact=lambda a, b: "must be a finite number" in a.outcome
+        ("raise", "skip", "3.0"),
+        "outcome weights",
+        given=failing,
+        exact=lambda a, b: "must be a finite number" in a.outcome,
     ),
     "max_reward_failures": Case(
         (1.0, 0.0),

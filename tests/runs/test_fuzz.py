@@ -139,7 +139,10 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"eval_strategy": False}, r"`eval_strategy` must be one of 'no', .*, got False \(bool\)\. In YAML.*quote them"),
+        (
+            {"eval_strategy": False},
+            r"`eval_strategy` must be one of 'no', .*, got False \(bool\)\. In YAML.*quote them",
+        ),
         ({"learning_rate": [1e-4]}, r"`learning_rate` must be float, got a list"),
         ({"num_generations": 2.5}, r"`num_generations` must be int, got 2.5 \(float\)"),
         ({"fp16": "maybe"}, "fp16"),
@@ -149,7 +152,10 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
         ({"max_steps": 0}, r"`max_steps` must be at least 1, or -1 to use `num_train_epochs`"),
         ({"generation_kwargs": "temperature=1"}, r"`generation_kwargs` must be a mapping, its JSON"),
         ({"deepspeed": "null"}, r"`deepspeed` must be a mapping, .* or the path of a file"),
-        ({"accelerator_config": 1}, r"`accelerator_config` must be .*AcceleratorConfig or dict or str or None, got 1"),  # a file descriptor!
+        (
+            {"accelerator_config": 1},
+            r"`accelerator_config` must be .*AcceleratorConfig or dict or str or None, got 1",
+        ),  # a file descriptor!
         ({"fsdp_config": "nowhere.json"}, r"`fsdp_config` must be a mapping"),
         ({"lr_scheduler_type": "sine"}, r"`lr_scheduler_type` must be one of 'linear', .*got 'sine'"),
         ({"log_level": "loud"}, r"`log_level` must be one of"),

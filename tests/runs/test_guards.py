@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from runs_of_tiny import rollouts_of, trainer, weights
 from safetensors.torch import load_file
-from runs_of_tiny import rollouts_of, sequences, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
@@ -152,9 +152,7 @@ def test_nonfinite_completions_are_excluded_as_failed_ones(tmp_path, quantity, v
                 assert log[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"critic": "adapter"}, {"entropy_coef": 0.01} | EXACT]
-)
+@pytest.mark.parametrize("settings", [{}, {"critic": "adapter"}, {"entropy_coef": 0.01} | EXACT])
 def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
     """The same completions are not finite in the trained forward, and a mask of 0 does not stop a NaN."""
     built = scripted(tmp_path / "a", **settings)
@@ -396,7 +394,7 @@ def test_nonfinite_gradients_in_a_row_end_the_run_with_unchanged_weights(tmp_pat
     built = scripted(tmp_path, max_skipped_steps=2, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
     break_after_collecting(built)
     before = weights(built)
-    with pytest.raises(NonFiniteError, match="^2 optimizer steps in a row, up to step 2"):
+    with pytest.raises(NonFiniteError, match=r"^2 optimizer steps in a row, up to step 2"):
         built.train()
     assert all_equal(weights(built), before)
 
@@ -411,7 +409,7 @@ def check_gradients(*finite):
 def test_only_skipped_steps_in_a_row_end_a_run(caplog):
     check_gradients(False, True, False, True)
     assert "Optimizer step 7 is skipped: its gradient is not finite" in caplog.text
-    with pytest.raises(NonFiniteError, match="^2 optimizer steps in a row.*Lower the learning rate"):
+    with pytest.raises(NonFiniteError, match=r"^2 optimizer steps in a row.*Lower the learning rate"):
         check_gradients(False, False)
 
 

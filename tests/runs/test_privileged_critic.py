@@ -31,7 +31,9 @@ def moved(tmp_path, model=None):
 
 def secret_prompts(rows=16):
     dataset = prompts(rows)
-    return dataset.add_column("answer", [f"{WORDS[25 + row % 3]} {text}" for row, text in enumerate(dataset["prompt"])])
+    return dataset.add_column(
+        "answer", [f"{WORDS[25 + row % 3]} {text}" for row, text in enumerate(dataset["prompt"])]
+    )
 
 
 def test_critic_reads_its_prompt_and_the_policy_its_own(tmp_path):

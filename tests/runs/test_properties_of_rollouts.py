@@ -161,7 +161,9 @@ def test_sizes_of_a_plan_multiply_out(plan):
     per_epoch = plan.num_mini_batches * plan.gradient_accumulation_steps
     assert plan.completions == per_epoch * plan.micro_batch_size * plan.num_processes
     assert plan.micro_steps == per_epoch * plan.num_ppo_epochs
-    again = factor_of(plan.completions, "num_mini_batches", plan.num_mini_batches, plan.micro_batch_size, plan.num_processes)
+    again = factor_of(
+        plan.completions, "num_mini_batches", plan.num_mini_batches, plan.micro_batch_size, plan.num_processes
+    )
     assert again == plan.gradient_accumulation_steps
 
 

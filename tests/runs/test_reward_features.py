@@ -51,7 +51,9 @@ def test_asynchronous_functions_of_a_batch_run_together():
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    assert [scores.totals.tolist() for scores in collect_scores([FunctionReward(slow)] * 5, batch())] == [[1.0] * 3] * 5
+    assert [scores.totals.tolist() for scores in collect_scores([FunctionReward(slow)] * 5, batch())] == [
+        [1.0] * 3
+    ] * 5
     assert time.perf_counter() - start < 0.5
 
 
@@ -131,7 +133,9 @@ def test_reward_that_hangs_fails_after_its_timeout(function):
     start = time.perf_counter()
     (scores,) = collect_scores([FunctionReward(function, timeout=0.1)], batch())
     assert time.perf_counter() - start < 0.25
-    assert re.search(rf"`{function.__name__}` failed with TimeoutError: .*reward_timeout=0.1 s", str(scores.failures[2]))
+    assert re.search(
+        rf"`{function.__name__}` failed with TimeoutError: .*reward_timeout=0.1 s", str(scores.failures[2])
+    )
 
 
 def test_functions_with_a_timeout_score_and_raise_as_without():
@@ -163,7 +167,9 @@ def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):
     assert drawn[0] != drawn[1]  # its own random numbers differ between rollouts
 
 
-@pytest.mark.parametrize("name", ["loss", "reward", "learning_rate", "kl", "rewards/short/mean", "eval_reward", "epoch"])
+@pytest.mark.parametrize(
+    "name", ["loss", "reward", "learning_rate", "kl", "rewards/short/mean", "eval_reward", "epoch"]
+)
 def test_metric_with_a_name_of_the_trainer_raises(tmp_path, name):
     def reward(completion_ids, log_metric, **kwargs):
         log_metric(name, 1.0)
@@ -251,7 +257,7 @@ def test_completion_without_a_score_is_skipped_and_counted(tmp_path, function):
     assert all(torch.equal(x, weights(failing)[name]) for name, x in weights(built).items())
     counts = [sum(ids[0] % 2 for ids in samples.batch.completion_ids) for _, samples in rollouts]
     assert [log["unscored_completions"] for log in built.state.log_history if "reward" in log] == counts
-    assert 0 < sum(counts) and all(samples.scored.unscored.sum() == n for n, (_, samples) in zip(counts, rollouts))
+    assert sum(counts) > 0 and all(samples.scored.unscored.sum() == n for n, (_, samples) in zip(counts, rollouts))
     assert {log["unscored_completions"] for log in failing.state.log_history if "reward" in log} == {0}
 
 

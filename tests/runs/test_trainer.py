@@ -8,7 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
-from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, config, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
@@ -16,14 +16,6 @@ from trl_ppo_ext.modeling import logprobs
 from trl_ppo_ext.ppo.math import token_rewards
 from trl_ppo_ext.ppo.updates import MicroBatch
 from trl_ppo_ext.rewards import RewardShaping, read_scores
-
-
-
-
-
-
-
-
 
 
 class Steps(TrainerCallback):
