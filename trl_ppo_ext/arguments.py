@@ -10,7 +10,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from .config import PPOConfig
-from .distributed import check_deepspeed, check_fsdp, uses_deepspeed, uses_fsdp
+from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .modeling.loading import check_available
@@ -83,7 +83,7 @@ def check_trainer_arguments(
     _check_processes(args.n_gpu, args.world_size)
     if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
-    if uses_deepspeed(args):
+    if args.uses_deepspeed:
         names = ("deepspeed_plugin", "critic_learning_rate", "value_warmup_steps", "fp16", "normalize_values")
         check_deepspeed(*(getattr(args, name) for name in names))
     if isinstance(train_dataset, IterableDataset):

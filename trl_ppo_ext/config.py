@@ -17,7 +17,6 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
-from .distributed import uses_deepspeed
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import AdaptiveKL
 from .presets import load_preset
@@ -283,7 +282,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
-            self.normalize_values = with_critic and not uses_deepspeed(self)
+            self.normalize_values = with_critic and not self.uses_deepspeed
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
         self.top_k = self.top_k or 0
@@ -330,6 +329,11 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`kl_horizon` must be above {AdaptiveKL.MAX_ERROR * completions:g} for rollouts of {completions} "
                 f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
             )
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether the config or the launcher enables DeepSpeed."""
+        return self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""

@@ -99,11 +99,6 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
 
 
-def uses_deepspeed(args: Any) -> bool:
-    """Check if the config or the launcher enables DeepSpeed."""
-    return args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-
-
 def check_deepspeed(
     plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool, normalize_values: bool
 ) -> None:

@@ -576,7 +576,7 @@ def test_ptx_rows_are_cut_to_ptx_max_length(tmp_path):
 def test_ptx_rows_that_do_not_fit_raise_before_training(tmp_path):
     with pytest.raises(PTXError, match=r"Row 1 of the PTX dataset: its prompt has 2 tokens"):
         build(tmp_path, ptx_dataset=supervised(), ptx_max_length=2)
-    with pytest.raises(PTXError, match=r"Row 0 .*is empty"):
+    with pytest.raises(PTXError, match=r"Row 0 .*must not be empty"):
         build(tmp_path, ptx_dataset=Dataset.from_dict({"text": [""]}))
     with pytest.raises(PTXError, match="needs the columns"):
         build(tmp_path, ptx_dataset=questions())

@@ -123,8 +123,10 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
         saved_kind = kind_of_critic(load_file(head_file), has_adapter)
     if saved_kind != kind:
+        missing = f" (it has no {VALUE_HEAD})" if saved_kind == "none" else ""
         raise CheckpointError(
-            f"`critic` must be {saved_kind!r} to resume from `{directory}`, got {kind!r}; set `critic={saved_kind!r}`."
+            f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; set "
+            f"`critic={saved_kind!r}`."
         )
     if actor_critic.value_head is not None:
         head = actor_critic.value_head

@@ -164,6 +164,7 @@ def test_folder_holds_critic_numbers_and_card_without_local_paths(pretrained, wo
 def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, monkeypatch, tmp_path):
     def first_rollout(**start):
         args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
+        args.normalize_values = True  # as in pretraining
         args.per_device_train_batch_size = 32
         trainer = PPOTrainer("policy", find_reward("easy_rewards.of_last_word"), args, load_prompts())
         rollouts, collect = [], trainer.collector.collect
