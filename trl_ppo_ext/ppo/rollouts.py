@@ -139,7 +139,8 @@ class RolloutCollector:
         self.guard = guard
         self.shaping = RewardShaping(**{name: getattr(args, name) for name in SHAPING_FIELDS})
         self.kl_estimator = args.kl_estimator
-        self.kl_in_reward = args.uses_reference and args.kl_placement != "loss"
+        self.uses_reference = args.uses_reference
+        self.kl_in_reward = self.uses_reference and args.kl_placement != "loss"
         kl_coef, kl_target = args.kl_coef, args.kl_target
         self.kl_coef = ppo_math.Coefficient(kl_coef)
         if kl_target is not None:
@@ -320,7 +321,7 @@ class RolloutCollector:
             for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
                 part = sequences.rows(rows)
                 scores = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
-                if args.uses_reference:
+                if self.uses_reference:
                     scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, temperature))
                 for name, x in scores._asdict().items():
                     if x is not None:
