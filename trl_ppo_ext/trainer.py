@@ -162,7 +162,7 @@ class PPOTrainer(Trainer):
             )
 
         # 2. Tokenize and check every prompt.
-        tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
+        tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
         self._tokenize = partial(
             tokenize_prompts,
@@ -173,6 +173,7 @@ class PPOTrainer(Trainer):
             max_prompt_length=args.max_prompt_length,
             overlong=args.overlong_prompts,
             critic_prompt=args.critic_prompt,
+            vocab_size=vocab_size,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")

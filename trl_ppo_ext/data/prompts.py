@@ -122,6 +122,11 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
             f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
             f"{type(dataset).__name__}."
         )
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise PromptError(
+            f"`{name}` has a transform (`set_transform`), which runs when rows are read, but prompts are tokenized "
+            "before; use `dataset.map`, or drop it (`dataset.reset_format()`)."
+        )
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
@@ -177,6 +182,7 @@ def tokenize_prompts(
     max_prompt_length: int | None = None,
     overlong: str = "error",
     critic_prompt: str | None = None,
+    vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
@@ -195,6 +201,11 @@ def tokenize_prompts(
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
         ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise PromptError(
+                f"The prompt has the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}, but the "
+                f"model has {vocab_size} tokens; use the model's tokenizer, or train a resized embedding first."
+            )
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
             raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")

@@ -158,6 +158,21 @@ def test_invalid_or_empty_datasets_raise():
         tokenize_prompts(dataset("w1"), tokenizer(), "train_dataset", 64, context_length=64)
 
 
+def test_dataset_with_a_transform_raises():
+    rows = dataset("w1")
+    rows.set_transform(lambda batch: {"prompt": [f"w2 {text}" for text in batch["prompt"]]})
+    with pytest.raises(PromptError, match=r"`train_dataset` has a transform .*use `dataset.map`"):
+        tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
+
+
+@both_kinds
+def test_token_that_the_model_lacks_raises(kind):
+    larger = tokenizer()
+    larger.add_tokens(["<new>"])
+    with pytest.raises(PromptError, match=r"Row 1 .* token '<new>' with id 32, but the model has 32 tokens"):
+        list(tokenize_prompts(kind(dataset("w1", "w1 <new>")), larger, "train_dataset", 4, vocab_size=32))
+
+
 @pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state"])
 def test_columns_named_as_reward_arguments_raise(column):
     """Reward functions get an argument of this name already."""
