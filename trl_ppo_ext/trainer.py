@@ -443,7 +443,7 @@ class PPOTrainer(Trainer):
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
                 self._tokens_since_log, self._last_log = 0, now
         super().log(logs, start_time)
-        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
+        mode = "eval" if logs.keys().isdisjoint(("loss", "train_loss")) else "train"  # of any `metric_key_prefix`
         samples = self._samples.pop(mode, None)
         if samples is None or not self.accelerator.is_main_process:
             return
