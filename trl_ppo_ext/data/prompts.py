@@ -64,13 +64,17 @@ def encode(
     if tokenizer.chat_template is None:
         needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
+    parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
+    kwargs = {"add_generation_prompt": opening, **template_kwargs}
     try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=opening, tokenize=True, return_dict=True, **template_kwargs
-        )["input_ids"]
+        ids = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         cause = f"{type(error).__name__} ({shortened(error)})"
         raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+    if any(str(part) in text for part in parts):
+        raise PromptError(f"The chat template writes lists of parts as Python code, got {described(parts)}; use text.")
+    return ids
 
 
 def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -208,6 +208,15 @@ def test_message_without_content_needs_tool_calls():
             list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
 
 
+def test_parts_of_a_message_need_a_template_that_reads_them():
+    rows = dataset([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
+    reads = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    assert tokenize_prompts(rows, chat_tokenizer(reads), "train_dataset", 4)[0][PROMPT_IDS] == [5]
+    trims = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"  # as Llama 3
+    with pytest.raises(PromptError, match=r"Row 0 .*writes lists of parts as Python code, got .*'w1'.*; use text"):
+        tokenize_prompts(rows, chat_tokenizer(trims), "train_dataset", 4)
+
+
 def test_text_and_chat_in_one_column_raise():
     def rows():
         yield from ({"prompt": "w1"}, {"prompt": CHATS[0]})
