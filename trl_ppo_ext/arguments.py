@@ -100,8 +100,8 @@ def check_trainer_arguments(
 
 def load_tokenizer(
     model: Any, model_id: str, processing_class: Any, args: PPOConfig
-) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """Load and check the policy's tokenizer, and read the model's context length, without loading weights."""
+) -> tuple[PreTrainedTokenizerBase, int | None, int]:
+    """Load and check the policy's tokenizer, and read context length and vocabulary, without loading weights."""
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
@@ -117,7 +117,13 @@ def load_tokenizer(
     else:
         config, generation_config = model.config, model.generation_config
     text_config, stops = config.get_text_config(), args.stop_token_ids
-    if any(not 0 <= token < text_config.vocab_size for token in stops or []):
-        raise ValueError(f"`stop_token_ids` must be ids of the model's {text_config.vocab_size} tokens, got {stops}.")
+    vocab_size = text_config.vocab_size
+    if any(not 0 <= token < vocab_size for token in stops or []):
+        raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
-    return tokenizer, getattr(text_config, "max_position_embeddings", None)
+    if tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The pad token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the model has "
+            f"{vocab_size} tokens; set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}: padding is masked."
+        )
+    return tokenizer, getattr(text_config, "max_position_embeddings", None), vocab_size

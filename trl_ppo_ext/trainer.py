@@ -162,7 +162,7 @@ class PPOTrainer(Trainer):
             )
 
         # 2. Tokenize and check every prompt.
-        tokenizer, context_length = load_tokenizer(model, model_id, processing_class, args)
+        tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
         self._tokenize = partial(
             tokenize_prompts,
@@ -173,6 +173,7 @@ class PPOTrainer(Trainer):
             max_prompt_length=args.max_prompt_length,
             overlong=args.overlong_prompts,
             critic_prompt=args.critic_prompt,
+            vocab_size=vocab_size,
         )
         if train_dataset is not None:
             train_dataset = self._tokenize(train_dataset, name="train_dataset")
@@ -244,7 +245,7 @@ class PPOTrainer(Trainer):
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
-        self.add_callback(_StepCallback(self))
+        self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
         may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
         check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
@@ -442,7 +443,7 @@ class PPOTrainer(Trainer):
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
                 self._tokens_since_log, self._last_log = 0, now
         super().log(logs, start_time)
-        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
+        mode = "eval" if logs.keys().isdisjoint(("loss", "train_loss")) else "train"  # of any `metric_key_prefix`
         samples = self._samples.pop(mode, None)
         if samples is None or not self.accelerator.is_main_process:
             return
@@ -474,14 +475,16 @@ class PPOTrainer(Trainer):
                 checkpoint, self._resumed = resume.find_checkpoint(
                     resume_from_checkpoint, output_dir, is_writer, rank, check
                 )
-            elif not self._begun:
+            # a checkpoint of another directory begins a new run in this one
+            in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+            if not (self._begun or in_place):
                 resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
             self._begun = True
             self.terminal.checkpoint = checkpoint
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
                     self._save_after_error(error)
                     raise
         if self.preempted:
@@ -492,7 +495,7 @@ class PPOTrainer(Trainer):
             signal.raise_signal(self.signals.received)
         return output
 
-    def _save_after_error(self, error: Exception) -> None:
+    def _save_after_error(self, error: BaseException) -> None:
         """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
         return_to_step, self._return_to_step = self._return_to_step, None
         # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
@@ -831,6 +834,7 @@ class _StepCallback(TrainerCallback):
         trainer = self.trainer
         if trainer.averaged_policy is not None:
             trainer.averaged_policy.update()
+        trainer._return_to_step = lambda: None  # this step is complete, also if a callback fails now
         received = trainer.signals.received is not None
         if trainer.accelerator.num_processes > 1:
             anywhere = torch.tensor(float(received), device=trainer.accelerator.device)

@@ -66,7 +66,7 @@ def run(tmp_path_factory):
 
 def test_same_inputs_resume(run, tmp_path):
     again = trainer(shutil.copytree(run, tmp_path / "run"))
-    again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert again.state.global_step == 2
 
 

@@ -183,7 +183,7 @@ def test_limit_keeps_the_best_however_its_path_is_spelled(copy, monkeypatch, giv
 
 
 @pytest.mark.parametrize(
-    "limit, kept", [(None, "54321"), (0, "54321"), (1, "41"), (2, "41"), (3, "541"), (9, "54321")]
+    "limit, kept", [(None, "54321"), (0, "54321"), (-1, "54321"), (1, "41"), (2, "41"), (3, "541"), (9, "54321")]
 )
 def test_limit_keeps_the_latest_and_the_best(copy, limit, kept):
     for number in (3, 4, 5):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from processes import in_a_fork
 from runs_of_tiny import trainer
 from tiny import prompts
@@ -91,6 +92,27 @@ def test_new_run_beside_earlier_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"got checkpoint-2 .*another directory.*resume_from_checkpoint=False"):
         again.train()
     assert again.state.global_step == 0 and before == {path: path.stat().st_mtime for path in before}
+
+
+def test_run_from_elsewhere_beside_earlier_checkpoints_is_refused(tmp_path):
+    for folder in ("a", "b"):
+        trainer(tmp_path / folder, **SAVING).train()
+    again = trainer(tmp_path / "b", **SAVING, save_total_limit=1)
+    with pytest.raises(CheckpointError, match="`output_dir` must have no checkpoints of an earlier run"):
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert names(tmp_path / "b") == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_directory_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError("Permission denied")
+
+    built = trainer(tmp_path, **SAVING)
+    monkeypatch.setattr(FileLock, "acquire", denied)
+    monkeypatch.setattr(os, "access", lambda *args: False)  # root may write everywhere
+    with pytest.raises(CheckpointError, match="`output_dir` must be a directory that can be written, got"):
+        built.train()
+    assert built.state.global_step == 0
 
 
 @pytest.mark.parametrize("settings, argument", [({}, False), ({"resume_from_checkpoint": "false"}, None)])

@@ -94,6 +94,23 @@ def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, 
     assert again.averaged_policy.state_dict().keys() and logs(again) == logs(whole)
 
 
+@pytest.mark.parametrize("error", [FaultError, SystemExit])
+def test_callback_that_fails_after_a_step_loses_nothing(tmp_path, error):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise error
+
+    whole = trainer(tmp_path / "whole", **SETTINGS)
+    whole.train()
+    with pytest.raises(error):
+        trainer(tmp_path, callbacks=[Fails()], **SETTINGS).train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
+    again = trainer(tmp_path, **SETTINGS)
+    again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
 def test_error_in_the_optimizer_leaves_no_inexact_checkpoint(tmp_path):
     class Breaks(TrainerCallback):
         def on_optimizer_step(self, args, state, control, **kwargs):

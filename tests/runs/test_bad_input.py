@@ -412,6 +412,14 @@ def test_script_for_the_old_trainer_raises_with_what_changed(tmp_path):
         PPOTrainer(args=config(tmp_path), processing_class=tokenizer(), model=llama(), train_dataset=prompts(), **old)
 
 
+def test_pad_token_beyond_the_embedding_raises(tmp_path):
+    larger = tokenizer()
+    larger.add_special_tokens({"pad_token": "[PAD]"})
+    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
+        build(tmp_path, {"processing_class": lambda: larger})
+    build(tmp_path, {"processing_class": lambda: larger}, pad_token="<eos>")
+
+
 def test_training_needs_a_dataset(tmp_path):
     with pytest.raises(ValueError, match=r"`train_dataset` must be a dataset to train on, got None"):
         build(tmp_path, {"train_dataset": None}).train()

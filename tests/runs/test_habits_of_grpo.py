@@ -1,15 +1,18 @@
 """Scripts treat the trainer as a GRPOTrainer, and its model as a model."""
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
-from runs_of_tiny import trainer, weights
+from runs_of_tiny import trainable, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.tracking.reading import RUN_LOG
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def test_model_generates_as_the_trained_policy(trained, inputs):
     assert ids.shape == (1, 7)
     logits = trained.model(input_ids=ids[:, :-1]).logits
     assert torch.equal(logits.argmax(-1)[0, 2:], ids[0, 3:])
-    with trained.model.policy.disable_adapter():
+    with trained.model.disable_adapter():
         assert not torch.equal(trained.model(ids[:, :-1]).logits, logits)
 
 
@@ -65,6 +68,13 @@ def test_merged_model_equals_the_policy(tmp_path, inputs):
     merged = built.model.merge_and_unload()
     assert type(merged) is type(llama())
     torch.testing.assert_close(merged(**inputs).logits, expected)
+
+
+def test_disabled_adapter_is_the_base_and_freezes_nothing(trained, inputs):
+    before = trainable(trained.model)
+    with trained.model.disable_adapter():
+        torch.testing.assert_close(trained.model(**inputs).logits, llama()(**inputs).logits)
+    assert trainable(trained.model) == before and any(".critic." in name for name in before)
 
 
 def test_model_has_the_attributes_of_a_peft_model(trained, capsys):
@@ -106,6 +116,12 @@ def test_predict_returns_metrics(trained):
 def test_evaluate_accepts_a_list_of_rows(trained):
     rows = prompts(4)
     assert trained.evaluate(rows.to_list())["eval_reward"] == trained.evaluate(rows)["eval_reward"]
+
+
+def test_completions_are_logged_under_any_prefix(trained):
+    trained.evaluate(prompts(2), metric_key_prefix="test")
+    *_, entry = Path(trained.args.output_dir, RUN_LOG).read_text().splitlines()
+    assert json.loads(entry)["mode"] == "eval" and not trained._samples
 
 
 def test_list_of_rows_trains(tmp_path):

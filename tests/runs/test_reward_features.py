@@ -1,6 +1,7 @@
 """Rewards that are asynchronous, per-token, failing, normalized or monitored."""
 
 import asyncio
+import os
 import random
 import re
 import time
@@ -147,6 +148,56 @@ def test_functions_with_a_timeout_score_and_raise_as_without():
     assert "ZeroDivisionError" in str(collect_scores([reward], batch(2))[0].failures[0])
 
 
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_reward_that_exits_fails_as_with_an_error(is_async, timeout):
+    def exits(**kwargs):
+        raise SystemExit(3)  # as `exit()` in the code of a completion
+
+    async def exits_later(**kwargs):
+        raise SystemExit(3)
+
+    reward = FunctionReward(exits_later if is_async else exits, timeout)
+    for _ in range(2):  # the event loop still runs
+        (scores,) = collect_scores([reward], batch())
+        assert len(scores.failures) == 3 and "SystemExit" in str(scores.failures[0])
+
+
+def test_what_a_reward_changes_stays_its_own():
+    chat, seen = [{"role": "user", "content": "w1"}], []
+
+    def changes(prompts, completions, completion_ids, answers, **kwargs):
+        for prompt, ids, answer in zip(prompts, completion_ids, answers):
+            prompt.append(completions.pop())
+            seen.append(len(prompt))
+            ids.pop(), answer.clear()
+        return [1.0] * len(prompts)
+
+    def reads(**kwargs):
+        assert all(kwargs[name] == getattr(given, name) for name in ("prompts", "completions", "completion_ids"))
+        return [2.0 if answer else 0.0 for answer in kwargs["answers"]]
+
+    # the completions of a prompt share its row
+    given = ScoringBatch([chat] * 3, ["a", "b", "c"], [[5], [5, 6], [7, 8, 9]], {"answers": [["yes"]] * 3})
+    first, second = collect_scores([FunctionReward(changes), FunctionReward(reads)], given)
+    assert seen == [2] * 3 and second.totals.tolist() == [2.0] * 3
+    assert first.tokens.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]  # at their last tokens
+
+
+def test_reward_that_changes_the_process_changes_no_run(tmp_path, monkeypatch):
+    def reward(completion_ids, **kwargs):
+        os.chdir("elsewhere")
+        torch.set_grad_enabled(False)
+        return length_reward(completion_ids)
+
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("elsewhere")
+    built = trainer("run", reward_funcs=reward, max_steps=2, save_strategy="steps", save_steps=2)
+    built.train()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir() and not os.listdir("elsewhere")
+    assert torch.is_grad_enabled()
+
+
 def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):
     drawn = []
 
@@ -273,7 +324,7 @@ def test_rollout_without_any_score_warns_and_changes_no_weight(tmp_path, caplog)
 
 
 def test_token_rewards_enter_where_they_belong():
-    scores = read_scores("r", [[0.5, 0.0, 2.0], [(0, 1.0), (2, -1.0), (2, 0.5)], 3.0, None], [3, 3, 2, 1])
+    scores = read_scores("r", [[0.5, 0.0, 2.0], [(0, 1.0), (numpy.int64(2), -1.0), (2, 0.5)], 3.0, None], [3, 3, 2, 1])
     assert scores.tokens[:3].tolist() == [[0.5, 0, 2], [1, 0, -0.5], [0, 3, 0]]
     assert scores.totals[:3].tolist() == [2.5, 0.5, 3.0] and scores.totals[3].isnan()
 

@@ -115,7 +115,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Pat
     `validity` caches the result of verification, which reads every byte.
     """
     candidates = checkpoints(latest.parent)
-    if not limit or len(candidates) <= limit:
+    if limit is None or limit <= 0 or len(candidates) <= limit:  # as in the Trainer
         return
     validity |= {path: find_damage(path) is None for path in candidates if path not in validity}
     kept = {latest.resolve(), Path(best or latest).resolve()}

@@ -74,11 +74,17 @@ def _critic_kind(actor_critic: ActorCritic) -> str:
 
 def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
     """Write an adapter as PEFT does, with these weights by parameter name."""
+    tensors = adapter_weights(policy, name, weights)
+    if not tensors:
+        raise CheckpointError(
+            "The policy has no adapter any more, because `merge_and_unload()` or `unload()` removed it; call "
+            "`save_model()` before, or save the model that they return."
+        )
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True
     config.save_pretrained(output_dir)
-    _write(adapter_weights(policy, name, weights), os.path.join(output_dir, ADAPTER_WEIGHTS))
+    _write(tensors, os.path.join(output_dir, ADAPTER_WEIGHTS))
 
 
 def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:

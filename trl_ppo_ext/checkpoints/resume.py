@@ -105,6 +105,11 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
                 "`output_dir`, or end that run."
             ) from None
         except (OSError, NotImplementedError) as error:
+            if not os.access(output_dir, os.W_OK):
+                raise CheckpointError(
+                    f"`output_dir` must be a directory that can be written, got `{output_dir}` ({error}); use another "
+                    "one, or the run could not be saved."
+                ) from None
             logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
 
     on_every_rank(acquire, CheckpointError, runs=is_writer)

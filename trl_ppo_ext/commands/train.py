@@ -134,13 +134,20 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
             read_critic(start, args.critic, name, args.reward_label)
     except (ValueError, OSError) as error:
         raise ValueError(f"`critic_init={start!r}` cannot be used: {error}") from error
-    tokenizer, context = load_tokenizer(name, name, None, args)
+    tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
     length, template_kwargs = args.max_completion_length, cast(dict, args.chat_template_kwargs)
     limit, overlong = prompt_limit(length, context, args.max_prompt_length), args.overlong_prompts
     for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
             rows = tokenize_prompts(
-                rows, tokenizer, argument, length, None, template_kwargs, critic_prompt=args.critic_prompt
+                rows,
+                tokenizer,
+                argument,
+                length,
+                None,
+                template_kwargs,
+                critic_prompt=args.critic_prompt,
+                vocab_size=vocab_size,
             )
             prompts = rows[PROMPT_IDS]
             lengths = [len(ids) for ids in prompts]

@@ -64,13 +64,17 @@ def encode(
     if tokenizer.chat_template is None:
         needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
+    parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
+    kwargs = {"add_generation_prompt": opening, **template_kwargs}
     try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=opening, tokenize=True, return_dict=True, **template_kwargs
-        )["input_ids"]
+        ids = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         cause = f"{type(error).__name__} ({shortened(error)})"
         raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+    if any(str(part) in text for part in parts):
+        raise PromptError(f"The chat template writes lists of parts as Python code, got {described(parts)}; use text.")
+    return ids
 
 
 def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -121,6 +125,11 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
         raise TypeError(
             f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
             f"{type(dataset).__name__}."
+        )
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise PromptError(
+            f"`{name}` has a transform (`set_transform`), which runs when rows are read, but prompts are tokenized "
+            "before; use `dataset.map`, or drop it (`dataset.reset_format()`)."
         )
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
@@ -177,6 +186,7 @@ def tokenize_prompts(
     max_prompt_length: int | None = None,
     overlong: str = "error",
     critic_prompt: str | None = None,
+    vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
@@ -195,6 +205,11 @@ def tokenize_prompts(
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
         ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise PromptError(
+                f"The prompt has the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}, but the "
+                f"model has {vocab_size} tokens; use the model's tokenizer, or train a resized embedding first."
+            )
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
             raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")

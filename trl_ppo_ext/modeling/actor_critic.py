@@ -122,11 +122,12 @@ class ActorCritic(nn.Module):
             )
         self.value_head: ValueHead | None = None
         config = policy.config.get_text_config()
+        last_size = getattr(head, "in_features", config.hidden_size)  # smaller in OPT-350m
         if has_critic and side_length is not None:
-            sizes = config.hidden_size, config.num_hidden_layers, side_length
+            sizes = last_size, config.hidden_size, config.num_hidden_layers, side_length
             self.value_head = SideCritic(*sizes, normalize_values, self.device)
         elif has_critic:
-            self.value_head = ValueHead(config.hidden_size, normalize_values, self.device)
+            self.value_head = ValueHead(last_size, normalize_values, self.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name) if name in POLICY_API else super().__getattr__(name)
@@ -197,6 +198,10 @@ class ActorCritic(nn.Module):
         finally:
             self.active_adapter = previous
             self._switch(previous)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Context in which the model is the base, as of a `PeftModel`, whose own one would freeze the critic."""
+        return self.adapter(None)
 
     def reference(self) -> AbstractContextManager[None]:
         """Context in which the model is the reference: the base without an adapter, or its frozen adapter."""

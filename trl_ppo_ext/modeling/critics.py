@@ -53,20 +53,23 @@ class SideCritic(ValueHead):
     https://huggingface.co/papers/1712.00378
     """
 
-    def __init__(self, hidden_size: int, num_layers: int, length: int, normalized: bool, device: torch.device):
+    def __init__(
+        self, last_size: int, hidden_size: int, num_layers: int, length: int, normalized: bool, device: torch.device
+    ):
         super().__init__(SIDE_WIDTH, normalized, device)
         self.layers = side_layers(num_layers)
-        self.inputs = nn.Linear(
-            (len(self.layers) + 1) * hidden_size, 2 * SIDE_WIDTH, dtype=torch.float32, device=device
-        )
+        width = (len(self.layers) - 1) * hidden_size + 2 * last_size
+        self.inputs = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
 
     def read(self, states: list[Tensor], positions: Tensor) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers` and positions `[tokens]`."""
-        size = states[0].shape[-1]
-        normalized = [nn.functional.rms_norm(x.detach().float(), (size,)) for x in states]
+        size = states[-1].shape[-1]
+        normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
         waves = torch.arange(COSINES, device=positions.device) * torch.pi / self.length
+        # a critic of shorter completions must not read those beyond as their mirror image
+        positions = torch.minimum(positions, self.length)
         position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
         # as long as a state, or it would drown in large models
         return torch.cat([*normalized, position * (size / COSINES) ** 0.5], 1)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -195,9 +195,10 @@ class RolloutCollector:
         # 3. Score the completions.
         extra: dict[str, list] = {}
         logged: dict[str, list[float]] = {}
-        # rewards draw from a stream of their own: one that seeds would repeat the next rollouts
+        # rewards draw from a stream of their own: one that seeds would repeat the next rollouts. Nor may one that
+        # changes the working directory move the checkpoints, or one that switches gradients off end the training
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
-        with self._timed("score", metrics), fixed_seed(seed, device):
+        with self._timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
             batch = self._scoring_batch(rows, completion_ids, state, extra, logged)
             scored = score_all(
                 self.rewards,

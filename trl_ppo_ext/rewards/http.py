@@ -229,8 +229,9 @@ class Judge(HttpReward):
         name (`str`, *optional*): Name in metrics and errors. Defaults to the last part of `model`.
         api_key_env (`str`, *optional*): Environment variable that holds the key, sent as a bearer token.
         pattern (`str`, *optional*):
-            Regular expression (of the `regex` package, a superset of `re`) of the number, which is its first group or
-            the whole match, e.g. `r"Score:\s*(-?[\d.]+)"`. Matches any number by default; the 8 in `8/10`.
+            Regular expression (of the `regex` package, a superset of `re`) of the number, which is the first group
+            that matches or the whole match, e.g. `r"Score:\s*(-?[\d.]+)"`. Matches any number by default; the 8 in
+            `8/10`.
         score_range (`tuple[float, float]`, *optional*): Least and greatest accepted score.
         concurrency (`int`, *optional*, defaults to `32`): Simultaneous requests per process of the run.
         timeout (`float`, *optional*, defaults to `60.0`): Seconds per attempt.
@@ -302,7 +303,7 @@ class Judge(HttpReward):
             raise ValueError(f"{cause}; remove nested repeats such as (a+)+ from it: {shown}") from None
         if not matches:
             raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {shown!r}")
-        score = float(matches[-1][1 if matches[-1].re.groups else 0])
+        score = float(next(filter(None, matches[-1].groups()), matches[-1][0]))
         if self.score_range is not None and not self.score_range[0] <= score <= self.score_range[1]:
             raise ValueError(f"its answer's score {score:g} is outside `score_range` {self.score_range}")
         return [score]

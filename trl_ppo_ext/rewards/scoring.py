@@ -7,11 +7,13 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import Thread
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging
@@ -70,7 +72,10 @@ class FunctionReward:
 
     def score(self, batch: ScoringBatch) -> Any:
         """Call the function, with a timeout in a thread of its own."""
-        call = partial(self.function, **{name: getattr(batch, name) for name in PASSED}, **batch.columns)
+        passed = {name: getattr(batch, name) for name in PASSED} | batch.columns
+        # a function may change its input, which other rewards, other completions of the prompt and the log share
+        copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
+        call = partial(self.function, **copies)
         if self.timeout is None:
             return call()
         called: Future = Future()
@@ -112,7 +117,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     # if entries cannot be assigned to completions, all of them fail
     if isinstance(scores, RewardError):
         entries = [scores] * expected
-    elif isinstance(scores, Exception):
+    elif isinstance(scores, Exception | SystemExit):
         failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
         failure.__cause__ = scores
         entries = [failure] * expected
@@ -146,7 +151,8 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
     pairs: Iterable[Any] = [(length - 1, entry)]
     if isinstance(entry, list | tuple) and all(isinstance(pair, list | tuple) for pair in entry):
         pairs = entry
-        if not all(len(pair) == 2 and isinstance(pair[0], int) and 0 <= pair[0] < length for pair in entry):
+        kinds = int | np.integer
+        if not all(len(pair) == 2 and isinstance(pair[0], kinds) and 0 <= pair[0] < length for pair in entry):
             raise ValueError(
                 f"the pairs {shortened(list(entry))}",
                 f"; they must be (position, reward) with positions from 0 to {length - 1}, the last token.",
@@ -186,7 +192,10 @@ def started(awaitable: Awaitable[T]) -> "Future[T]":
     """Start an awaitable in an event loop, which runs in a thread: e.g. a notebook already runs one."""
 
     async def run() -> T:
-        return await awaitable
+        try:
+            return await awaitable
+        except SystemExit as error:  # would end the loop's thread
+            raise RuntimeError(f"SystemExit({error.code})") from error
 
     running = None
     with suppress(RuntimeError):
@@ -227,7 +236,7 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
     for reward in rewards:
         try:
             results.append(reward.score(batch))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the code of a completion may call `exit()`
             results.append(error)
     results = [started(result) if inspect.isawaitable(result) else result for result in results]
     for index, (reward, result) in enumerate(zip(rewards, results)):

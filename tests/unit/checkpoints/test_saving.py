@@ -232,3 +232,14 @@ def test_failing_report_does_not_end_a_push(tmp_path, monkeypatch):
 
     monkeypatch.setattr("trl_ppo_ext.tracking.report.write_report", fails)
     hub._write_report(str(tmp_path))
+
+
+def test_policy_without_its_adapter_replaces_no_saved_one(tmp_path):
+    built = trainer(tmp_path, max_steps=1)
+    built.train()
+    built.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    built.model.merge_and_unload()
+    with pytest.raises(CheckpointError, match=r"no adapter any more.*call `save_model"):
+        built.save_model()
+    assert saved and load_file(tmp_path / "adapter_model.safetensors").keys() == saved.keys()

@@ -158,6 +158,21 @@ def test_invalid_or_empty_datasets_raise():
         tokenize_prompts(dataset("w1"), tokenizer(), "train_dataset", 64, context_length=64)
 
 
+def test_dataset_with_a_transform_raises():
+    rows = dataset("w1")
+    rows.set_transform(lambda batch: {"prompt": [f"w2 {text}" for text in batch["prompt"]]})
+    with pytest.raises(PromptError, match=r"`train_dataset` has a transform .*use `dataset.map`"):
+        tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
+
+
+@both_kinds
+def test_token_that_the_model_lacks_raises(kind):
+    larger = tokenizer()
+    larger.add_tokens(["<new>"])
+    with pytest.raises(PromptError, match=r"Row 1 .* token '<new>' with id 32, but the model has 32 tokens"):
+        list(tokenize_prompts(kind(dataset("w1", "w1 <new>")), larger, "train_dataset", 4, vocab_size=32))
+
+
 @pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state"])
 def test_columns_named_as_reward_arguments_raise(column):
     """Reward functions get an argument of this name already."""
@@ -191,6 +206,15 @@ def test_message_without_content_needs_tool_calls():
     for silent in (called | {"tool_calls": None}, {"role": "user", "content": None}):
         with pytest.raises(PromptError, match=r"Row 0 .*Message 1 must be .*\"content\" that are text"):
             list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
+
+
+def test_parts_of_a_message_need_a_template_that_reads_them():
+    rows = dataset([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
+    reads = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    assert tokenize_prompts(rows, chat_tokenizer(reads), "train_dataset", 4)[0][PROMPT_IDS] == [5]
+    trims = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"  # as Llama 3
+    with pytest.raises(PromptError, match=r"Row 0 .*writes lists of parts as Python code, got .*'w1'.*; use text"):
+        tokenize_prompts(rows, chat_tokenizer(trims), "train_dataset", 4)
 
 
 def test_text_and_chat_in_one_column_raise():

@@ -182,3 +182,12 @@ def test_base_without_all_weights_raises(tmp_path, kwargs):
         ValueError, match=r"must be a causal .*lack [12] weights, which would be random: .*lm_head.weight"
     ):
         load_actor_critic(str(tmp_path / "base"), config(tmp_path, model_init_kwargs=kwargs))
+
+
+@pytest.mark.parametrize("critic", ["side", "head", "adapter"])
+def test_critic_reads_a_last_state_of_another_width(tmp_path, critic):
+    small = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=16, do_layer_norm_before=False)  # as in OPT-350m
+    built = trainer(tmp_path, OPTForCausalLM(small), critic=critic, max_steps=1)
+    before = weights(built)["value_head.weight"]
+    built.train()
+    assert (weights(built)["value_head.weight"] != before).any()

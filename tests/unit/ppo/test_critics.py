@@ -5,7 +5,7 @@ import torch
 from runs_of_tiny import trainer, weights
 
 from trl_ppo_ext.checkpoints.files import load_actor_critic_weights
-from trl_ppo_ext.modeling import ValueHead
+from trl_ppo_ext.modeling import SideCritic, ValueHead
 from trl_ppo_ext.ppo.critics import DECAY, ValueNormalizer
 
 STATES = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
@@ -133,3 +133,9 @@ def test_normalized_values_turn_on_and_off_on_resume(tmp_path, normalized):
     torch.testing.assert_close(again.actor_critic.value_head(states), first.actor_critic.value_head(states))
     again.train(resume_from_checkpoint=checkpoint.replace("-6", "-3"))
     assert again.state.global_step == 6
+
+
+def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
+    critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
+    read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]))
+    assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])

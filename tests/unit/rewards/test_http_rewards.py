@@ -311,6 +311,12 @@ def test_chat_messages_are_readable():
     assert readable([{"role": "assistant", "content": "Hello"}], False) == "Hello"
 
 
+def test_pattern_may_have_alternatives():
+    asked = Judge("http://localhost/v1", "m", TEMPLATE, pattern=r"Score: (\d+)|(\d+) points")
+    for answer, score in (("Score: 8", 8), ("I give 7 points", 7)):
+        assert asked._read({"choices": [{"message": {"content": answer}}]}) == [score]
+
+
 @pytest.mark.parametrize(
     ("answer", "score"),
     [("8", 8), ("Score: 8/10.", 8), ("8 / 10", 8), ("3 then 7.5 out of 10", 7.5), ("-2.", -2), ("**4**", 4)]
