@@ -150,7 +150,7 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            **{"critic_learning_rate": None} | RIVALS[rival],
+            **({} if RIVALS[rival].get("critic") == "none" else {"critic_learning_rate": rate}) | RIVALS[rival],
         )
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         trainer = PPOTrainer(model, task, args, prompts, processing_class=tokenizer, peft_config=adapter)
