@@ -24,6 +24,8 @@ def left_with(numbers, pause):
     """Exit code of a process that gets signals at some distance; `INTERRUPTED` for a `KeyboardInterrupt`."""
     child = os.fork()
     if not child:
+        for number in numbers:  # a run in the background begins with an ignored SIGINT
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         try:
             with StopSignals().watched():
                 for number in numbers:

@@ -310,7 +310,7 @@ def test_report_of_a_real_run_has_its_parts(tmp_path, capsys):
 # ---- in a browser ----
 
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=20000".split()
+FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=60000".split()
 
 
 def opened(page, profile, width, height):
