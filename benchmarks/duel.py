@@ -90,7 +90,7 @@ def main() -> None:
         sys.exit("A rival ended with an error; `python benchmarks/arena.py --tasks token` shows it.")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(picture(curves))
-    print(f"{time.monotonic() - start:.0f} s; {PICTURE}")
+    print(f"\n{time.monotonic() - start:.0f} s; {PICTURE}")
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def test_report_of_a_real_run_has_its_parts(tmp_path, capsys):
 # ---- in a browser ----
 
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=60000".split()
+FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=20000".split()
 
 
 def opened(page, profile, width, height):
@@ -330,9 +330,13 @@ def test_browser_draws_plots_in_view_without_errors_or_foreign_scripts(tmp_path,
         file.write(json.dumps(metrics(40, **{f"monitor/{SCRIPT}/mean": 1.0})) + "\n")
         file.write(json.dumps(completions(40, [row(SCRIPT, prompt=SCRIPT)])) + "\n")
     output = write_report([place, place] if width < 500 else [place], tmp_path / "report.html")
-    dom, said = opened(output, tmp_path / "profile", width, height)
-    assert said == []
-    number, drawn = output.read_text().count("data-plot="), dom.count('data-state="drawn"')
+    number = output.read_text().count("data-plot=")
+    for _ in range(3):  # under load Chromium may dump the page before the last plots are drawn
+        dom, said = opened(output, tmp_path / "profile", width, height)
+        assert said == []
+        drawn = dom.count('data-state="drawn"')
+        if height < 5_000 or drawn == number:
+            break
     assert number > 20 and (drawn == number if height > 5_000 else 0 < drawn < number)
     assert "data-state" not in dom.replace('data-state="drawn"', "")
     assert 'class="card"' in dom and "&lt;img src=x onerror=" in dom
