@@ -52,13 +52,13 @@ def chart(curves: dict[str, list[float]]) -> str:
 
 def picture(curves: dict[str, list[float]]) -> str:
     """The same chart as SVG."""
-    x = lambda n: 60 + 560 * n / (arena.ROLLOUTS * arena.ROLLOUT)  # noqa: E731
+    x = lambda n: 70 + 550 * n / (arena.ROLLOUTS * arena.ROLLOUT)  # noqa: E731
     y = lambda share: 300 - 260 * share  # noqa: E731
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 350" font-family="sans-serif" font-size="13">']
     parts.append('<rect width="700" height="350" fill="white"/>')
     for share, label in ((0, "0"), (0.5, "50 %"), (1, "optimum")):
-        parts.append(f'<line x1="60" x2="620" y1="{y(share)}" y2="{y(share)}" stroke="#cccccc"/>')
-        parts.append(f'<text x="55" y="{y(share) + 4}" text-anchor="end">{label}</text>')
+        parts.append(f'<line x1="70" x2="620" y1="{y(share)}" y2="{y(share)}" stroke="#cccccc"/>')
+        parts.append(f'<text x="64" y="{y(share) + 4}" text-anchor="end">{label}</text>')
     for done in range(0, arena.ROLLOUTS * arena.ROLLOUT + 1, arena.ROLLOUTS * arena.ROLLOUT // 3):
         parts.append(f'<text x="{x(done):.0f}" y="320" text-anchor="middle">{done:,}</text>')
     parts.append('<text x="340" y="342" text-anchor="middle">completions</text>')
