@@ -138,7 +138,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         loss_aggregation (`str`, *optional*):
             Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
-        cliprange_value (`float`, *optional*): Clip range of the values, in units of the reward. Unclipped by default.
+        cliprange_value (`float`, *optional*):
+            Clip range of the values, in units of the returns with `normalize_values`, else of the reward. Unclipped by
+            default.
         vf_coef (`float`, *optional*, defaults to `0.5`): Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
         entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
