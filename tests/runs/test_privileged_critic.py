@@ -10,6 +10,7 @@ from tiny import WORDS, config, llama, prompts
 
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.sequences import Sequences
 
 SECRETS = [[20, 21], [22, 23, 24], [25]]
@@ -51,6 +52,16 @@ def test_rows_keep_their_critic_prompts():
     assert part.critic_prompt_ids.tolist() == [[0, 25], [20, 21]] and part.critic_prompt_lengths.tolist() == [1, 2]
     assert part.for_critic.input_ids[1].tolist() == SECRETS[0] + COMPLETIONS[0]
     assert sequences().for_critic.input_ids is not None and sequences().critic_prompt_ids is None
+
+
+def test_stand_in_of_an_excluded_row_has_none_of_its_critic_prompt():
+    guard = NonFiniteGuard(0, 5, lambda x: x, lambda x: x)
+    stand_ins = guard.stand_ins(privileged(), torch.tensor([False, True, False]))
+    read = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(stand_ins.for_critic.input_ids, stand_ins.for_critic.attention_mask)
+    ]
+    assert read == [SECRETS[0] + COMPLETIONS[0], PROMPTS[0][:2], SECRETS[2] + COMPLETIONS[2]]
 
 
 # ---- certified by enumeration: a hidden bit decides which completions are right
@@ -120,6 +131,7 @@ def test_secret_reaches_the_critic_alone(tmp_path):
     seen = []
 
     def reward(prompts, completion_ids, **kwargs):
+        assert not [name for name in kwargs if "prompt_ids" in name]
         seen.extend(prompts)
         return [float(len(ids)) for ids in completion_ids]
 
