@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.metrics import Metrics
-from ..ppo.rollouts import Rollout, RolloutCollector
+from ..ppo.rollouts import Rollout, RolloutCollector, Samples
 from ..trainer import PPOTrainer
 from .launch import build_trainer, load_datasets, parse, spread_rows
 
@@ -89,7 +89,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         parameter.requires_grad_(False)
     trainer.collector.warns_of_far_scores = False  # they mislead only a policy that learns
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
-    rollouts = held_out_rollouts(trainer, HELD_OUT)
+    rollouts = [rollout for rollout, _ in held_out_rollouts(trainer, HELD_OUT)]
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
@@ -103,23 +103,34 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     return numbers
 
 
-def held_out_rollouts(trainer: PPOTrainer, completions: int) -> list[Rollout]:
-    """Collect rollouts that are not trained on, without changing the run's statistics and noise."""
+def held_out_rollouts(
+    trainer: PPOTrainer, completions: int, num_generations: int = 1, **changes: Any
+) -> list[tuple[Rollout, Samples]]:
+    """Collect rollouts that are not trained on, without changing the run's statistics and noise.
+
+    A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
+    """
     args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
-    args.lam_critic = 1.0  # Monte Carlo returns: with another λ they would depend on the critic
-    args.normalize_values = False  # which would rewrite the value head
+    # Monte Carlo returns: with another λ they would depend on the critic. Normalizing would rewrite the value head
+    vars(args).update({"lam_critic": 1.0, "normalize_values": False} | changes)
     # without monitored rewards, which nothing would log
     collector = RolloutCollector(
         run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator, run.guard
     )
     collector.load_state_dict(run.state_dict())
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
-    rows, first = _held_out_rows(trainer, rounds * plan.completions), process * rounds * size
-    starts = range(first, first + rounds * size, size)
+    prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
+    rows = [row for row in prompts for _ in range(num_generations)]
     trainer.actor_critic.eval()
+    rollouts = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
-        return [collector.collect(rows[start : start + size], Metrics(device), trainer.state)[0] for start in starts]
+        for number in range(rounds):
+            start = (process * rounds + number) * size
+            # rewards draw their noise by the step; from step 1 on, scores that mislead a new critic are no news
+            state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
+            rollouts.append(collector.collect(rows[start : start + size], Metrics(device), state))
+    return rollouts
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:

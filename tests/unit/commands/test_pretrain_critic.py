@@ -306,7 +306,7 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
     for name, value in lams.items():
         setattr(run.args, name, value)
-    (rollout, *_) = held_out_rollouts(run, completions=8)
+    ((rollout, _),) = held_out_rollouts(run, completions=8)
     lengths = rollout.sequences.completion_lengths[:, None]
     left = (lengths - 1 - torch.arange(rollout.returns.shape[1])).clamp(min=0)
     expected = lengths * 0.9**left * rollout.response_mask
@@ -316,7 +316,7 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
 
 def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     run = shaken(trainer(tmp_path))
-    rollouts = held_out_rollouts(run, completions=24)
+    rollouts = [rollout for rollout, _ in held_out_rollouts(run, completions=24)]
     assert len(rollouts) == 3
     values = np.concatenate([each.old_values[each.response_mask].numpy() for each in rollouts])
     returns = np.concatenate([each.returns[each.response_mask].numpy() for each in rollouts])
@@ -364,6 +364,20 @@ def test_held_out_prompts_are_those_that_training_reaches_last(tmp_path, shuffle
 def test_held_out_prompts_of_a_stream_are_its_first(tmp_path):
     run = trainer(tmp_path, train=named(24).to_iterable_dataset())
     assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
+
+
+def test_noise_of_rewards_differs_between_held_out_rollouts(tmp_path):
+    seen = []
+    run = trainer(tmp_path, lambda prompts, **kwargs: seen.append([random.random() for _ in prompts]) or seen[-1])
+    held_out_rollouts(run, 24)
+    assert len(seen) == 3 and len({tuple(scores) for scores in seen}) == 3
+
+
+def test_held_out_scores_give_no_advice_on_training(tmp_path, caplog):
+    """They are far from 0, from which a policy that is frozen learns nothing."""
+    run = trainer(tmp_path, lambda prompts, **kwargs: [100.0 + random.random() for _ in prompts])
+    held_out_rollouts(run, 8)
+    assert "scores of the first rollout" not in caplog.text
 
 
 def test_monitored_rewards_are_not_measured(tmp_path):
