@@ -15,12 +15,13 @@ COMMANDS = {
     "compare": ("commands.report", "plot the curves of several runs in one HTML file"),
     "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
     "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
+    "probe": ("commands.probe", "measure whether a critic pays on a task, before training"),
     "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
     "serve-reward": ("commands.serve_reward", "serve a reward model over HTTP, for RemoteReward"),
     "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
 }
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`
-LAUNCHERS = {"estimate", "pretrain-critic", "train"}
+LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
 
 # messages of other libraries that need no action: logger and text
 HARMLESS = {
