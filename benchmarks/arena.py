@@ -2,7 +2,7 @@
 
     python benchmarks/arena.py                       # every task and rival: tune, then five seeds (two hours)
     python benchmarks/arena.py --tasks token --rivals RLOO ReBN
-    python benchmarks/arena.py --table               # the table of docs/critics.md from the saved results
+    python benchmarks/arena.py --table               # table and figure of docs/critics.md from the saved results
 
 A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed). All rivals have
 the same model, prompts, rollouts and epochs. Each takes the learning rate of `RATES` with the best mean over a run on
@@ -12,6 +12,7 @@ Tasks; right is the token that a fixed permutation assigns to the one before it,
 
 - token: a reward of 1 for each right token. Group baselines see only the sum.
 - noise: the same plus N(0, 1) at each token, times a number from 0.1 to 10 that belongs to the prompt.
+- worth: token plus N(0, 1) at each token, plus a number from -3 to 3 that belongs to the prompt.
 - chain: a reward of 1 for each right token before the first wrong one.
 - mixed, a control: a score of 1 at the end if the first token is one of 1 to 12 that the prompt accepts, by the
   quantiles of Beta(1/2, 1/2): many prompts are solved by all or none of a group, and there is little to predict.
@@ -26,15 +27,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 
+from picture import Curve, picture
+
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "arena.json"
+RESULTS, FIGURE = HERE / "results" / "arena.json", HERE.parent / "docs" / "arena.svg"
 KINDS, ROLLOUT, ROLLOUTS = 12, 256, 30
-LENGTHS = {"token": 32, "noise": 32, "chain": 32, "mixed": 8}  # by task
+LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}  # by task
 RATES, TUNED_ON, SEEDS = (3e-4, 1e-3, 3e-3), 100, (0, 1, 2, 3, 4)
 GROUPS = {"critic": "none", "num_generations": 8}
 CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the closed form, relative to the mean moment of the states
 RIVALS = {
     "GRPO": GROUPS | {"advantage_estimator": "grpo"},
     "Dr. GRPO": GROUPS | {"advantage_estimator": "dr_grpo"},
@@ -45,6 +50,14 @@ RIVALS = {
     "PPO, head": CENTERED | {"critic": "head"},
     "PPO, adapter": CENTERED | {"critic": "adapter"},
     "PPO, side": CENTERED | {"critic": "side"},
+    "PPO, closed form": CENTERED | {"critic_learning_rate": 1e-12, "critic": "head", "critic_backprop": False},
+}
+COLORS = {
+    "PPO, side": "#1f6f50",
+    "PPO, running mean": "#7a6fb0",
+    "ReBN": "#c9a227",
+    "RLOO": "#4f81bd",
+    "GRPO": "#b4552d",
 }
 
 
@@ -87,16 +100,60 @@ class Task:
         if self.name == "chain":
             right = [[all(row[: t + 1]) for t in range(len(row))] for row in right]
         self.record(sum(map(sum, right)) / LENGTHS[self.name] / len(right))
-        if self.name != "noise":
+        if self.name not in ("noise", "worth"):
             return [[float(x) for x in row] for row in right]
-        noise = torch.randn(len(right), len(right[0]), generator=self.generator)
-        scales = [10 ** (2 * prompt[0] / (KINDS - 1) - 1) for prompt in numbers]
-        return [[scale * (x + n) for x, n in zip(row, ns)] for scale, row, ns in zip(scales, right, noise.tolist())]
+        rewards = torch.tensor(right) + torch.randn(len(right), len(right[0]), generator=self.generator)
+        place = torch.tensor([prompt[0] for prompt in numbers])[:, None] / (KINDS - 1)  # of the prompt, 0 to 1
+        return (rewards * 10 ** (2 * place - 1) if self.name == "noise" else rewards + 6 * place - 3).tolist()
 
     def record(self, share: float) -> None:
         """Add the share of a rollout."""
         self.shares.append(share)
         self.watch(share)
+
+
+def solve_head(trainer) -> None:
+    """Solve the value head of a trainer in closed form after each rollout, from all rollouts so far.
+
+    Ridge regression of Monte Carlo returns on the policy's last states, with sums that decay by 0.9 per rollout. The
+    ridge is the one of `RIDGES` that predicts the newest rollout best from those before it.
+    """
+    import torch
+
+    from trl_ppo_ext.ppo.math import gae
+
+    collector, actor_critic, head = trainer.collector, trainer.actor_critic, trainer.actor_critic.value_head
+    collect, sums = collector.collect, {}
+
+    @torch.no_grad()
+    def collect_and_solve(*args):
+        rollout, samples = collect(*args)
+        mask = rollout.response_mask
+        _, returns = gae(samples.scored.tokens, torch.zeros_like(rollout.advantages), mask, 1.0, 1.0)
+        parts = [rollout.rows(rows) for rows in torch.arange(len(rollout)).split(64)]
+        states = torch.cat([actor_critic._hidden_states(part.sequences) for part in parts]).double()
+        states = torch.cat([states, torch.ones_like(states[:, :1])], 1)
+        targets = (returns[mask].double() - head.mean) / head.deviation
+
+        def solve(ridge: float) -> torch.Tensor:
+            penalty = ridge * sums["moments"].diagonal()[:-1].mean() * torch.eye(len(sums["moments"]))
+            penalty[-1, -1] = 0  # the bias is free
+            return torch.linalg.solve(sums["moments"] + penalty, sums["products"] - sums["weights"] * head.mean)
+
+        # targets move with their units, so the sums hold raw returns
+        raw = returns[mask].double()
+        new = {"moments": states.T @ states, "products": states.T @ raw, "weights": states.sum(0)}
+        if sums:
+            errors = {ridge: ((states @ solve(ridge) / head.deviation - targets) ** 2).mean() for ridge in RIDGES}
+            sums["ridge"] = min(errors, key=errors.get)
+        for name, x in new.items():
+            sums[name] = 0.9 * sums.get(name, 0) + x
+        solution = solve(sums.setdefault("ridge", RIDGES[-1])) / head.deviation
+        head.weight.copy_(solution[None, :-1])
+        head.bias.copy_(solution[-1:])
+        return rollout, samples
+
+    collector.collect = collect_and_solve
 
 
 def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
@@ -154,6 +211,8 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
         )
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         trainer = PPOTrainer(model, task, args, prompts, processing_class=tokenizer, peft_config=adapter)
+        if rival == "PPO, closed form":
+            solve_head(trainer)
         trainer.train()
     explained = [x["value/explained_variance"] for x in trainer.state.log_history if "value/explained_variance" in x]
     return {
@@ -204,6 +263,16 @@ def table(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def figure(runs: list[dict]) -> str:
+    """Mean share over seeds of the drawn rivals, one panel per task."""
+    panels = {task: [] for task in LENGTHS if any(run["task"] == task for run in runs)}
+    for (task, panel), (rival, color) in product(panels.items(), COLORS.items()):
+        chosen = [x["shares"] for x in runs if (x["task"], x["rival"]) == (task, rival) and x["seed"] in SEEDS]
+        if chosen:
+            panel.append(Curve(rival, color, [statistics.mean(shares) for shares in zip(*chosen)]))
+    return picture(panels, ROLLOUT, ROLLOUTS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
@@ -214,6 +283,7 @@ def main() -> None:
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     if options.table:
         print(table(runs))
+        FIGURE.write_text(figure(runs))
         return
     sys.path.insert(0, str(HERE.parent))
     pairs = [(task, rival) for task in options.tasks for rival in options.rivals]

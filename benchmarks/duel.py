@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import arena
+from picture import Curve, picture
 from rich.live import Live
 
 SEED = 0
@@ -50,26 +51,6 @@ def chart(curves: dict[str, list[float]]) -> str:
     return "\n".join([*lines, f"{'':>8} └{'─' * WIDTH}", f"{'':>10}{done:,} completions each    {'    '.join(ends)}"])
 
 
-def picture(curves: dict[str, list[float]]) -> str:
-    """The same chart as SVG."""
-    x = lambda n: 70 + 550 * n / (arena.ROLLOUTS * arena.ROLLOUT)  # noqa: E731
-    y = lambda share: 300 - 260 * share  # noqa: E731
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 350" font-family="sans-serif" font-size="13">']
-    parts.append('<rect width="700" height="350" fill="white"/>')
-    for share, label in ((0, "0"), (0.5, "50 %"), (1, "optimum")):
-        parts.append(f'<line x1="70" x2="620" y1="{y(share)}" y2="{y(share)}" stroke="#cccccc"/>')
-        parts.append(f'<text x="64" y="{y(share) + 4}" text-anchor="end">{label}</text>')
-    for done in range(0, arena.ROLLOUTS * arena.ROLLOUT + 1, arena.ROLLOUTS * arena.ROLLOUT // 3):
-        parts.append(f'<text x="{x(done):.0f}" y="320" text-anchor="middle">{done:,}</text>')
-    parts.append('<text x="340" y="342" text-anchor="middle">completions</text>')
-    for name, shares in curves.items():
-        points = " ".join(f"{x(arena.ROLLOUT * (n + 1)):.1f},{y(share):.1f}" for n, share in enumerate(shares))
-        end = f'x="{x(arena.ROLLOUT * len(shares)) + 6:.0f}" y="{y(shares[-1]) + 4:.0f}" fill="{RIVALS[name][2]}"'
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{RIVALS[name][2]}" stroke-width="2.5"/>')
-        parts.append(f"<text {end}>{name} {shares[-1]:.0%}</text>")
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def main() -> None:
     """Train both at once and draw them."""
     sys.path.insert(0, str(arena.HERE.parent))
@@ -89,7 +70,8 @@ def main() -> None:
     if any(process.exitcode for process in processes):
         sys.exit("A rival ended with an error; `python benchmarks/arena.py --tasks token` shows it.")
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(picture(curves))
+    lines = [Curve(name, RIVALS[name][2], shares) for name, shares in curves.items()]
+    PICTURE.write_text(picture({"token": lines}, arena.ROLLOUT, arena.ROLLOUTS))
     print(f"\n{time.monotonic() - start:.0f} s; {PICTURE}")
 
 
