@@ -98,6 +98,7 @@ def config(output_dir, **kwargs):
         # the critic of `plain_ppo`; tests/runs/test_defaults.py has that of the defaults
         "critic": "head",
         "normalize_values": False,
+        "cliprange": 0.2,
         "vf_coef": 0.1,
     }
     return PPOConfig(str(output_dir), **(defaults | kwargs))

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import AdaptiveKL
+from .ppo.math import TRUST, AdaptiveKL
 from .presets import load_preset
 from .redaction import shown, without_secrets
 from .trl_fields import TYPES as TRL_TYPES
@@ -131,7 +131,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
             know, such as the answer. Needs `critic="adapter"`.
         value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
-        cliprange (`float`, *optional*, defaults to `0.2`): Clip range of the ratio.
+        cliprange (`float`, *optional*):
+            Clip range of the ratio, e.g. 0.2. By default a token's probability changes at most by a factor of 2 per
+            rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set.
         cliprange_high (`float`, *optional*): Clip range above 1. Defaults to `cliprange`.
         dual_clip (`float`, *optional*): Upper bound, above 1, of the ratio when the advantage is negative.
         importance_sampling_level (`str`, *optional*, defaults to `"token"`): Ratio per `"token"` or `"sequence"`.
@@ -238,7 +240,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     critic_init: str | None = None
     critic_prompt: str | None = None
     value_warmup_steps: int = 0
-    cliprange: float = 0.2
+    cliprange: float | None = None
     cliprange_high: float | None = None
     dual_clip: float | None = None
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -287,6 +289,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.normalize_values = with_critic and not self.uses_deepspeed
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
+        if self.cliprange is None:
+            self.cliprange = 1 - 1 / TRUST
+            self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
+            # a token that has become likelier has no gradient beyond, whatever its advantage: it would hold others back
+            self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:

@@ -58,10 +58,11 @@ def _num_mini_batches(config: Any, steps: int) -> Settings:
 
 
 def _dual_clip(config: Any, delta: float) -> Settings:
-    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    clip = {} if config.cliprange else {"cliprange": 0.2}  # `delta` belongs to GRPO's own clip
+    high = config.cliprange_high or config.cliprange or 0.2
     if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
         raise ValueError(f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it.")
-    return {"dual_clip": delta}
+    return {"dual_clip": delta} | clip
 
 
 def _entropy_target(config: Any, adaptive: bool) -> Settings:

@@ -126,6 +126,7 @@ def gap(seed, output_dir, max_steps=1400, length=2, **settings):
         "kl_coef": BETA,
         "critic": "head",
         "normalize_values": False,
+        "cliprange": 0.2,
         "vf_coef": 0.1,
         "lam": 0.95,
         "cliprange_value": None if settings.get("critic") == "none" else 0.2,

@@ -22,6 +22,25 @@ def test_defaults_follow_from_the_critic(tmp_path):
     assert config(tmp_path, critic="none", advantage_estimator="rebn").whiten_advantages
 
 
+def test_default_clip_is_a_factor_of_two_either_way(tmp_path):
+    default, paper = config(tmp_path, cliprange=None), config(tmp_path, cliprange=0.2)
+    assert (default.cliprange, default.cliprange_high, default.dual_clip) == (0.5, 1.0, 2.0)
+    assert (paper.cliprange_high, paper.dual_clip) == (None, None)
+    own = config(tmp_path, cliprange=None, cliprange_high=0.28, dual_clip=10.0)
+    assert (own.cliprange, own.cliprange_high, own.dual_clip) == (0.5, 0.28, 10.0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_default_clip_has_no_gradient_beyond_its_region(tmp_path, advantage):
+    args = config(tmp_path, cliprange=None)
+    ratios = torch.tensor([0.4, 0.6, 1.9, 2.1])
+    logprobs = ratios.log().requires_grad_()
+    clip = (args.cliprange, args.cliprange_high, args.dual_clip)
+    ppo_math.clipped_policy_loss(logprobs, torch.zeros(4), torch.full((4,), advantage), *clip).sum().backward()
+    pulls_in = [advantage > 0, True, True, False]  # a token below the region may come back
+    assert (logprobs.grad != 0).tolist() == pulls_in
+
+
 def test_normalize_values_needs_a_critic(tmp_path):
     with pytest.raises(ValueError, match="`normalize_values=True` needs a critic"):
         config(tmp_path, critic="none", advantage_estimator="reinforce", normalize_values=True)

@@ -32,7 +32,7 @@ def test_every_field_of_grpo_is_a_field():
         ({"beta": 0.04}, {"kl_coef": 0.04}),
         ({"beta": 0.0}, {"kl_coef": 0.0}),
         ({"epsilon": 0.1, "epsilon_high": 0.28}, {"cliprange": 0.1, "cliprange_high": 0.28}),
-        ({"delta": 1.5}, {"dual_clip": 1.5}),
+        ({"delta": 1.5}, {"dual_clip": 1.5, "cliprange": 0.2}),
         ({"num_iterations": 1}, {"num_ppo_epochs": 1}),
         ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, {"num_mini_batches": 2}),
         ({"loss_type": "dapo"}, {"loss_aggregation": "token"}),

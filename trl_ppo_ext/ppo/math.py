@@ -19,6 +19,7 @@ Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
 # A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
 # became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
+TRUST = 2.0  # factor by which a token's probability may change per rollout, by default
 
 
 def _same_shape(**tensors: Tensor) -> None:
