@@ -282,7 +282,7 @@ class PPOTrainer(Trainer):
         # 3. Step: the Trainer takes it, unless it is skipped here, or in `_get_grad_norm` for a non-finite gradient.
         if is_last and not self._takes_step:
             self._skip_step(model)
-        elif is_last and self.state.global_step < self.args.value_warmup_steps:
+        elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
         seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
@@ -321,20 +321,27 @@ class PPOTrainer(Trainer):
                 loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
-            return torch.zeros((), device=self.accelerator.device)
-        return super()._clip_grad_norm(model)
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leave clipping to `_get_grad_norm`, which the Trainer calls next."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        """Gradient norm. A step with a non-finite gradient is skipped."""
-        if not self.accelerator.sync_gradients:
+        """Clip the gradients of policy and critic; return the policy's norm. Skip the step if one is not finite."""
+        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
             return torch.zeros((), device=self.accelerator.device)
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
+        if self.is_deepspeed_enabled:  # it has clipped them, together
+            grad_norm = total = super()._get_grad_norm(model)
+        else:  # each by itself: a large value loss must not shrink the policy's step
+            self.accelerator.unscale_gradients()
+            parts, bound = [self.actor_critic.policy_parameters()], self.args.max_grad_norm or math.inf
+            if self.actor_critic.value_head is not None:
+                parts.append(self.actor_critic.critic_parameters())
+            norms = [nn.utils.clip_grad_norm_(list(part.values()), bound) for part in parts]
+            norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+            grad_norm, total = norms[0], sum(norms)
+            for norm in norms[1:]:
+                self._metrics["train"].mean("value/grad_norm", norm)
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
-            finite = math.isfinite(float(grad_norm))
+            finite = math.isfinite(float(total))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
             self.guard.check_gradient(finite, self.state.global_step + 1)
