@@ -28,7 +28,7 @@ CHOICES = {
     "repaired critic": {
         "critic": "side",
         "normalize_values": True,
-        "num_generations": 8,
+        "num_generations": 4,
         "mask_truncated_completions": True,
         "advantage_estimator": "auto",
         "value_loss_weights": "prompt_std",

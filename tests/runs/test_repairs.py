@@ -1,11 +1,14 @@
 """Repairs of the critic, one field each: in runs, the outcome without it is another one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 from tiny import config
 
 from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.ppo.rollouts import RolloutCollector
 
 SIDE = {"critic": "side", "normalize_values": True}
 
@@ -99,6 +102,17 @@ def test_value_loss_is_weighted_by_the_spread_of_the_prompt(tmp_path):
     assert len(set(wanted.tolist())) == len(wanted) / 4
     loss = wanted[:, None] * 0.5 * (rollout.old_values - rollout.returns) ** 2
     assert run.state.log_history[0]["loss/value"] == pytest.approx(loss[rollout.response_mask].mean().item(), rel=1e-5)
+
+
+def test_weights_of_prompts_are_those_of_all_ranks():
+    scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    usable, ranks = torch.ones(8, dtype=torch.bool), []
+    for rank in (0, 1):
+        accelerator = SimpleNamespace(process_index=rank, gather=lambda x: scores if x.is_floating_point() else usable)
+        collector = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(num_generations=2))
+        rows = slice(4 * rank, 4 * rank + 4)
+        ranks.append(RolloutCollector._over_groups(collector, "prompt_std", scores[rows], usable[rows]))
+    assert torch.equal(torch.cat(ranks), ppo_math.prompt_weights(scores, usable, 2))
 
 
 # ---- values that are trusted as far as they predicted
