@@ -242,6 +242,8 @@ class PPOTrainer(Trainer):
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
+        critic = {id(parameter) for parameter in actor_critic.critic_parameters().values()}
+        self._critic_names = {name for name, x in actor_critic.named_parameters() if id(x) in critic}
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
@@ -332,10 +334,12 @@ class PPOTrainer(Trainer):
             grad_norm = total = super()._get_grad_norm(model)
         else:  # each by itself: a large value loss must not shrink the policy's step
             self.accelerator.unscale_gradients()
-            parts, bound = [self.actor_critic.policy_parameters()], self.args.max_grad_norm or math.inf
-            if self.actor_critic.value_head is not None:
-                parts.append(self.actor_critic.critic_parameters())
-            norms = [nn.utils.clip_grad_norm_(list(part.values()), bound) for part in parts]
+            bound = self.args.max_grad_norm or math.inf
+            roles: dict[bool, list[Tensor]] = {False: []}  # parameters of the policy, and of the critic
+            for name, parameter in self.actor_critic.named_parameters():
+                if parameter.grad is not None:
+                    roles.setdefault(name in self._critic_names, []).append(parameter)
+            norms = [nn.utils.clip_grad_norm_(role, bound) for role in roles.values()]
             norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
             grad_norm, total = norms[0], sum(norms)
             for norm in norms[1:]:
