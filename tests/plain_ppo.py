@@ -30,7 +30,7 @@ class Settings:
 
     temperature: float = 1.0
     missing_eos_penalty: float | None = None  # subtracted from the score of a truncated completion
-    mask_truncated_completions: bool = False  # the others are compared with them, but nothing is learned from them
+    mask_truncated_completions: bool = False  # the others are compared with them, but only a critic learns from them
     whiten_rewards: bool = False
     kl_estimator: str = "k1"
     kl_placement: str = "reward"  # or "loss", or "both"
@@ -104,7 +104,7 @@ class Sample:
 
     reference: Tensor | None = None  # [response, vocabulary], log-probs under the reference
     old: "Outputs | None" = None  # under the policy that sampled
-    learn: bool = True  # False: excluded from the loss and from whitening
+    learn: bool = True  # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
     rewards: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
@@ -189,9 +189,9 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
         sample.old = forward(models, sample, s)
         sample.rewards = rewards_of(sample, s)
         sample.learn = sample.score is not None and not (sample.truncated and s.mask_truncated_completions)
-    learned = [sample for sample in samples if sample.learn]
+    learned, scored = ([x for x in samples if x.learn], [x for x in samples if x.score is not None])
     if s.whiten_rewards:
-        for sample, rewards in zip(learned, whiten([sample.rewards for sample in learned], keep_mean=True)):
+        for sample, rewards in zip(scored, whiten([sample.rewards for sample in scored], keep_mean=True)):
             sample.rewards = rewards
     if s.advantage_estimator == "rebn":
         for sample in learned:
@@ -203,7 +203,7 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
             for sample, advantage in zip(group, group_advantages(totals, s.advantage_estimator)):
                 sample.advantages = [advantage] * len(sample.ids)
     else:
-        for sample in learned:
+        for sample in scored:
             # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
             alpha, values = s.lam_length_alpha, sample.old.values.tolist()
             lam = s.lam if alpha is None else max(0.0, 1 - 1 / (alpha * len(values)))
@@ -244,31 +244,39 @@ def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Cou
 
 def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor, dict[str, float]]:
     """Loss of an optimizer step, and the share of tokens that each clip holds."""
-    clips, completions = Counter(), []
+    clips, completions, of_values = Counter(), [], []
     for sample in samples:
-        if not sample.learn:
+        if sample.score is None:
             continue
         now = forward(models, sample, s)
+        if now.values is not None:
+            values = zip(now.values, sample.old.values.tolist(), sample.returns)
+            of_values.append(torch.stack([s.vf_coef * value_loss(*token, s, clips) for token in values]))
+        if not sample.learn:
+            continue
         log_ratio = now.logprobs - sample.old.logprobs
         if s.importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean().expand_as(log_ratio)
         losses = [policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)]
-        if now.values is not None:
-            values = zip(now.values, sample.old.values.tolist(), sample.returns)
-            losses = [x + s.vf_coef * value_loss(*token, s, clips) for x, token in zip(losses, values)]
         if s.kl_placement != "reward":
             losses = [x + s.kl_coef * kl for x, kl in zip(losses, now.kl)]
         losses = [x - s.entropy_coef * entropy for x, entropy in zip(losses, now.entropies)]
         completions.append(torch.stack(losses))
-    tokens = sum(len(losses) for losses in completions)
+    loss = aggregate(completions, s) + (aggregate(of_values, s) if of_values else 0)
+    tokens, value_tokens = (sum(map(len, losses)) for losses in (completions, of_values))
+    shares = {name: clips[name] / tokens for name in ("low", "high", "dual")}
+    return loss, shares | {"value": clips["value"] / max(value_tokens, 1)}
+
+
+def aggregate(completions: list[Tensor], s: Settings) -> Tensor:
+    """Mean of the losses of tokens, or of completions."""
     sums, means = ([f(losses) for losses in completions] for f in (torch.sum, torch.mean))
-    loss = {
-        "token": sum(sums) / tokens,
+    return {
+        "token": sum(sums) / sum(map(len, completions)),
         "sequence_mean": sum(means) / len(means),
         "sequence_sum": sum(sums) / len(sums),
         "constant": sum(sums) / len(sums) / s.max_completion_length,
     }[s.loss_aggregation]
-    return loss, {name: clips[name] / tokens for name in ("low", "high", "dual", "value")}
 
 
 # 5. ---- the end of the epochs
@@ -297,13 +305,16 @@ def gradient_of(models: Models, loss: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def adam_step(models: Models, gradient: dict[str, Tensor], s: Settings) -> None:
-    """Clip the gradient by its norm; Adam with decoupled weight decay, which biases are spared."""
-    norm = math.sqrt(sum((g**2).sum().item() for g in gradient.values()))
-    scale = min(1.0, s.max_grad_norm / norm) if s.max_grad_norm and norm else 1.0
+    """Clip policy and critic, each by its norm; Adam with decoupled weight decay, which biases are spared."""
+    squares = Counter()
+    for name, g in gradient.items():
+        squares[name.partition(".")[0]] += (g**2).sum().item()
+    clipped = {role: s.max_grad_norm and x > s.max_grad_norm**2 for role, x in squares.items()}
+    scales = {role: s.max_grad_norm / math.sqrt(x) if clipped[role] else 1.0 for role, x in squares.items()}
     rate = s.learning_rate * (1 - models.steps / s.max_steps)
     models.steps += 1
     for name, parameter in models.parameters().items():
-        g = gradient[name] * scale
+        g = gradient[name] * scales[name.partition(".")[0]]
         mean, square = models.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
         models.moments[name] = mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
         mean, square = mean / (1 - 0.9**models.steps), square / (1 - 0.999**models.steps)  # unbiased

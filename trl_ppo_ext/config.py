@@ -98,7 +98,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             Whether to normalize scores by their running mean and standard deviation.
         reward_clip_range (`float`, *optional*): Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
-        mask_truncated_completions (`bool`, *optional*, defaults to `False`): Whether to skip truncated completions.
+        mask_truncated_completions (`bool`, *optional*, defaults to `False`):
+            Whether the policy skips truncated completions; a critic learns from them.
         num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
         num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
         kl_coef (`float`, *optional*, defaults to `0.05`):
@@ -112,8 +113,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         target_kl (`float`, *optional*):
             Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
-            `"gae"` with a critic. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"`
-            or `"rebn"` (whitened rewards-to-go per token).
+            With a critic `"gae"` (then the default), or `"auto"`, which weighs its values against the mean return by
+            how well they predicted earlier rollouts. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`,
+            `"reinforce"` or `"rebn"` (whitened rewards-to-go per token).
         critic (`str`, *optional*, defaults to `"side"`):
             `"side"` network on states of several layers and the position (nothing flows back into the policy), value
             `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`.
@@ -143,6 +145,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         cliprange_value (`float`, *optional*):
             Clip range of the values, in units of the returns with `normalize_values`, else of the reward. Unclipped by
             default.
+        value_range (`list[float]`, *optional*):
+            Lowest and highest return, e.g. `[0, 1]`, to which values are clamped.
+        value_loss_weights (`str`, *optional*, defaults to `"uniform"`):
+            `"prompt_std"` weighs the value loss of a completion by 1/std of the returns of its prompt's completions,
+            with mean 1. Needs `num_generations` of at least 2.
         vf_coef (`float`, *optional*, defaults to `0.5`): Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
         entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
@@ -232,7 +239,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_target: float | None = None
     kl_horizon: int = 10000
     target_kl: float | None = None
-    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
+    advantage_estimator: Literal["gae", "auto", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     critic: Literal["head", "side", "adapter", "none"] = "side"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
@@ -246,6 +253,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     cliprange_value: float | None = None
+    value_range: list[float] | None = None
+    value_loss_weights: Literal["uniform", "prompt_std"] = "uniform"
     vf_coef: float = 0.5
     entropy_coef: float = 0.0
     entropy_target: float | None = None
@@ -407,10 +416,10 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def _check_critic(self) -> None:
         estimator = self.advantage_estimator
-        if (estimator == "gae") == (self.critic == "none"):
+        if (estimator in ("gae", "auto")) == (self.critic == "none"):
             raise ValueError(
-                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' with a "
-                "critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
+                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' or "
+                "'auto' with a critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
             )
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             raise ValueError(
@@ -423,6 +432,15 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value != default and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
+        if self.value_range is not None and (len(self.value_range) != 2 or self.value_range[0] >= self.value_range[1]):
+            raise ValueError(
+                f"`value_range` must be the lowest and the highest return, got {self.value_range}; use e.g. [0, 1]."
+            )
+        if self.value_loss_weights == "prompt_std" and self.num_generations < 2:
+            raise ValueError(
+                "`num_generations` must be at least 2 for `value_loss_weights='prompt_std'`, which compares the "
+                f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'uniform'."
+            )
         if self.critic_prompt is not None and self.critic != "adapter":
             raise ValueError(
                 f"`critic_prompt={self.critic_prompt!r}` needs `critic='adapter'`, got {self.critic!r}: any other "
@@ -512,7 +530,8 @@ for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOCo
     PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
 
 # default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
-_AGGREGATION: dict[str, Any] = {"gae": "token", "rebn": "token", "grpo": "sequence_mean", "dr_grpo": "constant"}
+_AGGREGATION: dict[str, Any] = dict.fromkeys(["gae", "auto", "rebn"], "token")
+_AGGREGATION |= {"grpo": "sequence_mean", "dr_grpo": "constant"}
 # numbers must also be finite
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
@@ -565,7 +584,7 @@ _UNSUPPORTED = {
 # their mean would reward length.
 _CRITIC_ONLY = (
     "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init "
-    "critic_prompt value_warmup_steps whiten_rewards cliprange_value"
+    "critic_prompt value_warmup_steps whiten_rewards cliprange_value value_range value_loss_weights"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(

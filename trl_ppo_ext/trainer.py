@@ -242,6 +242,8 @@ class PPOTrainer(Trainer):
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
+        critic = {id(parameter) for parameter in actor_critic.critic_parameters().values()}
+        self._critic_names = {name for name, x in actor_critic.named_parameters() if id(x) in critic}
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
@@ -282,7 +284,7 @@ class PPOTrainer(Trainer):
         # 3. Step: the Trainer takes it, unless it is skipped here, or in `_get_grad_norm` for a non-finite gradient.
         if is_last and not self._takes_step:
             self._skip_step(model)
-        elif is_last and self.state.global_step < self.args.value_warmup_steps:
+        elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
         seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
@@ -321,20 +323,29 @@ class PPOTrainer(Trainer):
                 loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
-            return torch.zeros((), device=self.accelerator.device)
-        return super()._clip_grad_norm(model)
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leave clipping to `_get_grad_norm`, which the Trainer calls next."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        """Gradient norm. A step with a non-finite gradient is skipped."""
-        if not self.accelerator.sync_gradients:
+        """Clip the gradients of policy and critic; return the policy's norm. Skip the step if one is not finite."""
+        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
             return torch.zeros((), device=self.accelerator.device)
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
+        if self.is_deepspeed_enabled:  # it has clipped them, together
+            grad_norm = total = super()._get_grad_norm(model)
+        else:  # each by itself: a large value loss must not shrink the policy's step
+            self.accelerator.unscale_gradients()
+            bound = self.args.max_grad_norm or math.inf
+            roles: dict[bool, list[Tensor]] = {False: []}  # parameters of the policy, and of the critic
+            for name, parameter in self.actor_critic.named_parameters():
+                if parameter.grad is not None:
+                    roles.setdefault(name in self._critic_names, []).append(parameter)
+            norms = [nn.utils.clip_grad_norm_(role, bound) for role in roles.values()]
+            norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+            grad_norm, total = norms[0], sum(norms)
+            for norm in norms[1:]:
+                self._metrics["train"].mean("value/grad_norm", norm)
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
-            finite = math.isfinite(float(grad_norm))
+            finite = math.isfinite(float(total))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
             self.guard.check_gradient(finite, self.state.global_step + 1)

@@ -1,6 +1,7 @@
 """One result, however it is spread over processes."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,6 +25,16 @@ CHOICES = {
     "critic adapter": {"critic": "adapter", "critic_learning_rate": 1e-3},
     "side critic": {"critic": "side"},
     "default critic": {"critic": "side", "normalize_values": True, "vf_coef": 0.5},
+    "repaired critic": {
+        "critic": "side",
+        "normalize_values": True,
+        "num_generations": 4,
+        "mask_truncated_completions": True,
+        "advantage_estimator": "auto",
+        "value_loss_weights": "prompt_std",
+        "value_range": [0.0, 3.0],
+        "max_grad_norm": 0.1,
+    },
     "warmup": {"critic": "adapter", "value_warmup_steps": 2},
     "all that is steered or added": {
         "kl_target": 0.01,
@@ -65,7 +76,7 @@ RUNS = {
         ("plain", "2 x 2 micro-batches of 2"),
         ("all that is steered or added", "2 x 4"),
         ("critic adapter", "2 x 4"),
-        ("default critic", "2 x 4"),
+        ("repaired critic", "2 x 4"),
         ("all other ways", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],
@@ -156,6 +167,9 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
 
     assert len(log) == len(expected_log)
     for got, wanted in zip(log, expected_log):
+        if stage_of(how) and "value/grad_norm" in wanted:  # DeepSpeed has one norm for policy and critic
+            norms = wanted["grad_norm"], wanted["value/grad_norm"]
+            wanted = {k: v for k, v in wanted.items() if k != "value/grad_norm"} | {"grad_norm": math.hypot(*norms)}
         assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)  # the norm of a gradient that is none
     assert state["rewards"] == pytest.approx(expected_state["rewards"], rel=1e-9)
     assert state["rewards"]["count"] == 8 * {"an empty rollout": 3, "all other ways": 8}.get(choice, 4)

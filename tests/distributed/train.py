@@ -82,6 +82,7 @@ def train(
         "entropy_coef": 0.01,
         "normalize_rewards": True,
         "reward_baseline": "reference",
+        "max_grad_norm": 0.0,  # DeepSpeed clips the gradients of policy and critic together
     }
     rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]
     trainer = PPOTrainer(

@@ -487,7 +487,7 @@ def scores_or_none(completion_ids):
 
 def test_kl_target_counts_truncated_completions(tmp_path):
     """They are not learned from, but they were sampled and are in the logged KL; skipped ones are not."""
-    settings = {"kl_target": 0.75, "kl_horizon": 40, "kl_coef": 0.2, "max_completion_length": 5, "max_steps": 6}
+    settings = {"kl_target": 0.85, "kl_horizon": 40, "kl_coef": 0.2, "max_completion_length": 5, "max_steps": 6}
     settings |= TRUNCATED | {"per_device_train_batch_size": 16}
     built, record = run(tmp_path, reward_funcs=[failing_reward], scores=scores_or_none, **settings, **SKIP)
     s, telling, kls = plain_settings(settings), [], logged(built, "kl_per_completion")
@@ -495,7 +495,7 @@ def test_kl_target_counts_truncated_completions(tmp_path):
         assert used == pytest.approx(s.kl_coef, rel=1e-5)
         scored = [ids for ids, score in zip(rollout.completions, rollout.scores) if score is not None]
         s = replace(s, kl_coef=plain_ppo.steer_kl_coef(s.kl_coef, kl, len(scored), s))
-        if abs(kl / 0.75 - 1) < 0.2 and len(scored) < 16:
+        if abs(kl / 0.85 - 1) < 0.2 and len(scored) < 16:
             telling.append(sum(ids[-1] != EOS for ids in scored))
     assert any(telling), (telling, kls)
 

@@ -553,7 +553,13 @@ REFUSED = [
         NONE | {"advantage_estimator": "gae"},
         "with `critic='none'`; use .*'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without",
     ),
-    (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "not work with `critic='head'`; use 'gae' with"),
+    (
+        HEAD | {"advantage_estimator": "grpo", "num_generations": 2},
+        "not work with `critic='head'`; use 'gae' or 'auto' with",
+    ),
+    (NONE | {"advantage_estimator": "auto"}, "`advantage_estimator='auto'` does not work with `critic='none'`"),
+    (NONE | {"value_range": [0.0, 1.0]}, r"`value_range=\[0.0, 1.0\]` needs a critic"),
+    (ADAPTER | {"value_loss_weights": "prompt_std"}, "`num_generations` must be at least 2 for `value_loss_weights="),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(
         (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`num_generations` .*'{name}'`.* got 1;")
@@ -569,6 +575,7 @@ REFUSED = [
             "critic_learning_rate": 1e-3,
             "critic_init": "somewhere",
             "value_warmup_steps": 3,
+            "value_loss_weights": "prompt_std",
         }.items()
     ),
     (ADAPTER | {"critic_backprop": False}, "`critic_backprop` must be True for `critic='adapter'`"),

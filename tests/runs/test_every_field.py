@@ -491,6 +491,8 @@ CASES = {
         settings={"adam_epsilon": 1.0, "max_grad_norm": 1e6},  # either would take the scale of the loss away
     ),
     "cliprange_value": Case((0.2, 0.02, None)),
+    "value_range": Case((None, [1.0, 9.0])),
+    "value_loss_weights": Case(("uniform", "prompt_std"), "weights loss/value", settings={"num_generations": 4}),
     "vf_coef": Case((0.1, 1.0)),
     "entropy_coef": Case((0.0, 0.1), "weights entropy_coef"),
     "entropy_target": Case((None, 10.0), "weights entropy_coef"),

@@ -32,13 +32,15 @@ from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
 
-ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None, "num_generations": 2}
+ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None, "value_range": None}
+ARGS |= {"num_generations": 2}
 ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
 
 
 def collecting(**settings):
     """As much of a collector as advantages need."""
-    return SimpleNamespace(args=SimpleNamespace(**ARGS | settings), accelerator=ONE_RANK, normalizer=None)
+    args = SimpleNamespace(**ARGS | settings)
+    return SimpleNamespace(args=args, accelerator=ONE_RANK, normalizer=None, value_trust=None)
 
 
 @property_test
@@ -73,7 +75,7 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
     for alpha in (None, 0.05):
         collector = collecting(lam_length_alpha=alpha)
-        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask)
+        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask, Metrics())
         white = ppo_math.whiten(advantages, mask)
         assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
         assert (white[~mask] == 0).all()
@@ -81,10 +83,10 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     counted = torch.rand(rows, generator=generator) < 0.5
     scores = torch.full((rows,), score)
     for estimator in ("grpo", "dr_grpo", "rloo"):
-        grouped = RolloutCollector._group_advantages(collecting(advantage_estimator=estimator), scores, counted)
+        grouped = RolloutCollector._over_groups(collecting(), estimator, scores, counted)
         assert (grouped == 0).all()
     failed = scores.masked_fill(~counted, math.nan)
-    reinforced = RolloutCollector._group_advantages(collecting(advantage_estimator="reinforce"), failed, counted)
+    reinforced = RolloutCollector._over_groups(collecting(), "reinforce", failed, counted)
     assert torch.equal(reinforced, scores * counted)
 
 

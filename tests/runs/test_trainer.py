@@ -23,8 +23,9 @@ class Steps(TrainerCallback):
         self.norms = []
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        self.norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+        roles = model.policy_parameters(), model.critic_parameters()
+        norms = [torch.nn.utils.get_total_norm([x.grad for x in role.values()]).item() for role in roles]
+        self.norms.append(max(norms))
 
 
 # ---- how often what is seen
@@ -104,8 +105,8 @@ def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):
 def gradient_of(built, rollout, rows):
     """Accumulate the gradient of one optimizer step, cut into micro-batches of these rows."""
     built.actor_critic.zero_grad()
-    tokens = rollout.response_mask.sum()
-    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0, tokens)) for r in rows)
+    tokens = rollout.policy_tokens.sum(), rollout.response_mask.sum()
+    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0, *tokens)) for r in rows)
     loss.backward()
     return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}
 
@@ -128,7 +129,7 @@ def off_policy(tmp_path_factory):
     built.train()
     rollout = rollouts[0][0]
     lengths = rollout.sequences.completion_lengths
-    assert lengths.min() < lengths.max() and rollout.response_mask.any() and not rollout.response_mask.any(1).all()
+    assert lengths.min() < lengths.max() and rollout.policy_mask.any() and not rollout.policy_mask.any(1).all()
     return built, rollout
 
 
@@ -152,9 +153,11 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut(off_policy, cut)
         torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-6 * scale.item())
 
 
-def test_masked_completions_get_no_gradient(off_policy):
+def test_masked_completions_have_a_gradient_of_their_values_only(off_policy, monkeypatch):
     built, rollout = off_policy
-    masked = (~rollout.response_mask.any(1)).nonzero()[:, 0]
+    masked = (~rollout.policy_mask.any(1)).nonzero()[:, 0]
+    assert all(g.any() for g in gradient_of(built, rollout, [masked])[1].values())
+    monkeypatch.setitem(built.updates.loss_settings, "vf_coef", 0.0)
     _, gradient = gradient_of(built, rollout, [masked])
     assert all(not g.any() for g in gradient.values())
 
@@ -338,6 +341,7 @@ def test_metrics_of_the_design_are_logged(tmp_path):
         "reward reward_std rewards/length_reward/mean kl entropy clip_ratio/low_mean clip_ratio/high_mean "
         "clip_ratio/region_mean completions/mean_length completions/min_length completions/max_length "
         "completions/clipped_ratio num_tokens loss/policy loss/value value/explained_variance value/clip_ratio "
+        "value/grad_norm "
         "ratio/mean ratio/max approx_kl kl_coef time/generate time/score time/forward time/update tokens_per_second"
     ).split()
     assert set(wanted) <= built.state.log_history[0].keys()

@@ -1,4 +1,4 @@
-"""Values in units of the returns: PopArt."""
+"""Values in units of the returns (PopArt), and how far they are trusted."""
 
 import math
 from collections.abc import Callable
@@ -42,8 +42,7 @@ class ValueNormalizer:
         """Add the returns of a rollout; return its values, which change only for a new head."""
         moments, head = self.moments, self.head
         is_untrained = self.is_new and not (head.weight.any() or head.bias.any())
-        moments.count, moments.squares = DECAY * moments.count, DECAY * moments.squares
-        moments.update(returns, mask, self.all_sum)
+        moments.update(returns, mask, self.all_sum, DECAY)
         if not moments.count:  # no token counts
             return values
         # equal returns have no unit
@@ -64,3 +63,43 @@ class ValueNormalizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the moments returned by [`state_dict`]."""
         vars(self.moments).update(state)
+
+
+class ValueTrust:
+    """Weight w of the values V in the baseline m + w·(V − m), where m is the mean return of recent rollouts.
+
+    w is the least-squares one on *earlier* rollouts. Their values were predicted before the critic learned from them,
+    so it cannot be inflated by overfitting, and it does not depend on the actions whose baseline it weighs.
+
+    Source: https://huggingface.co/papers/2604.19485
+    """
+
+    def __init__(self, all_sum: Callable[[Tensor], Tensor]):
+        self.all_sum = all_sum
+        self.returns, self.values, self.errors = RunningMoments(), RunningMoments(), RunningMoments()
+
+    @property
+    def weight(self) -> float:
+        """Least-squares w between 0 and 1; 0 if the values hardly differ from the mean return."""
+        covariance = (self.returns.squares + self.values.squares - self.errors.squares) / 2
+        around_mean = self.values.squares + self.values.count * self.errors.mean**2  # squares of V − m
+        if around_mean <= 1e-9 * self.returns.squares:
+            return 0.0
+        return min(max(covariance / around_mean, 0.0), 1.0)
+
+    def baseline(self, values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """Weigh the values of a rollout by earlier ones; then add its Monte Carlo returns to the evidence."""
+        weight, mean, is_first = self.weight, self.returns.mean, not self.returns.count
+        for moments, x in ((self.returns, returns), (self.values, values), (self.errors, returns - values)):
+            moments.update(x, mask, self.all_sum, DECAY)
+        mean = self.returns.mean if is_first else mean
+        return mean + weight * (values - mean)
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the evidence."""
+        return {name: dict(vars(x)) for name, x in vars(self).items() if isinstance(x, RunningMoments)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the evidence returned by [`state_dict`]."""
+        for name, moments in state.items():
+            vars(getattr(self, name)).update(moments)

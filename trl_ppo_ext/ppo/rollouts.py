@@ -24,16 +24,17 @@ from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .critics import ValueNormalizer
+from .critics import ValueNormalizer, ValueTrust
 from .guards import NonFiniteGuard
 from .metrics import Metrics, check_metric_name, log_completions, log_groups, log_reward_hacking, log_rewards
 
 logger = logging.get_logger(__name__)
 
-GROUP_ADVANTAGES = {
+OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
     "rloo": ppo_math.rloo_advantages,
+    "prompt_std": ppo_math.prompt_weights,
 }
 
 
@@ -58,15 +59,22 @@ class Rollout:
     """Sampled sequences with all inputs of the updates; tensors are `[batch, response]`."""
 
     sequences: Sequences
-    response_mask: Tensor  # 1 at sampled tokens that are trained
+    response_mask: Tensor  # 1 at sampled tokens that count
     old_logprobs: Tensor  # under the policy that sampled
     advantages: Tensor
     ref_logprobs: Tensor | None = None  # under the reference; None without a KL penalty
     old_values: Tensor | None = None  # None without a critic
     returns: Tensor | None = None  # targets of the values
+    policy_mask: Tensor | None = None  # 1 where the policy learns; None where all tokens do that count
+    value_weights: Tensor | None = None  # of the completions in the loss of the values, `[batch, 1]`
     kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
     entropy_coef: float = 0.0
     value_unit: float = 1.0  # in which the loss of the values is computed
+
+    @property
+    def policy_tokens(self) -> Tensor:
+        """1 at tokens that the policy learns from."""
+        return self.response_mask if self.policy_mask is None else self.policy_mask
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -152,9 +160,10 @@ class RolloutCollector:
         self.normalizer = None
         if args.normalize_values:
             self.normalizer = ValueNormalizer(cast(ValueHead, actor_critic.value_head), self.all_sum)
+        self.value_trust = ValueTrust(self.all_sum) if args.advantage_estimator == "auto" else None
         self.logits_are_checked = False
         is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
-        sees_all = args.normalize_values or (args.lam == 1 and args.lam_length_alpha is None)
+        sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)
         is_new = args.critic != "none" and args.critic_init is None
         self.warns_of_far_scores = is_new and not is_shifted and not sees_all
 
@@ -246,9 +255,10 @@ class RolloutCollector:
         samples = self.sample(rows, metrics, state, training=True)
         sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
         completion_mask, usable = sequences.completion_mask, scored.usable
-        response_mask = completion_mask & usable[:, None]
-        if args.mask_truncated_completions:
-            response_mask = response_mask & samples.stopped[:, None]
+        response_mask = policy_mask = completion_mask & usable[:, None]
+        if args.mask_truncated_completions:  # a critic learns from them: https://huggingface.co/papers/2609.36802
+            policy_mask = response_mask & samples.stopped[:, None]
+            response_mask = policy_mask if args.critic == "none" else response_mask
         if state.global_step == 0:
             self._warn_about_scores(scored)
         log_groups(metrics, scored, args.num_generations, self.accelerator.gather)
@@ -256,7 +266,7 @@ class RolloutCollector:
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
         kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
         if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
-            self._update_coefficients(tokens, response_mask, usable)
+            self._update_coefficients(tokens, policy_mask, usable)
         score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
         kl = torch.zeros_like(tokens.logprobs)
         if self.kl_in_reward and tokens.kls is not None:
@@ -271,17 +281,20 @@ class RolloutCollector:
         # 5. Advantages for the policy and, with a critic, returns for the values.
         returns, values = None, tokens.values
         if values is not None:
-            values, advantages, returns = self._gae(rewards, values, response_mask)
+            values, advantages, returns = self._gae(rewards, values, response_mask, metrics)
             explained = ppo_math.explained_variance(values, returns, response_mask, self.all_sum)
             metrics.mean("value/explained_variance", explained)
         elif args.advantage_estimator == "rebn":  # https://huggingface.co/papers/2510.01051
             advantages, _ = ppo_math.gae(rewards, torch.zeros_like(rewards), response_mask, args.gamma, 1.0)
         else:
-            advantages = self._group_advantages(rewards.sum(1), usable)[:, None] * response_mask
+            advantages = self._over_groups(args.advantage_estimator, rewards.sum(1), usable)[:, None] * response_mask
         if args.whiten_advantages:
-            advantages = ppo_math.whiten(advantages, response_mask, self.all_sum)
+            advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
         elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
             advantages = advantages / self.normalizer.deviation
+
+        weighs, totals = args.value_loss_weights == "prompt_std", rewards.sum(1)
+        value_weights = self._over_groups("prompt_std", totals, usable)[:, None] if weighs else None
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
@@ -296,6 +309,8 @@ class RolloutCollector:
             advantages=advantages,
             old_values=values,
             returns=returns,
+            policy_mask=None if policy_mask is response_mask else policy_mask,
+            value_weights=value_weights,
             kl_coef=kl_coef,
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
@@ -378,18 +393,20 @@ class RolloutCollector:
             log_metric=log_metric,
         )
 
-    def _update_coefficients(self, tokens: TokenScores, response_mask: Tensor, usable: Tensor) -> None:
+    def _update_coefficients(self, tokens: TokenScores, policy_mask: Tensor, usable: Tensor) -> None:
         if self.args.kl_target is None and self.args.entropy_target is None:
             return
         completions = int(self.all_sum(usable.sum()))
         if self.args.kl_target is not None and completions:
             kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
             self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
-        if self.args.entropy_target is not None and self.all_sum(response_mask.sum()):
-            entropy = ppo_math.masked_mean(tokens.entropies, response_mask, self.all_sum)
+        if self.args.entropy_target is not None and self.all_sum(policy_mask.sum()):
+            entropy = ppo_math.masked_mean(tokens.entropies, policy_mask, self.all_sum)
             self.entropy_coef.update(float(entropy), completions)
 
-    def _gae(self, rewards: Tensor, values: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _gae(
+        self, rewards: Tensor, values: Tensor, response_mask: Tensor, metrics: Metrics
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Values in the units of the returns, advantages for the policy and returns for the critic, each with its λ.
 
         Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
@@ -397,27 +414,34 @@ class RolloutCollector:
         names = ("gamma", "lam", "lam_critic", "lam_length_alpha")
         gamma, lam, lam_critic, alpha = (getattr(self.args, name) for name in names)
         lam_critic = lam if lam_critic is None else lam_critic
-        if self.normalizer is not None and self.normalizer.is_new:
-            _, returns = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
-            values = self.normalizer.update(values, returns, response_mask)
+        new = self.normalizer if self.normalizer is not None and self.normalizer.is_new else None
+        if new is not None or self.value_trust is not None:
+            _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
+        if new is not None:
+            values = new.update(values, outcomes, response_mask)
+        if self.args.value_range is not None:  # https://huggingface.co/papers/2608.23566
+            values = values.clamp(*self.args.value_range)
+        baseline = values
+        if self.value_trust is not None:
+            metrics.mean("value/weight", self.value_trust.weight)
+            baseline = self.value_trust.baseline(values, outcomes, response_mask)
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
-        advantages, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_policy)
-        if alpha is not None or lam_critic != lam:
+        advantages, returns = ppo_math.gae(rewards, baseline, response_mask, gamma, lam_policy)
+        if baseline is not values or alpha is not None or lam_critic != lam:
             _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic)
         if self.normalizer is not None:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns
 
-    def _group_advantages(self, scores: Tensor, usable: Tensor) -> Tensor:
-        """Advantages of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
-        estimator = self.args.advantage_estimator
-        if estimator == "reinforce":
+    def _over_groups(self, name: str, scores: Tensor, usable: Tensor) -> Tensor:
+        """Advantages or weights of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
+        if name == "reinforce":
             return scores.masked_fill(~usable, 0)
-        advantages = GROUP_ADVANTAGES[estimator](
+        results = OVER_GROUPS[name](
             self.accelerator.gather(scores), self.accelerator.gather(usable), self.args.num_generations
         )
         first = self.accelerator.process_index * len(scores)
-        return advantages[first : first + len(scores)]
+        return results[first : first + len(scores)]
 
     def _warn_about_scores(self, scored: Scored) -> None:
         """Warn if first scores are all equal, or far from 0, the first prediction of a new critic.
@@ -460,17 +484,19 @@ class RolloutCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """Running statistics of the rewards and coefficients, as plain numbers."""
+        of_values = {"returns": self.normalizer, "value_trust": self.value_trust}
         return {
             "rewards": self.shaping.state_dict(),
             "kl_coef": self.kl_coef.state_dict(),
             "entropy_coef": self.entropy_coef.state_dict(),
-        } | ({} if self.normalizer is None else {"returns": self.normalizer.state_dict()})
+        } | {name: x.state_dict() for name, x in of_values.items() if x is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by [`state_dict`]."""
         self.shaping.load_state_dict(state["rewards"])
-        if self.normalizer is not None and "returns" in state:
-            self.normalizer.load_state_dict(state["returns"])
+        for name, statistics in (("returns", self.normalizer), ("value_trust", self.value_trust)):
+            if statistics is not None and name in state:
+                statistics.load_state_dict(state[name])
         for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
                 logger.warning("`%s` has another controller than in the checkpoint; it starts from the config.", name)

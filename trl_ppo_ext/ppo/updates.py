@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ class MicroBatch:
     rollout: Rollout
     step: int  # optimizer step within the rollout
     denominator: Tensor  # tokens or completions of the optimizer step, over all its micro-batches and ranks
+    value_denominator: Tensor | None = None  # those of the critic, if it learns from others than the policy
     ptx: Sequences | None = None  # supervised rows
     ptx_denominator: Tensor | None = None  # their tokens in the optimizer step
 
@@ -64,6 +66,7 @@ def ppo_loss(
     scores: TokenScores,
     rollout: Rollout,
     denominator: Tensor | float | None = None,
+    value_denominator: Tensor | float | None = None,
     *,
     cliprange: tuple[float, float],
     aggregation: ppo_math.Aggregation = "token",
@@ -78,20 +81,27 @@ def ppo_loss(
     Returns the scalar loss and its metrics per token, `[batch, response]`.
     """
     policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
+    aggregate = partial(ppo_math.aggregate_loss, mode=aggregation)
     # 1. Clipped surrogate of the policy, with the ratio per token or per sequence.
     if sequence_ratio:
         policy_logprobs = ppo_math.sequence_logprobs(policy_logprobs, old_logprobs, rollout.response_mask)
     policy = ppo_math.clipped_policy_loss(policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip)
     loss, metrics = policy, {"loss/policy": policy}
 
-    # 2. Squared error of the values.
+    # 2. Squared error of the values, with a mean of its own if the critic learns from more tokens.
+    critic_loss: Tensor | float = 0.0
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
         unit = rollout.value_unit
         values, old_values, returns = scores.values / unit, rollout.old_values / unit, rollout.returns / unit
         value = ppo_math.clipped_value_loss(values, old_values, returns, cliprange_value)
-        loss = loss + vf_coef * value
-        unclipped = 0.5 * (values.detach() - returns) ** 2
-        metrics |= {"loss/value": value, "value/clip_ratio": value.detach() > unclipped}
+        metrics["value/clip_ratio"] = value.detach() > 0.5 * (values.detach() - returns) ** 2
+        if rollout.value_weights is not None:
+            value = rollout.value_weights * value
+        metrics["loss/value"] = value
+        if rollout.policy_mask is None:
+            loss = loss + vf_coef * value
+        else:
+            critic_loss = aggregate(vf_coef * value, rollout.response_mask, denominator=value_denominator)
 
     # 3. KL from the reference, if it is in the loss, and the entropy bonus.
     if kl_estimator is not None and rollout.kl_coef:
@@ -119,7 +129,7 @@ def ppo_loss(
         }
         if dual_clip is not None:
             metrics["clip_ratio/dual_mean"] = (ratio > dual_clip) & (advantages < 0)
-    return ppo_math.aggregate_loss(loss, rollout.response_mask, aggregation, denominator), metrics
+    return aggregate(loss, rollout.policy_tokens, denominator=denominator) + critic_loss, metrics
 
 
 class Updates:
@@ -161,7 +171,7 @@ class Updates:
         self.kl_sum = torch.zeros(2, device=self.device)  # approx_kl of the optimizer step, and its tokens
         self.stopped_early = False
         self.step = 0
-        self.is_empty = [False]  # per optimizer step
+        self.is_empty = self.spares_policy = [False]  # per optimizer step: no token counts, none of the policy's
 
     def start(self, rollout: Rollout, global_step: int) -> None:
         """Begin the updates of a rollout."""
@@ -172,22 +182,30 @@ class Updates:
         args, self.rows = self.args, rows
         rollout_number, steps_done = divmod(global_step, self.plan.optimizer_steps)
         sizes = (args.max_completion_length, self.all_sum)
-        denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
-        counts, ptx, ptx_denominators = denominators.float(), None, None
+        denominators = loss_denominators(rollout.policy_tokens, rows, self.aggregation, *sizes)
+        value_denominators, ptx, ptx_denominators = None, None, None
+        counts = denominators.float()
         if self.ptx is not None:
             ptx = self.ptx.draw(rollout_number)
             ptx_denominators = loss_denominators(ptx.completion_mask, rows, "token", *sizes)
             counts = counts + args.ptx_coef * ptx_denominators
-        self.is_empty = (counts == 0).tolist()
+        all_counts = counts
+        if rollout.policy_mask is not None:
+            value_denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
+            if not args.uses_deepspeed:  # whose step would move the policy too
+                all_counts = counts + value_denominators
+        self.is_empty, self.spares_policy = (torch.stack([all_counts, counts]) == 0).tolist()
         self.rollout = rollout.to("cpu") if args.offload_rollout else rollout
-        self.micro_batches = self._cut(self.rollout, steps_done, denominators, ptx, ptx_denominators)
+        divisors = denominators, value_denominators, ptx_denominators
+        self.micro_batches = self._cut(self.rollout, steps_done, ptx, *divisors)
 
     def _cut(
         self,
         rollout: Rollout,
         done: int,
-        denominators: Tensor,
         ptx: Sequences | None,
+        denominators: Tensor,
+        value_denominators: Tensor | None,
         ptx_denominators: Tensor | None,
     ) -> Iterator[MicroBatch]:
         device = self.device
@@ -197,18 +215,21 @@ class Updates:
                     rollout.rows(index).to(device),
                     step,
                     denominators[step],
+                    None if value_denominators is None else value_denominators[step],
                     None if ptx is None else ptx.rows(index).to(device),
                     None if ptx_denominators is None else ptx_denominators[step],
                 )
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
-        rollout, mask = micro_batch.rollout, micro_batch.rollout.response_mask
+        rollout, mask = micro_batch.rollout, micro_batch.rollout.policy_tokens
         self.step = micro_batch.step
         scores = model(rollout.sequences, self.args.temperature, self.with_entropy, self.exact_kl)
-        loss, metrics = ppo_loss(scores, rollout, micro_batch.denominator, **self.loss_settings)
+        divisors = micro_batch.denominator, micro_batch.value_denominator
+        loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
         for name, values in metrics.items():
-            (self.metrics.maximum if name.endswith("/max") else self.metrics.mean)(name, values, mask)
+            add = self.metrics.maximum if name.endswith("/max") else self.metrics.mean
+            add(name, values, rollout.response_mask if "value" in name else mask)
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         if micro_batch.ptx is not None and micro_batch.ptx_denominator is not None:
@@ -217,6 +238,10 @@ class Updates:
             self.metrics.mean("loss/ptx", nll, micro_batch.ptx.completion_mask)
             loss = loss + self.args.ptx_coef * nll.sum() / micro_batch.ptx_denominator.clamp(min=1)
         return loss
+
+    def trains_policy(self, global_step: int) -> bool:
+        """Check if the optimizer step whose losses are computed moves the policy, or only the critic."""
+        return global_step >= self.args.value_warmup_steps and not self.spares_policy[self.step]
 
     def may_step(self) -> bool:
         """Decide on all ranks whether to take the optimizer step whose losses are computed.

@@ -316,8 +316,9 @@ class RunningMoments:
     def __init__(self):
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
 
-    def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> None:
-        """Add a batch."""
+    def update(self, x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor], decay: float = 1.0) -> None:
+        """Add a batch, after lowering the weight of earlier ones."""
+        self.count, self.squares = decay * self.count, decay * self.squares
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         x, weight = x.to(dtype), mask.to(dtype)

@@ -50,13 +50,14 @@ SECTIONS = {
         Panel("KL of an update", ("approx_kl",), "Distance from the sampling policy: usually below 0.02."),
         Panel("Ratio", ("ratio/mean", "ratio/max"), "New over old probability. The mean stays near 1."),
         Panel("Policy loss", ("loss/policy", "loss/ptx"), "Means little by itself."),
-        Panel("Gradient norm", ("grad_norm",), "Before clipping."),
+        Panel("Gradient norm", ("grad_norm", "value/grad_norm"), "Of policy and critic, before clipping."),
         Panel("Learning rate", ("learning_rate",)),
         Panel("Skipped by `target_kl`", ("stopped_early",), "Share of optimizer steps."),
     ),
     "Critic": (
         Panel("Value loss", ("loss/value",), "Should fall."),
         Panel("Explained variance", ("value/explained_variance",), "Should rise toward 1. A constant reaches 0."),
+        Panel("Weight of the values", ("value/weight",), "Against the mean return."),
         Panel("Clipped values", ("value/clip_ratio",), "Share of tokens with a clipped value loss."),
     ),
     "Lengths": (

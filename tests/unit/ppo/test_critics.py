@@ -1,4 +1,4 @@
-"""Value normalization: units of the values, corrected heads, and runs that do not depend on the rewards' scale."""
+"""Value normalization: units of the values, corrected heads, runs that do not depend on the rewards' scale; trust."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from runs_of_tiny import trainer, weights
 
 from trl_ppo_ext.checkpoints.files import load_actor_critic_weights
 from trl_ppo_ext.modeling import SideCritic, ValueHead
-from trl_ppo_ext.ppo.critics import DECAY, ValueNormalizer
+from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.ppo.critics import DECAY, ValueNormalizer, ValueTrust
 
 STATES = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(4, 10, dtype=torch.bool)
@@ -139,3 +140,109 @@ def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
     critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
     read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]))
     assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])
+
+
+# ---- trust in the values
+
+
+def states_and_returns(noise=1.0, shift=0.0, rollouts=30, width=10, seed=0):
+    """Rollouts of the mean returns of their states, and of returns with some noise."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(rollouts):
+        means, noises = torch.randn(2, 64, width, generator=generator)
+        yield means + shift, means + shift + noise * noises
+
+
+def trust_after(rollouts):
+    trust = ValueTrust(alone)
+    for values, returns in rollouts:
+        trust.baseline(values, returns, torch.ones_like(values))
+    return trust
+
+
+def test_first_rollout_has_the_mean_return_as_baseline():
+    values, returns = next(states_and_returns(shift=5))
+    trust = ValueTrust(alone)
+    assert trust.weight == 0
+    close = torch.testing.assert_close
+    close(trust.baseline(values, returns, torch.ones_like(values)), torch.full_like(values, returns.mean().item()))
+
+
+def test_noise_is_not_trusted():
+    noise = torch.Generator().manual_seed(1)
+    rollouts = [(3 * torch.randn(64, 10, generator=noise), returns) for _, returns in states_and_returns(shift=5)]
+    trust = trust_after(rollouts)
+    assert trust.weight < 0.02
+    (values, returns), mean, mask = rollouts[0], trust.returns.mean, torch.ones(64, 10)
+    flat, _ = ppo_math.gae(returns, torch.full_like(values, mean), mask, 1.0, 0.9)
+    weighed, _ = ppo_math.gae(returns, trust.baseline(values, returns, mask), mask, 1.0, 0.9)
+    assert (weighed - flat).std() < 0.02 * flat.std()
+
+
+@pytest.mark.parametrize("shift", [0, 1e3])
+def test_exact_values_are_trusted_fully(shift):
+    rollouts = [(returns, returns) for _, returns in states_and_returns(shift=shift)]
+    assert trust_after(rollouts).weight == pytest.approx(1)
+    assert trust_after(states_and_returns(shift=shift)).weight == pytest.approx(1, abs=0.05)
+
+
+def test_values_far_from_the_returns_are_not_trusted():
+    """They rank the states, but as a baseline they are worse than a constant."""
+    assert trust_after((values + 50, returns) for values, returns in states_and_returns(noise=0)).weight < 1e-3
+    assert trust_after((-values, returns) for values, returns in states_and_returns()).weight == 0
+    assert trust_after((torch.full_like(x, 3.0), x) for _, x in states_and_returns(shift=3)).weight < 0.02
+
+
+def test_constant_values_at_the_mean_are_not_trusted():
+    """The first rollout of a new head in units of the returns."""
+    _, returns = next(states_and_returns(shift=7))
+    assert trust_after([(torch.full_like(returns, returns.mean().item()), returns)]).weight == 0
+
+
+def test_trust_depends_on_earlier_rollouts_only():
+    first, (values, returns) = states_and_returns(rollouts=2)
+    one, other = trust_after([first]), trust_after([first])
+    mask = torch.ones_like(values)
+    assert torch.equal(one.baseline(values, returns, mask), other.baseline(values, -7 * returns, mask))
+    assert one.weight != other.weight
+
+
+def test_trust_ignores_masked_tokens_and_forgets():
+    rollouts = [*states_and_returns(rollouts=2)]
+    mask = torch.rand(64, 10, generator=torch.Generator().manual_seed(2)) < 0.5
+    trust, wanted = ValueTrust(alone), []
+    for number, (values, returns) in enumerate(rollouts):
+        values = values + values[0]  # wrong by the same row, so that the weight is below 1
+        trust.baseline(torch.where(mask, values, 1e3), torch.where(mask, returns, -1e3), mask)
+        wanted.append((values[mask].double(), returns[mask].double(), DECAY ** (1 - number)))
+    count = sum(len(v) * share for v, _, share in wanted)
+    mean = sum(r.sum() * share for _, r, share in wanted) / count
+    covariance = sum(((r - mean) * (v - mean)).sum() * share for v, r, share in wanted)
+    assert trust.weight == pytest.approx(covariance / sum(((v - mean) ** 2).sum() * s for v, _, s in wanted))
+
+
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+@pytest.mark.parametrize("error", [0.0, 0.3, 1.0, 3.0, 10.0])
+def test_gradient_varies_no_more_than_with_the_better_baseline(error, shift):
+    """Policy gradient of a softmax over three actions, whose values have an error and are too high by `shift`."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.eye(3) - 1 / 3  # gradients of the log-probs, uniform policy
+    trust, variances = ValueTrust(alone), []
+    for means, _ in states_and_returns(rollouts=40):
+        actions = torch.randint(3, means.shape, generator=generator)
+        returns = means + (actions - 1) + 0.5 * torch.randn(means.shape, generator=generator)
+        values = means + error * torch.randn(means.shape, generator=generator) + shift
+        mean = trust.returns.mean
+        weighed = trust.baseline(values, returns, torch.ones_like(values))
+        gradients = [(returns - x)[..., None] * scores[actions] for x in (weighed, values, torch.tensor(mean))]
+        variances.append([x.flatten(0, 1).var(0).sum() for x in gradients])
+    weighed, by_values, by_mean = torch.tensor(variances[5:]).mean(0)
+    assert weighed < 1.02 * min(by_values, by_mean)
+    if error in (1.0, 3.0):  # better than both: w is between 0 and 1
+        assert weighed < 0.98 * min(by_values, by_mean) or shift
+
+
+def test_trust_survives_a_checkpoint():
+    trust, again = trust_after(states_and_returns()), ValueTrust(alone)
+    again.load_state_dict(trust.state_dict())
+    assert again.weight == trust.weight > 0 and again.state_dict() == trust.state_dict()

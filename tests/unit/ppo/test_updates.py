@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -342,6 +344,67 @@ def test_updates_take_no_step_without_a_token(build):
     losses, taken = learn(updates, Policy(), steps=2)
     assert taken == [False, True] and losses[0] == losses[1] == 0
     assert updates.metrics.compute(alone, alone)["empty_steps"] == 1
+
+
+def test_updates_without_a_token_of_the_policy_spare_it(build):
+    updates, batch = build(), rollout(rows=8)
+    policy_mask = batch.response_mask.clone()
+    policy_mask[:4] = False
+    updates.start(replace(batch, policy_mask=policy_mask), 0)
+    trained = []
+    for micro_batch in itertools.islice(updates.micro_batches, 4):
+        Policy.rollout = micro_batch.rollout
+        updates.loss(Policy(), micro_batch)
+        trained.append((updates.may_step(), updates.trains_policy(0)))
+    assert trained == [(True, False), (True, False), (True, True), (True, True)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
+    """Policy and critic have means of their own, over the whole optimizer step."""
+    batch = rollout(rows=8, kl_coef=0.3, entropy_coef=0.1)
+    policy_mask, scores = batch.response_mask.clone(), token_scores(batch)
+    policy_mask[[1, 2, 6]] = False
+    masked, settings = replace(batch, policy_mask=policy_mask), {"loss_aggregation": aggregation, "vf_coef": 0.5}
+    updates = build(**settings, kl_placement="loss", kl_estimator="k2", entropy_coef=0.1)
+    loss_of = partial(ppo_loss, **updates.loss_settings)
+    loss, _ = loss_of(scores, masked)
+    of_policy, _ = loss_of(scores._replace(values=None), replace(batch, response_mask=policy_mask))
+    blank = replace(batch, advantages=0 * batch.advantages, kl_coef=0.0)
+    of_critic, _ = loss_of(scores._replace(entropies=None), blank)
+    close(loss, of_policy + of_critic)
+
+    updates.start(masked, 0)
+    for step in updates.rows:
+        parts = []
+        for rows in step:
+            micro_batch = next(updates.micro_batches)
+            width = micro_batch.rollout.response_mask.shape[1]
+            parts.append(updates.loss(lambda *_: scores.map(lambda x: x[rows, :width]), micro_batch))  # noqa: B023
+        rows = step.flatten()
+        close(sum(parts), loss_of(scores.map(lambda x: x[rows]), masked_rows(masked, rows))[0])  # noqa: B023
+    logged, tokens = updates.metrics.compute(alone, alone), batch.response_mask
+    value = 0.5 * (scores.values - batch.returns) ** 2
+    assert logged["loss/value"] == pytest.approx(value[tokens].mean().item(), rel=1e-5)
+    assert logged["ratio/mean"] == pytest.approx(
+        (scores.logprobs - batch.old_logprobs).exp()[policy_mask].mean().item()
+    )
+
+
+def masked_rows(batch, rows):
+    """Rows of a rollout with all their padding."""
+    return replace(batch, **{name: x[rows] for name, x in batch.tensors.items()})
+
+
+def test_value_weights_scale_the_value_loss_only():
+    batch, weights = rollout(), torch.tensor([0.5, 2.0, 1.0, 0.0])[:, None]
+    scores = token_scores(batch)._replace(entropies=None)
+    loss, metrics = ppo_loss(scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5)
+    plain, plain_metrics = ppo_loss(scores, batch, **CLIP, vf_coef=0.5)
+    close(metrics["loss/value"], weights * plain_metrics["loss/value"])
+    assert torch.equal(metrics["value/clip_ratio"], plain_metrics["value/clip_ratio"])
+    difference = 0.5 * (metrics["loss/value"] - plain_metrics["loss/value"])[batch.response_mask].mean()
+    close(loss - plain, difference)
 
 
 def test_set_learning_rate_moves_parameters_to_their_own_group():

@@ -27,7 +27,8 @@ LOGGED = (
     "completions/mean_length "
     "completions/min_length completions/max_length completions/clipped_ratio completions/mean_terminated_length "
     "completions/repeated_ratio reward/length_correlation rewards/disagreement loss/policy loss/value ratio/mean "
-    "ratio/max value/explained_variance value/clip_ratio approx_kl stopped_early clip_ratio/low_mean "
+    "ratio/max value/explained_variance value/clip_ratio value/weight value/grad_norm approx_kl stopped_early "
+    "clip_ratio/low_mean "
     "clip_ratio/high_mean clip_ratio/region_mean time/generate time/score time/forward time/update tokens_per_second"
 ).split()
 
