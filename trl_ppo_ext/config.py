@@ -298,11 +298,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.normalize_values = with_critic and not self.uses_deepspeed
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
-        if self.cliprange is None:
-            self.cliprange = 1 - 1 / TRUST
-            self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
-            # a token that has become likelier has no gradient beyond, whatever its advantage: it would hold others back
-            self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
+        self._set_clip()
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
@@ -347,6 +343,13 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`kl_horizon` must be above {AdaptiveKL.MAX_ERROR * completions:g} for rollouts of {completions} "
                 f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
             )
+
+    def _set_clip(self) -> None:
+        if self.cliprange is None:
+            self.cliprange = 1 - 1 / TRUST
+            self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
+            # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
+            self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
 
     @property
     def uses_deepspeed(self) -> bool:

@@ -148,7 +148,7 @@ class MemoryEstimate:
         prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
         adapters, read = 1 + (args.critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
-        heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 1) + SIDE_WIDTH + 1}
+        heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
         trained = adapters * adapter.parameters + heads.get(args.critic, base.hidden + 1)
         exact = args.kl_estimator == "exact"
         kl_in_reward, kl_in_loss = (exact and args.kl_placement != x for x in ("loss", "reward"))

@@ -29,6 +29,7 @@ class Sequences:
     completion_lengths: Tensor  # [batch], on the CPU
     critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
+    earned: Tensor | None = None  # [batch, response], rewards before each token, which only the critic reads
 
     @classmethod
     def from_token_ids(
@@ -108,9 +109,10 @@ class Sequences:
         return per_token.new_zeros(self.completion_ids.shape).index_put(self._sampled, per_token)
 
     def to(self, device: torch.device | str) -> "Sequences":
-        """Move the token ids; lengths stay on the CPU."""
-        ids = {name: getattr(self, name) for name in ("prompt_ids", "completion_ids", "critic_prompt_ids")}
-        return replace(self, **{name: x.to(device) for name, x in ids.items() if x is not None})
+        """Move all tensors except the lengths, which stay on the CPU."""
+        names = ("prompt_ids", "completion_ids", "critic_prompt_ids", "earned")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
@@ -120,6 +122,8 @@ class Sequences:
             "completion_ids": self.completion_ids[on_device, : int(lengths.max())],
             "completion_lengths": lengths,
         }
+        if self.earned is not None:
+            selected["earned"] = self.earned[on_device, : int(lengths.max())]
         prompts = {"": (self.prompt_ids, self.prompt_lengths)}
         if self.critic_prompt_ids is not None and self.critic_prompt_lengths is not None:
             prompts["critic_"] = self.critic_prompt_ids, self.critic_prompt_lengths

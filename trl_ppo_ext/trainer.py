@@ -635,17 +635,19 @@ class PPOTrainer(Trainer):
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
         skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
-        # a rollout moves the units of its values
-        head = None if self.collector.normalizer is None else self.collector.normalizer.head
-        units = {} if head is None else {name: x.clone() for name, x in head.state_dict().items()}
+        # a rollout moves the units of its values, and the head with them
+        head, moves = self.actor_critic.value_head, self.collector.normalizer is not None
+        moved = {} if head is None else head.state_dict(keep_vars=True) if moves else dict(head.named_buffers())
+        units = {name: x.detach().clone() for name, x in moved.items()}
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
             self.collector.load_state_dict(collector)
-            if head is not None:
-                head.load_state_dict(units)
+            with torch.no_grad():
+                for name, x in units.items():
+                    moved[name].copy_(x)
             self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step

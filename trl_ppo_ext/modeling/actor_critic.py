@@ -262,7 +262,8 @@ class ActorCritic(nn.Module):
                 with self.adapter(self.critic_adapter):
                     hidden = self._hidden_states(sequences.for_critic)
             elif side is not None:
-                hidden = side.read(states, sequences.positions)
+                earned = None if sequences.earned is None else sequences.pick(sequences.earned)
+                hidden = side.read(states, sequences.positions, earned)
             elif not self.critic_backprop:
                 hidden = hidden.detach()
             with torch.autocast(hidden.device.type, enabled=False):

@@ -46,11 +46,11 @@ class ValueHead(nn.Linear):
 
 
 class SideCritic(ValueHead):
-    """Gated MLP on states of several layers and on the position in the completion, which no state holds as such.
+    """Gated MLP on states of several layers, the position in the completion, and the rewards before it.
 
     It reads the states that the policy's forward computes anyway, and nothing flows back into them: the value loss
-    cannot pull at the policy. A return depends on how much of a completion is left, so the position is an input:
-    https://huggingface.co/papers/1712.00378
+    cannot pull at the policy. A return depends on how much of a completion is left, so the position is an input
+    (https://huggingface.co/papers/1712.00378), and the rewards so far tell what no state of the policy holds.
     """
 
     def __init__(
@@ -58,21 +58,27 @@ class SideCritic(ValueHead):
     ):
         super().__init__(SIDE_WIDTH, normalized, device)
         self.layers = side_layers(num_layers)
-        width = (len(self.layers) - 1) * hidden_size + 2 * last_size
+        width = (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
         self.inputs = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
+        self.reward_mean: Tensor
+        self.reward_deviation: Tensor  # 0 until rewards have been seen
+        self.register_buffer("reward_mean", torch.zeros(1, device=device))
+        self.register_buffer("reward_deviation", torch.zeros(1, device=device))
 
-    def read(self, states: list[Tensor], positions: Tensor) -> Tensor:
-        """Input of the network, from states `[tokens, hidden]` after each of `layers` and positions `[tokens]`."""
+    def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
+        """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""
         size = states[-1].shape[-1]
         normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
         waves = torch.arange(COSINES, device=positions.device) * torch.pi / self.length
         # a critic of shorter completions must not read those beyond as their mirror image
         positions = torch.minimum(positions, self.length)
         position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
-        # as long as a state, or it would drown in large models
-        return torch.cat([*normalized, position * (size / COSINES) ** 0.5], 1)
+        rewards = torch.zeros_like(waves[:1]).expand(len(positions), 1) if earned is None else earned[:, None]
+        # as long as a state, or they would drown in large models
+        scale = (size / COSINES) ** 0.5
+        return torch.cat([*normalized, scale * position, scale * rewards], 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values `[tokens, 1]` of what was [`read`]."""

@@ -1,14 +1,16 @@
-"""Values in units of the returns (PopArt), and how far they are trusted."""
+"""What critics need besides states: units of the values (PopArt), rewards so far, and trust in the values."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..modeling import ValueHead
-from ..rewards import RunningMoments
+from ..modeling import SideCritic, ValueHead
+from ..rewards import RunningMoments, Scored
+from ..sequences import Sequences
 
 DECAY = 0.8  # of the moments, per rollout
 
@@ -58,6 +60,47 @@ class ValueNormalizer:
 
     def state_dict(self) -> dict[str, float]:
         """Return the moments; mean and deviation are saved with the head."""
+        return dict(vars(self.moments))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the moments returned by [`state_dict`]."""
+        vars(self.moments).update(state)
+
+
+class EarnedRewards:
+    """Rewards so far, as the side critic reads them: their mean per token before each token, in units of its buffers.
+
+    The units are those of *earlier* rollouts, or later rewards of an episode would enter its values.
+    """
+
+    BOUND = 5.0  # of outliers
+
+    def __init__(self, critic: SideCritic, all_sum: Callable[[Tensor], Tensor]):
+        self.critic = critic
+        self.all_sum = all_sum
+        self.moments = RunningMoments()
+
+    def before(self, rewards: Tensor, mask: Tensor) -> Tensor:
+        """Mean reward before each token, `[batch, response]`; 0 until the first rollout has been added."""
+        mean, deviation = self.critic.reward_mean, self.critic.reward_deviation
+        standardized = ((rewards - mean) / deviation.clamp(min=1e-12) * (deviation > 0)).masked_fill(~mask, 0)
+        total, tokens = (nn.functional.pad(x, (1, -1)).cumsum(1) for x in (standardized, mask.long()))
+        earned = total / tokens.clamp(min=1)
+        return earned.clamp(-self.BOUND, self.BOUND).masked_fill(~mask, 0)
+
+    def read_by_critic(self, sequences: Sequences, scored: Scored, training: bool) -> Sequences:
+        """Sequences with the rewards so far; those of training then move the units."""
+        rewards, mask = scored.tokens, sequences.completion_mask
+        earned = self.before(rewards, mask)
+        if training:
+            self.moments.update(rewards, mask & scored.usable[:, None], self.all_sum, DECAY)
+            if self.moments.count:
+                self.critic.reward_mean.fill_(self.moments.mean)
+                self.critic.reward_deviation.fill_(self.moments.deviation)
+        return replace(sequences, earned=earned)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the moments; the units are saved with the critic."""
         return dict(vars(self.moments))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ class NonFiniteGuard:
             completion_ids,
             sequences.prompt_lengths.masked_fill(replaced, 1),
             sequences.completion_lengths.masked_fill(replaced, 1),
+            earned=sequences.earned,
         )
         if sequences.critic_prompt_ids is None or sequences.critic_prompt_lengths is None:
             return stand_ins

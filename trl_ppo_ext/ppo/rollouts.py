@@ -19,12 +19,12 @@ from trl import is_conversational
 
 from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..generation import Generator
-from ..modeling import ActorCritic, TokenScores, ValueHead
+from ..modeling import ActorCritic, SideCritic, TokenScores, ValueHead
 from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .critics import ValueNormalizer, ValueTrust
+from .critics import EarnedRewards, ValueNormalizer, ValueTrust
 from .guards import NonFiniteGuard
 from .metrics import Metrics, check_metric_name, log_completions, log_groups, log_reward_hacking, log_rewards
 
@@ -161,6 +161,10 @@ class RolloutCollector:
         if args.normalize_values:
             self.normalizer = ValueNormalizer(cast(ValueHead, actor_critic.value_head), self.all_sum)
         self.value_trust = ValueTrust(self.all_sum) if args.advantage_estimator == "auto" else None
+        side = actor_critic.value_head
+        self.earned = EarnedRewards(side, self.all_sum) if isinstance(side, SideCritic) else None
+        of_values = {"returns": self.normalizer, "value_trust": self.value_trust, "earned": self.earned}
+        self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
         self.logits_are_checked = False
         is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
         sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)
@@ -197,11 +201,7 @@ class RolloutCollector:
         pad_token_id = self.tokenizer.pad_token_id
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged)
 
-        # 2. Log-probs under policy and reference, values and entropies, with the forward of the updates.
-        with self._timed("forward", metrics):
-            tokens = self.score_tokens(sequences)
-
-        # 3. Score the completions.
+        # 2. Score the completions.
         extra: dict[str, list] = {}
         logged: dict[str, list[float]] = {}
         # rewards draw from a stream of their own: one that seeds would repeat the next rollouts. Nor may one that
@@ -222,6 +222,12 @@ class RolloutCollector:
         # a reward may log a metric on some ranks only, and in any order
         for name in sorted(set(gather_object(list(logged)))):
             metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
+
+        # 3. Log-probs under policy and reference, values and entropies, with the forward of the updates.
+        if self.earned is not None:
+            sequences = self.earned.read_by_critic(sequences, scored, training)
+        with self._timed("forward", metrics):
+            tokens = self.score_tokens(sequences)
 
         valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
         step = state.global_step + 1 if training else None
@@ -484,18 +490,17 @@ class RolloutCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """Running statistics of the rewards and coefficients, as plain numbers."""
-        of_values = {"returns": self.normalizer, "value_trust": self.value_trust}
         return {
             "rewards": self.shaping.state_dict(),
             "kl_coef": self.kl_coef.state_dict(),
             "entropy_coef": self.entropy_coef.state_dict(),
-        } | {name: x.state_dict() for name, x in of_values.items() if x is not None}
+        } | {name: x.state_dict() for name, x in self.value_statistics.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by [`state_dict`]."""
         self.shaping.load_state_dict(state["rewards"])
-        for name, statistics in (("returns", self.normalizer), ("value_trust", self.value_trust)):
-            if statistics is not None and name in state:
+        for name, statistics in self.value_statistics.items():
+            if name in state:
                 statistics.load_state_dict(state[name])
         for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():

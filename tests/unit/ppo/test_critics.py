@@ -138,7 +138,7 @@ def test_normalized_values_turn_on_and_off_on_resume(tmp_path, normalized):
 
 def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
     critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
-    read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]))
+    read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]), None)
     assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])
 
 

@@ -1,0 +1,89 @@
+"""The side critic reads the mean reward per token so far, in units of earlier rollouts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runs_of_tiny import rollouts_of, trainer, weights
+from test_defaults import DEFAULTS
+
+from trl_ppo_ext.modeling import SideCritic
+from trl_ppo_ext.ppo.critics import EarnedRewards
+
+
+def reward_per_token(completion_ids, **kwargs):
+    return [[float(token % 3) for token in ids] for ids in completion_ids]
+
+
+def earned_rewards(mean=0.0, deviation=1.0):
+    critic = SideCritic(16, 16, 2, 8, True, torch.device("cpu"))
+    critic.reward_mean.fill_(mean)
+    critic.reward_deviation.fill_(deviation)
+    return EarnedRewards(critic, lambda x: x)
+
+
+def test_earned_is_the_mean_of_earlier_standardized_rewards():
+    rewards = torch.tensor([[1.0, 3.0, 9.0, 5.0, 7.0], [5.0, 1.0, 2.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()
+    earned = earned_rewards(mean=1.0, deviation=2.0).before(rewards, mask)
+    torch.testing.assert_close(earned, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0], [0.0, 2.0, 1.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("token", range(6))
+def test_earned_does_not_depend_on_its_own_or_later_rewards(token):
+    rewards, mask = torch.randn(3, 6), torch.ones(3, 6, dtype=torch.bool)
+    later = rewards.clone()
+    later[:, token:] += 10 * torch.randn(3, 6 - token)
+    before, after = (earned_rewards().before(x, mask) for x in (rewards, later))
+    assert torch.equal(before[:, : token + 1], after[:, : token + 1])
+
+
+def test_outliers_are_bounded_and_unknown_units_give_zero():
+    rewards, mask = torch.tensor([[1e6, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert earned_rewards().before(rewards, mask)[0, 1] == EarnedRewards.BOUND
+    assert not earned_rewards(deviation=0.0).before(rewards, mask).any()
+
+
+def test_sequences_of_the_updates_have_the_rewards_of_the_rollout(tmp_path):
+    run = trainer(tmp_path, reward_funcs=reward_per_token, **DEFAULTS, max_steps=8)
+    collect, differences = run.collector.collect, []
+
+    def collect_and_score_again(*args):
+        rollout, samples = collect(*args)
+        without = replace(rollout.sequences, earned=None)
+        again, blind = (run.collector.score_tokens(x).values for x in (rollout.sequences, without))
+        # the normalizer has moved the units since, and the values of a new head are the mean
+        differences.append([float((x - rollout.old_values).abs().max()) for x in (again, blind)])
+        return rollout, samples
+
+    run.collector.collect = collect_and_score_again
+    run.train()
+    assert [same < 1e-4 < other for same, other in differences[1:]] == [True] * (len(differences) - 1), differences
+
+
+def test_units_are_those_of_earlier_rollouts_and_saved_with_the_critic(tmp_path):
+    run = trainer(tmp_path, reward_funcs=reward_per_token, **DEFAULTS, max_steps=8)
+    rollouts = rollouts_of(run)
+    run.train()
+    first, second = (rollout for rollout, _ in rollouts[:2])
+    assert not first.sequences.earned.any() and second.sequences.earned.any()
+    scores, mask = rollouts[0][1].scored.tokens, rollouts[0][0].response_mask
+    expected = earned_rewards(scores[mask].mean(), scores[mask].std())
+    torch.testing.assert_close(
+        second.sequences.earned,
+        expected.before(rollouts[1][1].scored.tokens, second.response_mask),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert {"reward_mean", "reward_deviation"} <= run.actor_critic.value_head.state_dict().keys()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_run_with_rewards_per_token_resumes_bit_for_bit(tmp_path, step):
+    settings = DEFAULTS | {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "reward_funcs": reward_per_token}
+    whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert all(torch.equal(x, weights(again)[name]) for name, x in weights(whole).items())
+    heads = (run.actor_critic.value_head.state_dict() for run in (whole, again))
+    assert all(torch.equal(one, other) for one, other in zip(*(head.values() for head in heads)))
