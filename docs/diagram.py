@@ -106,9 +106,9 @@ def data_flow() -> str:
     generate = Box(216, 24, 240, 62, STEP, "1. Generate\nthe policy samples completions")
     completions = Box(512, 24, 224, 62, PLAIN, "Completions\ntoken ids, never re-encoded")
     forward = Box(
-        216, 140, 240, 96, STEP, "2. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs"
+        216, 140, 240, 96, STEP, "3. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs"
     )
-    score = Box(512, 140, 224, 96, STEP, "3. Score\nfunctions, reward models,\nadapters, judges, servers")
+    score = Box(512, 140, 224, 96, STEP, "2. Score\nfunctions, reward models,\nadapters, judges, servers")
     rewards = Box(512, 282, 224, 62, STEP, "4. Token rewards\nscore − kl_coef × KL")
     advantages = Box(216, 282, 240, 62, STEP, "5. Advantages and returns\nGAE, or a group baseline")
     update = Box(
@@ -126,6 +126,7 @@ def data_flow() -> str:
         arrow((456, 55), (512, 55)),
         arrow((624, 86), (624, 140)),
         arrow((560, 86), (560, 113), (336, 113), (336, 140)),
+        arrow((512, 200), (456, 200)),
         arrow((624, 236), (624, 282)),
         arrow((420, 236), (420, 259), (560, 259), (560, 282)),
         arrow((512, 313), (456, 313)),
@@ -133,10 +134,11 @@ def data_flow() -> str:
         arrow((336, 344), (336, 390)),
         arrow((216, 430), (90, 430), (90, 132), (250, 132), (250, 86)),
         text(98, 300, "next rollout", size=13, anchor="start"),
+        text(484, 192, "so far", size=12),
         text(490, 252, "log-probs", size=12),
         text(292, 263, "values", size=12, anchor="end"),
     ]
-    return picture(494, "One iteration: generate, forward, score, token rewards, advantages, update", parts)
+    return picture(494, "One iteration: generate, score, forward, token rewards, advantages, update", parts)
 
 
 if __name__ == "__main__":
