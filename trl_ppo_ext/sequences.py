@@ -1,4 +1,4 @@
-"""Prompts and completions as padded token ids."""
+"""Prompts and completions as padded token ids, and which of these the policy sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,10 @@ def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, left: bool, device: t
 class Sequences:
     """Prompts and the completions sampled for them, as token ids.
 
-    Prompts are padded on the left and completions on the right, so position `prompt` of every row is the first sampled
-    token. Lengths stay on the CPU: trimming padding never waits for the device.
+    Prompts are padded on the left and completions on the right, so position `prompt` of every row is the first token
+    of its completion. A completion holds what the policy sampled and, between its turns, what an environment wrote:
+    the policy reads all of it, and only sampled tokens have log-probs and values. Lengths and `sampled_mask` stay on
+    the CPU: trimming padding never waits for the device.
     """
 
     prompt_ids: Tensor  # [batch, prompt]
@@ -30,6 +32,7 @@ class Sequences:
     critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
     earned: Tensor | None = None  # [batch, response], rewards before each token, which only the critic reads
+    sampled_mask: Tensor | None = None  # [batch, response], on the CPU; None if the policy sampled every token
 
     @classmethod
     def from_token_ids(
@@ -39,18 +42,21 @@ class Sequences:
         pad_token_id: int,
         device: torch.device | str,
         critic_prompts: Sequence[Sequence[int]] | None = None,
+        sampled: Sequence[Sequence[int]] | None = None,
     ) -> "Sequences":
-        """Pad lists of token ids."""
-        privileged: dict[str, Tensor] = {}
+        """Pad lists of token ids; `sampled` is 1 at each token of a completion that the policy sampled."""
+        optional: dict[str, Tensor] = {}
         if critic_prompts is not None:
-            privileged["critic_prompt_ids"] = _pad(critic_prompts, pad_token_id, left=True, device=device)
-            privileged["critic_prompt_lengths"] = torch.tensor([len(row) for row in critic_prompts])
+            optional["critic_prompt_ids"] = _pad(critic_prompts, pad_token_id, left=True, device=device)
+            optional["critic_prompt_lengths"] = torch.tensor([len(row) for row in critic_prompts])
+        if sampled is not None:
+            optional["sampled_mask"] = _pad(sampled, 0, left=False, device="cpu").bool()
         return cls(
             prompt_ids=_pad(prompts, pad_token_id, left=True, device=device),
             completion_ids=_pad(completions, pad_token_id, left=False, device=device),
             prompt_lengths=torch.tensor([len(row) for row in prompts]),
             completion_lengths=torch.tensor([len(row) for row in completions]),
-            **privileged,
+            **optional,
         )
 
     def __len__(self) -> int:
@@ -72,6 +78,13 @@ class Sequences:
     @property
     def completion_mask(self) -> Tensor:
         """1 at sampled tokens, `[batch, response]`."""
+        if self.sampled_mask is None:
+            return self._response_mask
+        return self.sampled_mask.to(self.completion_ids.device, non_blocking=True)
+
+    @property
+    def _response_mask(self) -> Tensor:
+        """1 at tokens of completions, `[batch, response]`."""
         lengths = self.completion_lengths.to(self.completion_ids.device, non_blocking=True)
         return torch.arange(self.completion_ids.shape[1], device=lengths.device) < lengths[:, None]
 
@@ -80,7 +93,7 @@ class Sequences:
         """1 at tokens that are not padding, `[batch, prompt + response]`."""
         lengths, width = self.prompt_lengths.to(self.prompt_ids.device, non_blocking=True), self.prompt_ids.shape[1]
         prompt_mask = torch.arange(width, device=lengths.device) >= width - lengths[:, None]
-        return torch.cat([prompt_mask, self.completion_mask], 1).long()
+        return torch.cat([prompt_mask, self._response_mask], 1).long()
 
     @property
     def input_ids(self) -> Tensor:
@@ -89,15 +102,18 @@ class Sequences:
 
     @cached_property
     def _sampled(self) -> tuple[Tensor, Tensor]:
-        """Rows and positions of the sampled tokens; a boolean mask would wait for the device."""
+        """Rows and positions of the sampled tokens, found on the CPU: on the device, a boolean mask would wait."""
         lengths, device = self.completion_lengths, self.completion_ids.device
-        rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-        positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
+        if self.sampled_mask is not None:
+            rows, positions = self.sampled_mask.nonzero(as_tuple=True)
+        else:
+            rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+            positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
         return rows.to(device, non_blocking=True), positions.to(device, non_blocking=True)
 
     @property
     def positions(self) -> Tensor:
-        """Sampled tokens before each sampled token, `[tokens]`."""
+        """Tokens of the completion before each sampled token, `[tokens]`."""
         return self._sampled[1]
 
     def pick(self, x: Tensor) -> Tensor:
@@ -105,11 +121,11 @@ class Sequences:
         return x[self._sampled]
 
     def spread(self, per_token: Tensor) -> Tensor:
-        """Inverse of [`pick`]: `[tokens]` to `[batch, response]`, 0 at padding."""
+        """Inverse of [`pick`]: `[tokens]` to `[batch, response]`, 0 elsewhere."""
         return per_token.new_zeros(self.completion_ids.shape).index_put(self._sampled, per_token)
 
     def to(self, device: torch.device | str) -> "Sequences":
-        """Move all tensors except the lengths, which stay on the CPU."""
+        """Move all tensors except the lengths and `sampled_mask`, which stay on the CPU."""
         names = ("prompt_ids", "completion_ids", "critic_prompt_ids", "earned")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
@@ -124,6 +140,8 @@ class Sequences:
         }
         if self.earned is not None:
             selected["earned"] = self.earned[on_device, : int(lengths.max())]
+        if self.sampled_mask is not None:
+            selected["sampled_mask"] = self.sampled_mask[index, : int(lengths.max())]
         prompts = {"": (self.prompt_ids, self.prompt_lengths)}
         if self.critic_prompt_ids is not None and self.critic_prompt_lengths is not None:
             prompts["critic_"] = self.critic_prompt_ids, self.critic_prompt_lengths

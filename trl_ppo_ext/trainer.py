@@ -301,7 +301,7 @@ class PPOTrainer(Trainer):
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
         sequences = samples.sequences
-        lengths = torch.stack([sequences.prompt_lengths.sum(), sequences.completion_lengths.sum()])
+        lengths = torch.tensor([int(sequences.prompt_lengths.sum()), len(sequences.positions)])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
         prompt_tokens, completion_tokens = self.collector.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens

@@ -75,6 +75,35 @@ def test_rows_of_a_rollout_keep_each_number_at_its_token():
         assert torch.equal(getattr(part, name), getattr(whole, name)[[3, 1], :3]), name
 
 
+# ---- turns ----
+
+SAMPLED = [[1], [1, 0, 1], [1, 1, 0, 0, 1], [1, 1]]
+
+
+def episodes(rows=range(4)):
+    ids = [PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows]
+    return Sequences.from_token_ids(*ids, PAD, "cpu", sampled=[SAMPLED[r] for r in rows])
+
+
+def test_tokens_of_the_environment_are_read_and_not_picked():
+    mixed, plain = episodes(), sequences()
+    assert torch.equal(mixed.attention_mask, plain.attention_mask) and torch.equal(mixed.lengths, plain.lengths)
+    assert mixed.pick(mixed.completion_ids).tolist() == [15, 25, 27, 35, 36, 39, 45, 46]
+    assert mixed.positions.tolist() == [0, 0, 2, 0, 1, 4, 0, 1]
+    assert torch.equal(mixed.spread(torch.ones(8)).bool(), mixed.completion_mask)
+    assert mixed.completion_mask.long().tolist()[2] == SAMPLED[2]
+
+
+@pytest.mark.parametrize("rows", [[0], [3, 1], [2, 0, 1]])
+def test_rows_keep_the_mask_of_sampled_tokens(rows):
+    assert same(episodes().rows(torch.tensor(rows)), episodes(rows))
+
+
+def test_rollout_in_progress_keeps_the_mask_of_sampled_tokens():
+    saved = Rollout(episodes(), *(torch.ones(4, 5) for _ in range(3))).state_dict()
+    assert same(Rollout.from_state_dict(saved, "cpu").sequences, episodes())
+
+
 # ---- minibatches ----
 
 PLANS = [BatchPlan(*sizes) for sizes in itertools.product([1, 2, 3], [1, 2], [1, 4], [1, 3])]

@@ -325,8 +325,9 @@ def aggregate_loss(
 def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_mask: Tensor, kl_coef: float) -> Tensor:
     r"""Rewards per token: −kl_coef·KLₜ at every token, and the score at the last one.
 
-    Scores that enter before the last token stay at their token; shaping changes the last token's reward, so that a
-    completion's rewards sum to `score` minus its KL penalty.
+    Scores that enter before the last token stay at their token, or at the last sampled one before a token that an
+    environment wrote. Shaping changes the last token's reward, so that a completion's rewards sum to `score` minus its
+    KL penalty.
 
     Args:
         token_scores (`Tensor`): Weighted sum of the rewards, at the tokens where they enter.
@@ -336,12 +337,15 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
         kl_coef (`float`): Coefficient of the penalty.
 
     Returns:
-        `Tensor`: Rewards, 0 at padding.
+        `Tensor`: Rewards, 0 where no token was sampled.
     """
-    rewards = token_scores - kl_coef * _masked(kl, completion_mask)
-    last = completion_mask.sum(1) - 1  # EOS, or the token at which the completion was truncated
+    place = torch.arange(token_scores.shape[1], device=token_scores.device)
+    latest = (place * completion_mask).cummax(1).values  # sampled position, at or before each one
+    rewards = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
+    rewards = rewards - kl_coef * _masked(kl, completion_mask)
+    last = latest[:, -1]  # EOS, or the token at which the completion was truncated
     rows = torch.arange(len(rewards), device=rewards.device)
-    rewards[rows, last] += (score - token_scores.sum(1)) * (last >= 0)
+    rewards[rows, last] += (score - token_scores.sum(1)) * completion_mask.any(1)
     return rewards
 
 
