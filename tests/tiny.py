@@ -1,8 +1,11 @@
 """Tiny models, tokenizers and datasets, built from configs: nothing is downloaded."""
 
+from pathlib import Path
+
 import torch
+import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -36,6 +39,21 @@ def tokenizer(words=WORDS, chat_template=None):
     )
 
 
+def byte_tokenizer(template="qwen3"):
+    """A token per byte, with the special tokens of Qwen and a chat template of TRL."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(special + alphabet)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=(Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text(encoding="utf-8"),
+    )
+
+
 def llama(vocab_size=32, seed=0, dtype=torch.float32, hidden_size=32, classifier=False, **kwargs):
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -45,12 +63,11 @@ def llama(vocab_size=32, seed=0, dtype=torch.float32, hidden_size=32, classifier
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
         initializer_range=0.1,
         bos_token_id=2,
         eos_token_id=1,
         pad_token_id=None,
-        **({"num_labels": 1} if classifier else {}) | kwargs,
+        **{"max_position_embeddings": 64} | ({"num_labels": 1} if classifier else {}) | kwargs,
     )
     model = LlamaForSequenceClassification(config) if classifier else LlamaForCausalLM(config)
     return model.to(dtype).eval()

@@ -7,6 +7,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig
+    from .environments import StepResult as StepResult
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
     from .rewards import RewardAdapter as RewardAdapter
@@ -24,6 +25,7 @@ _MODULES = {
     "RemoteReward": "rewards.http",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
+    "StepResult": "environments",
     "estimate_memory": "memory",
 }
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Generati
 
 from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
+from .environments import Environments
 from .generation import ensure_pad_token, stop_token_ids
 from .modeling import check_model_arguments, hub_kwargs
 from .modeling.loading import check_available
@@ -26,12 +27,6 @@ REMOVED_ARGUMENTS = {
     "tokenizer": "renamed to `processing_class`",
     "policy": "renamed to `model`",
 }
-# arguments of GRPOTrainer that only have their default here, and why
-UNSUPPORTED_ARGUMENTS = {
-    "tools": "a completion is one turn of the policy",
-    "rollout_func": "completions must be sampled by the policy that is trained",
-    "environment_factory": "a completion is one turn of the policy; score it with `reward_funcs`",
-}
 
 
 def as_list(value: Any) -> list:
@@ -41,11 +36,7 @@ def as_list(value: Any) -> list:
 
 def check_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
-    for name, value in unknown.items():
-        if name in UNSUPPORTED_ARGUMENTS:
-            if value:
-                raise ValueError(f"`{name}` must be None, got {type(value).__name__}: {UNSUPPORTED_ARGUMENTS[name]}.")
-            continue
+    for name in unknown:
         remedy = REMOVED_ARGUMENTS.get(name)
         hint = f" (TRL's old PPOTrainer had): {remedy}" if remedy else "; see `help(PPOTrainer)`"
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
@@ -76,6 +67,7 @@ def check_trainer_arguments(
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | str | None,
     eval_dataset: Any = None,
+    environments: Environments | None = None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -91,11 +83,20 @@ def check_trainer_arguments(
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
     check_model_arguments(model, args, quantization_config, peft_config)
-    check_reward_arguments(reward_funcs, monitor_funcs, reward_processing_classes or None, args)
+    of_environments = environments is not None and environments.give_rewards
+    check_reward_arguments(reward_funcs, monitor_funcs, reward_processing_classes or None, args, of_environments)
+    sharded = uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3)
+    if environments and sharded:
+        raise ValueError(
+            "`tools` and `environment_factory` are not supported with FSDP or ZeRO-3, which gather weights for all "
+            "ranks in step, but episodes of one rank have more turns than those of another; use DDP, or ZeRO-1 or 2."
+        )
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
+    others = ["environments"] if environments is not None and environments.has_instances else []
     for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-        check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name)
+        if environments is None or environments.rollout_func is None:  # it may return columns
+            check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
 
 
 def load_tokenizer(

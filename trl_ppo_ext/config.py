@@ -81,6 +81,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching.
         generation_kwargs (`dict`, *optional*):
             Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching.
+        max_tool_calling_iterations (`int`, *optional*):
+            Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
+        environment_timeout (`float`, *optional*):
+            Seconds after which an environment, or the tools that a turn calls, fail. `reward_on_error` decides on the
+            episode.
         reward_weights (`list[float]`, *optional*): Weight of each reward. All are 1 by default.
         reward_quantization (`str`, *optional*, defaults to `"nf4"`):
             Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
@@ -217,6 +222,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     repetition_penalty: float = 1.0
     generation_backend: Literal["transformers", "continuous_batching"] = "transformers"
     generation_kwargs: dict[str, Any] | str | None = None
+
+    max_tool_calling_iterations: int | None = None
+    environment_timeout: float | None = None
 
     reward_weights: list[float] | None = None
     reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
@@ -547,13 +555,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "above 0": (
         lambda x: x > 0,
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
-        "target_kl critic_learning_rate lam_length_alpha reward_timeout",
+        "target_kl critic_learning_rate lam_length_alpha reward_timeout "
+        "environment_timeout",
     ),
     "at least 0": (
         lambda x: x >= 0,
         "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
         "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
-        "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print",
+        "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print max_tool_calling_iterations",
     ),
     "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),

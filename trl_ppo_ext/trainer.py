@@ -43,6 +43,7 @@ from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
+from .environments import Environments
 from .generation import build_generator
 from .modeling import SIDE_LEARNING_RATE, check_optimizers, load_actor_critic
 from .modeling.averaging import AveragedWeights
@@ -102,6 +103,16 @@ class PPOTrainer(Trainer):
         peft_config (`PeftConfig` or `str`, *optional*):
             Config of the policy's adapter, or path or id of a saved adapter on `model`, which starts the policy.
             Defaults to LoRA of rank 16.
+        tools (`list[Callable]`, *optional*):
+            Functions, also asynchronous ones, that the policy may call between its turns. They need type hints and a
+            Google-style docstring, and the chat template must render tool calls.
+        rollout_func (`Callable`, *optional*):
+            Function from prompts and this trainer to a `dict` with the `"prompt_ids"` and `"completion_ids"` that it
+            has sampled with the policy. Its other entries are passed to the reward functions.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Returns an environment with `reset`: a class whose methods are tools, with or without `get_reward`, as in
+            TRL, or one with `step`. With a dictionary, the column `environment` of a row chooses. See
+            docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
         ptx_dataset (`Dataset`, *optional*):
@@ -130,6 +141,9 @@ class PPOTrainer(Trainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | str | None = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable[..., dict] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
         ptx_dataset: Dataset | None = None,
         **unknown: Any,
@@ -142,6 +156,7 @@ class PPOTrainer(Trainer):
         self._base_model = model_id
         reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
+        environments = Environments(tools, environment_factory, rollout_func)
         check_trainer_arguments(
             model,
             reward_list,
@@ -153,6 +168,7 @@ class PPOTrainer(Trainer):
             quantization_config,
             peft_config,
             eval_dataset,
+            environments,
         )
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
@@ -164,12 +180,14 @@ class PPOTrainer(Trainer):
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
+        rows = BatchPlan.from_config(args, args.world_size).prompts
+        train_dataset, prompt_kwargs = environments.prepare(train_dataset, tokenizer, template_kwargs, args, rows)
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,
             max_completion_length=args.max_completion_length,
             context_length=context_length,
-            chat_template_kwargs=template_kwargs,
+            chat_template_kwargs=prompt_kwargs,
             max_prompt_length=args.max_prompt_length,
             overlong=args.overlong_prompts,
             critic_prompt=args.critic_prompt,
@@ -198,11 +216,13 @@ class PPOTrainer(Trainer):
         with distributed.loading_unsharded():
             settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
             settings["quiet"] = args.disable_tqdm or args.process_index > 0
+            reward_list += environments.rewards
+            reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
         datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
-        self._inputs = fingerprints(actor_critic, tokenizer, template_kwargs, rewards, datasets)
+        self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
         super().__init__(
@@ -227,8 +247,9 @@ class PPOTrainer(Trainer):
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
+        episodes = environments.sampler(generator, args, context_length, self)
         self.collector = RolloutCollector(
-            actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+            actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard, episodes
         )
         self.reward_func_names = [reward.name for reward in rewards]
         self.reward_funcs = [

@@ -133,7 +133,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 _NO_EFFECT: dict[Any, str] = {
     bool: "disable_dropout ds3_gather_for_generation log_multimodal vllm_enable_sleep_mode "
     "vllm_importance_sampling_correction",
-    int: "dataset_num_proc max_tool_calling_iterations ref_model_sync_steps vllm_group_port vllm_max_model_length "
+    int: "dataset_num_proc ref_model_sync_steps vllm_group_port vllm_max_model_length "
     "vllm_server_port vllm_tensor_parallel_size",
     float: "entropy_coef_delta entropy_coef_max entropy_coef_min ref_model_mixup_alpha sapo_temperature_neg "
     "sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_gpu_memory_utilization "

@@ -11,15 +11,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import torch
-import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from tiny import byte_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HUB = "trl-internal-testing"
 SIZES = {
@@ -55,25 +49,9 @@ CLASSIFIERS = {
 WORDS = "Beautiful is better than ugly, explicit is better than implicit, and simple is better than complex.".split()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte, with the special tokens and the chat template of Qwen3."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(special + alphabet)}, merges=[]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=template,
-    )
-
-
 def build_hub(folder: Path) -> None:
     """Write the models and the dataset `zen`."""
-    tokens = tokenizer()
+    tokens = byte_tokenizer()
     # tests use ids up to 2,000, and expect that random models emit no EOS
     ids = {"vocab_size": 2048, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     for named, load in ((POLICIES, AutoModelForCausalLM), (CLASSIFIERS, AutoModelForSequenceClassification)):

@@ -226,6 +226,22 @@ def hinted():
     return plain(train_dataset=prompts().add_column("hint", ["w3 w4"] * len(prompts())))
 
 
+class Talk:
+    """Environment that answers every turn of a word."""
+
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, text):
+        time.sleep(0.1 * self.turns)
+        self.turns += 1
+        return " w3", float(len(text)), self.turns == 2
+
+
+def talking():
+    return plain(reward_funcs=None, environment_factory=Talk)
+
+
 def own_code():
     return plain(model="own_code", processing_class=None)
 
@@ -423,6 +439,21 @@ CASES = {
         exact=lambda a, b: (
             a.calls["generate"] == a.calls["collect"] == b.calls["collect"] and "generate" not in b.calls
         ),
+    ),
+    # environments
+    "max_tool_calling_iterations": Case(
+        (None, 1),
+        "completions",
+        given=talking,
+        settings={"stop_token_ids": [*range(16, 32)]},
+        exact=lambda a, b: sum(lengths(a)) > sum(lengths(b)),
+    ),
+    "environment_timeout": Case(
+        (None, 0.05),
+        "outcome",
+        given=talking,
+        settings={"stop_token_ids": [*range(16, 32)]},
+        exact=lambda a, b: "no result within environment_timeout=0.05 s" in b.outcome,
     ),
     # rewards
     "reward_weights": Case((None, [2.0, 0.1]), "weights reward", given=two_rewards),

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from runs_of_tiny import PROMPTS, plain_logprobs
-from tiny import config, llama
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights
+from scripted import Script, call
+from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
+from trl_ppo_ext import PPOTrainer, RewardError
 from trl_ppo_ext.modeling import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.guards import NonFiniteGuard
@@ -102,3 +104,204 @@ def test_stand_in_of_an_excluded_episode_has_one_sampled_token():
     )
     assert stand_ins.completion_mask.sum(1).tolist() == [4, 3, 1]
     assert stand_ins.rows(torch.tensor([2])).input_ids.tolist() == [PROMPTS[0][:2]]
+
+
+# ---- whole runs ----
+
+
+class Echo:
+    """Plain environment that repeats the last word, and rewards even ones; three turns make an episode."""
+
+    def reset(self, row, seed):
+        self.turns, self.seed = 0, seed
+        return f" {WORDS[seed % 8]}"
+
+    def step(self, text):
+        self.turns += 1
+        word = text.split()[-1] if text.split() else "w0"
+        return f" {word} w1", float(int(word.removeprefix("w")) % 2 == 0), self.turns == 3
+
+
+def echo_trainer(output_dir, **kwargs):
+    extra = {name: kwargs.pop(name) for name in ("environment_factory", "train_dataset") if name in kwargs}
+    extra = {"environment_factory": Echo, "train_dataset": prompts(), "processing_class": tokenizer()} | extra
+    settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
+    return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
+
+
+def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
+    run = echo_trainer(tmp_path, per_device_train_batch_size=8, num_mini_batches=1)
+    seen, batches, sample = rollouts_of(run), [], run.collector.sample
+    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    run.train()
+    logs = run.state.log_history[0]
+    samples, rollout = batches[0], seen[0][0]
+    episodes = samples.batch.episodes
+    mask = samples.sequences.completion_mask
+    assert torch.equal(rollout.response_mask, mask) and 0 < mask.sum() < samples.sequences.completion_lengths.sum()
+    for row, episode in enumerate(episodes):
+        assert episode.turns == 3 and episode.sampled[-1] == 1
+        assert samples.scored.tokens[row].nonzero()[:, 0].tolist() == [place for place, r in episode.rewards if r]
+        prompt, words = tokenizer().decode(episode.prompt_ids), tokenizer().decode(episode.completion_ids).split()
+        assert prompt == episode.prompt and prompt.split()[-1] in WORDS[:8]
+        assert samples.batch.completions[row].split() == [word for word in words if not word.startswith("<")]
+    assert logs["episodes/turns"] == 3 and logs["ratio/mean"] == 1 and logs["ratio/max"] == 1
+    assert logs["rewards/Echo/mean"] == logs["reward"] == pytest.approx(samples.scored.totals.mean().item())
+    assert logs["completions/mean_length"] == pytest.approx(mask.sum(1).float().mean().item())
+    assert logs["entropy"] == pytest.approx(samples.tokens.entropies[mask].mean().item(), rel=1e-4)
+
+
+def test_run_with_episodes_resumes_bit_for_bit(tmp_path):
+    whole = echo_trainer(tmp_path / "whole", max_completion_length=16)
+    whole.train()
+    stopped = echo_trainer(tmp_path / "stopped", max_completion_length=16, save_strategy="steps", save_steps=1)
+    stopped.train()
+    for step in (2, 4):  # within a rollout, and between two
+        path = tmp_path / "stopped" / f"checkpoint-{step}"
+        resumed = echo_trainer(tmp_path / f"resumed-{step}", max_completion_length=16)
+        resumed.train(resume_from_checkpoint=str(path))
+        for name, weight in weights(whole).items():
+            assert torch.equal(weight, weights(resumed)[name]), name
+
+
+def test_group_of_episodes_shares_its_seed(tmp_path):
+    run = echo_trainer(tmp_path, critic="none", num_generations=4, max_steps=1)
+    run.train()
+    seeds = [episode.environment.seed for _, episode in run.collector.episodes.lent]
+    assert len({*seeds}) == 2 and seeds[:4] == [seeds[0]] * 4
+    assert "frac_reward_zero_std" in run.state.log_history[0]
+
+
+def test_environment_needs_no_dataset_and_no_reward_function(tmp_path):
+    run = echo_trainer(tmp_path, train_dataset=None, max_steps=2)
+    run.train()
+    assert run.reward_func_names == ["Echo"] and run.state.log_history[0]["rewards/Echo/mean"] > 0
+    with pytest.raises(ValueError, match="`reward_funcs` is empty"):
+        PPOTrainer(llama(), args=config(tmp_path), train_dataset=prompts(), processing_class=tokenizer())
+
+
+def test_failing_environments_are_skipped_and_counted(tmp_path):
+    class Broken(Echo):
+        def step(self, text):
+            if self.seed % 2:
+                raise OSError("connection lost")
+            return super().step(text)
+
+    run = echo_trainer(tmp_path, environment_factory=Broken, reward_on_error="skip", max_steps=4)
+    run.train()
+    failed = run.state.log_history[0]["rewards/Broken/failed"]
+    assert 0 < failed < 8 and run.state.log_history[0]["episodes/failed"] == failed
+
+
+# ---- tools, as in TRL ----
+
+
+class Calculator:
+    """Environment with a tool and a reward of its own."""
+
+    def reset(self, target, **row):
+        self.target, self.total = target, 0
+
+    async def add(self, number: int) -> str:
+        """
+        Add a number.
+
+        Args:
+            number: The number.
+        """
+        self.total += number
+        return str(self.total)
+
+    def get_reward(self):
+        return float(self.total == self.target)
+
+
+def fail() -> str:
+    """Fail."""
+    raise RuntimeError("no luck")
+
+
+QUESTIONS = [{"prompt": [{"role": "user", "content": f"Q{n}"}], "target": 3 * n} for n in range(4)]
+
+
+def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
+    extra = {k: kwargs.pop(k) for k in ("tools", "environment_factory", "rollout_func") if k in kwargs}
+    settings = {"max_completion_length": 400, "max_steps": 2, "num_mini_batches": 1, "shuffle_dataset": False}
+    run = PPOTrainer(
+        llama(vocab_size=259, max_position_embeddings=2048),
+        reward_funcs,
+        config(output_dir, **settings | kwargs),
+        QUESTIONS,
+        processing_class=byte_tokenizer(),
+        **extra,
+    )
+    run.collector.generator = Script(run.processing_class, turns)
+    if hasattr(run.collector.episodes, "generator"):
+        run.collector.episodes.generator = run.collector.generator
+    return run
+
+
+def test_run_with_tools_logs_what_trl_logs(tmp_path):
+    turns = {
+        "Q0": [call("add", number=0), "done"],
+        "Q1": [call("add", number=1), call("add", number=2) + "\n" + call("fail"), "done"],
+        "Q2": ["none"],
+        "Q3": [call("add", number=1), "wrong"],
+    }
+    received = {}
+
+    def brevity(prompts, completions, environments, target, **kwargs):
+        received.update(prompts=prompts, completions=completions, totals=[x.total for x in environments])
+        return [-float(len(completion)) for completion in completions]
+
+    run = chat_trainer(tmp_path, turns, brevity, tools=[fail], environment_factory=Calculator, reward_weights=[0.1])
+    run.train()
+    logs = run.state.log_history[0]
+    assert run.reward_func_names == ["brevity", "Calculator"]
+    assert logs["tools/call_frequency"] == 5 / 4 and logs["tools/failure_frequency"] == pytest.approx(1 / 5)
+    assert logs["rewards/Calculator/mean"] == 2 / 4
+    assert logs["reward"] == pytest.approx(0.5 - 0.1 * (3 + 6 + 1 + 3) / 4)
+    assert received["totals"] == [0, 3, 0, 1] and received["prompts"][1] == QUESTIONS[1]["prompt"]
+    roles = [message["role"] for message in received["completions"][1]]
+    assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert received["completions"][1][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 1}}
+
+
+def test_tools_alone_need_reward_functions(tmp_path):
+    with pytest.raises(ValueError, match="or an environment with `get_reward` or `step`"):
+        chat_trainer(tmp_path, {}, tools=[fail])
+    run = chat_trainer(tmp_path, {"Q": [call("fail"), "x"]}, lambda completions, **_: [1.0] * 4, tools=[fail])
+    run.train()
+    assert run.state.log_history[0]["tools/failure_frequency"] == 1
+
+
+def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
+    def sampling(prompts, trainer):
+        assert trainer is run
+        ids = [trainer.processing_class(f"ab<|im_end|>{n}c<|im_end|>tail")["input_ids"] for n in range(len(prompts))]
+        mask = [[1, 1, 1, 0, 1, 1] + [0] * 4 for _ in ids]
+        return {
+            "prompt_ids": [[5, 6]] * 4,
+            "completion_ids": ids,
+            "logprobs": None,
+            "env_mask": mask,
+            "luck": [1, 2, 3, 4],
+        }
+
+    run = chat_trainer(tmp_path, {}, lambda luck, **_: [float(x) for x in luck], rollout_func=sampling)
+    seen = rollouts_of(run)
+    run.train()
+    sequences = seen[0][0].sequences
+    assert sequences.completion_lengths.tolist() == [6] * 4 and sequences.prompt_ids.tolist() == [[5, 6]] * 4
+    assert sequences.completion_mask.long().tolist() == [[1, 1, 1, 0, 1, 1]] * 4
+    assert run.state.log_history[0]["reward"] == 2.5 and run.state.log_history[0]["completions/mean_length"] == 5
+
+
+def test_error_of_an_environment_ends_the_run_by_default(tmp_path):
+    class Broken(Calculator):
+        def get_reward(self):
+            raise OSError("connection lost")
+
+    run = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Broken)
+    with pytest.raises(RewardError, match="The environment `Broken` failed with OSError: connection lost"):
+        run.train()

@@ -1,10 +1,12 @@
 """Fields of TRL's configs set fields of PPOConfig, change nothing, or raise with a reason."""
 
 import dataclasses
+import inspect
 import logging
 
 import pytest
 import torch
+import trl
 import yaml
 from tiny import config, length_reward, llama, prompts, tokenizer
 from trl import GRPOConfig, TrlParser
@@ -150,10 +152,6 @@ def test_completions_to_print_are_those_of_grpo(tmp_path, capsys, rows, tables):
     assert printed.count("├") + printed.count("┡") == tables and ("Step 1" in printed) == bool(tables)
 
 
-def test_arguments_of_grpo_are_accepted_at_their_defaults(tmp_path):
-    given = {"model": llama(), "reward_funcs": length_reward, "args": config(tmp_path), "train_dataset": prompts()}
-    given["processing_class"] = tokenizer()
-    PPOTrainer(**given, tools=None, rollout_func=None, environment_factory=None)
-    for name in ("tools", "rollout_func", "environment_factory"):
-        with pytest.raises(ValueError, match=rf"`{name}` must be None, got list: "):
-            PPOTrainer(**given, **{name: [length_reward]})
+def test_arguments_of_grpo_are_in_its_order():
+    ours, grpo = (list(inspect.signature(trainer).parameters) for trainer in (PPOTrainer, trl.GRPOTrainer))
+    assert [name for name in ours if name in grpo] == grpo

@@ -29,6 +29,10 @@ _SHORT.maxstring = _SHORT.maxother = 160
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
+# prompt of a row that has none: an environment writes it
+NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]
+
+
 class PromptError(ValueError):
     """Raised for an unusable dataset or row, before training."""
 
@@ -174,6 +178,16 @@ def _ids_of(
             f"The critic's prompt has {len(ids)} tokens, but its context has room for {limit}; shorten it."
         )
     return ids
+
+
+def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) -> Any:
+    """Add empty prompts to a dataset without any, or make one of some rows, for environments that write prompts."""
+    prompt = NO_PROMPT if tokenizer.chat_template else tokenizer.bos_token or tokenizer.eos_token
+    if dataset is None:
+        return Dataset.from_dict({"prompt": [prompt] * rows}) if rows else None
+    if isinstance(dataset, list):
+        dataset = Dataset.from_list(dataset)
+    return dataset if "prompt" in (dataset.column_names or ["prompt"]) else dataset.map(lambda _: {"prompt": prompt})
 
 
 def tokenize_prompts(

@@ -49,7 +49,7 @@ class ContinuousBatchingGenerator:
 
         # transformers raises errors about the model or the settings now, before the first rollout
         try:
-            with self._manager([[0]], copies=1):
+            with self._manager([[0]], 1, self.config.max_new_tokens):
                 pass
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(
@@ -63,7 +63,7 @@ class ContinuousBatchingGenerator:
             )
 
     @contextmanager
-    def _manager(self, prompts: list[list[int]], copies: int, **settings: Any) -> Iterator[Any]:
+    def _manager(self, prompts: list[list[int]], copies: int, max_new_tokens: int, **settings: Any) -> Iterator[Any]:
         """Start a manager; afterwards restore the model's attention."""
         requests = len(prompts) * copies
         defaults: dict[str, Any] = {
@@ -75,13 +75,13 @@ class ContinuousBatchingGenerator:
         }
         if self.device.type == "cpu":  # other programs need main memory too: take no more than the rollout needs
             page = self.settings.get("page_size", ContinuousBatchingConfig().page_size)
-            lengths = [len(ids) + self.config.max_new_tokens for ids in prompts]
+            lengths = [len(ids) + max_new_tokens for ids in prompts]
             defaults["num_blocks"] = sum(math.ceil(length / page) for length in lengths) * copies
             defaults["max_batch_tokens"] = CPU_BATCH_TOKENS
             defaults["safety_margin"] = 0.0  # everything fits, so no request has to wait
         batching = ContinuousBatchingConfig(**defaults | self.settings, **settings)
         attention, config, manager = self.base.config._attn_implementation, copy(self.config), None
-        config.num_return_sequences = copies
+        config.num_return_sequences, config.max_new_tokens = copies, max_new_tokens
         try:
             manager = self.base.init_continuous_batching(config, batching)
             yield manager
@@ -93,12 +93,14 @@ class ContinuousBatchingGenerator:
             if self.base.config._attn_implementation != attention:
                 self.base.set_attn_implementation(attention)
 
-    def _sample(self, prompts: list[list[int]], copies: int, seed: int, bar: tqdm) -> list[list[list[int]]]:
+    def _sample(
+        self, prompts: list[list[int]], copies: int, max_new_tokens: int, seed: int, bar: tqdm
+    ) -> list[list[list[int]]]:
         """Sample some completions of each prompt."""
         done: dict[str, list[int]] = {}
         # a prompt that is cached except for its last token would be a forward of no tokens before it is copied, on
         # which transformers 5.23 fails
-        with self._manager(prompts, copies, seed=seed, allow_block_sharing=copies == 1) as manager:
+        with self._manager(prompts, copies, max_new_tokens, seed=seed, allow_block_sharing=copies == 1) as manager:
             # add all requests before the start: which tokens share a forward, and thus the noise of each, must not
             # depend on the speed of this thread
             requests = manager.add_requests(prompts)
@@ -120,8 +122,9 @@ class ContinuousBatchingGenerator:
         """Check for a stop token at the end."""
         return completion[-1] in self.stop_token_ids
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
+        max_new_tokens = max_new_tokens or self.config.max_new_tokens
         first_rows, groups = distinct(prompts)
         # prompts are shared only if all have the same number of completions, because a manager takes one number
         if len(set(Counter(groups).values())) > 1 or min(map(len, prompts)) == 1:
@@ -133,7 +136,7 @@ class ContinuousBatchingGenerator:
             torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
             tqdm(total=len(prompts), desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar,
         ):
-            sampled = self._sample([prompts[row] for row in first_rows], copies, seed, bar)
+            sampled = self._sample([prompts[row] for row in first_rows], copies, max_new_tokens, seed, bar)
         return [cut_at_stop(sampled[group].pop(0), self.stop_token_ids) for group in groups]
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +37,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # f
 class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Sample completions."""
+    stop_token_ids: frozenset[int]
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
+        """Sample completions of at most `max_completion_length` tokens, or fewer."""
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
@@ -141,27 +144,27 @@ class TransformersGenerator:
                 ) from error
         self.grows = can_grow(actor_critic, self.config)
 
-    def _generate_batch(self, prompts: list[list[int]], bar: tqdm) -> list[list[int]]:
-        device, pad = self.accelerator.device, self.config.pad_token_id
+    def _generate_batch(self, prompts: list[list[int]], config: GenerationConfig, bar: tqdm) -> list[list[int]]:
+        device, pad = self.accelerator.device, config.pad_token_id
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         criteria: list[StoppingCriteria] = [_Progress(bar)]
         if self.stop_strings is not None:
-            criteria.append(_StopStrings(self.stop_strings, batch, self.config.max_new_tokens))
+            criteria.append(_StopStrings(self.stop_strings, batch, config.max_new_tokens))
         with self.accelerator.autocast():
-            ids = self._sample(batch, criteria)
+            ids = self._sample(batch, config, criteria)
         completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
         for ends in criteria[1:]:
             completions = [ids[:length] for ids, length in zip(completions, ends.lengths.tolist())]
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
-    def _sample(self, batch: Sequences, criteria: list[StoppingCriteria]) -> Tensor:
+    def _sample(self, batch: Sequences, config: GenerationConfig, criteria: list[StoppingCriteria]) -> Tensor:
         """Token ids of prompts and completions."""
-        inputs = (batch.input_ids, batch.attention_mask, self.config, criteria)
+        inputs = (batch.input_ids, batch.attention_mask, config, criteria)
         # layers are gathered for all processes, so all of them sample until the last one is done
         options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
             return self.actor_critic.sample(*inputs, **options)
-        cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + self.config.max_new_tokens)
+        cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + config.max_new_tokens)
         # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
@@ -173,14 +176,15 @@ class TransformersGenerator:
             return completion[-1] in self.stop_token_ids
         return bool(self.stop_strings(torch.tensor([completion]), None))
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        size = self.batch_size or len(prompts)
+        size, config = self.batch_size or len(prompts), copy(self.config)
+        config.max_new_tokens = max_new_tokens or config.max_new_tokens
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        tokens = len(parts) * self.config.max_new_tokens
+        tokens = len(parts) * config.max_new_tokens
         # the bar appears only if sampling takes more than a few seconds
         with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
-            return [completion for part in parts for completion in self._generate_batch(part, bar)]
+            return [completion for part in parts for completion in self._generate_batch(part, config, bar)]
 
 
 # ---- a cache that grows by blocks ----

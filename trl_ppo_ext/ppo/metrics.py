@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..environments import Episode
 from ..modeling import TokenScores
 from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
 from . import math as ppo_math
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
-    "approx_kl clip_ratio completions empty_steps entropy entropy_coef epoch frac_reward_zero_std grad_norm kl "
-    "kl_coef kl_per_completion learning_rate loss monitor nonfinite_completions num_tokens objective ratio reward "
-    "reward_std rewards skipped_steps step stopped_early time tokens_per_second total_flos "
+    "approx_kl clip_ratio completions empty_steps entropy entropy_coef episodes epoch frac_reward_zero_std grad_norm "
+    "kl kl_coef kl_per_completion learning_rate loss monitor nonfinite_completions num_tokens objective ratio reward "
+    "reward_std rewards skipped_steps step stopped_early time tokens_per_second tools total_flos "
     "unscored_completions value".split()
 )
 
@@ -143,6 +144,17 @@ def log_completions(
     metrics.mean("completions/mean_terminated_length", lengths, terminated)
     metrics.maximum("completions/max_terminated_length", lengths, terminated)
     metrics.minimum("completions/min_terminated_length", lengths, terminated)
+
+
+def log_episodes(metrics: Metrics, episodes: Sequence[Episode]) -> None:
+    """Log turns and tool calls, under TRL's names, and the environments that failed."""
+    device = metrics.device
+    turns, calls = [x.turns for x in episodes], [len(x.failed_calls) for x in episodes]
+    failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
+    metrics.mean("episodes/turns", torch.tensor(turns, device=device))
+    metrics.total("episodes/failed", float(sum(x.error is not None for x in episodes)))
+    metrics.mean("tools/call_frequency", torch.tensor(calls, device=device))
+    metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 
 
 def log_reward_hacking(

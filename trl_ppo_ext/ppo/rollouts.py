@@ -18,6 +18,7 @@ from transformers.utils import logging
 from trl import is_conversational
 
 from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
+from ..environments import Episode, EpisodeSampler, RolloutFunction
 from ..generation import Generator
 from ..modeling import ActorCritic, SideCritic, TokenScores, ValueHead
 from ..randomness import fixed_seed
@@ -26,7 +27,15 @@ from ..sequences import Sequences
 from . import math as ppo_math
 from .critics import EarnedRewards, ValueNormalizer, ValueTrust
 from .guards import NonFiniteGuard
-from .metrics import Metrics, check_metric_name, log_completions, log_groups, log_reward_hacking, log_rewards
+from .metrics import (
+    Metrics,
+    check_metric_name,
+    log_completions,
+    log_episodes,
+    log_groups,
+    log_reward_hacking,
+    log_rewards,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -136,11 +145,16 @@ class RolloutCollector:
         args: Any,
         accelerator: Accelerator,
         guard: NonFiniteGuard,
+        episodes: EpisodeSampler | RolloutFunction | None = None,
     ):
         self.actor_critic = actor_critic
         self.generator = generator
+        self.episodes = episodes  # None if a completion is one turn
         self.rewards = rewards
         self.monitors = monitors  # scored and logged, never optimized
+        weights = args.reward_weights
+        # those of environments come last, with weight 1 as in TRL
+        self.reward_weights = weights and [*weights, *[1.0] * (len(rewards) - len(weights))]
         self.tokenizer = tokenizer
         self.args = args
         self.accelerator = accelerator
@@ -192,14 +206,20 @@ class RolloutCollector:
                 self.actor_critic.check_logits()
             self.logits_are_checked = True
 
-        # 1. Sample a completion for each prompt.
-        prompt_ids = [row[PROMPT_IDS] for row in rows]
+        # 1. Sample a completion for each prompt: one turn, or an episode of several.
+        prompt_ids, sampled, episodes = [row[PROMPT_IDS] for row in rows], None, list[Episode]()
         with self._timed("generate", metrics):
-            completion_ids = self.generator.generate(prompt_ids)
-        stopped = torch.tensor([*map(self.generator.has_stopped, completion_ids)]).to(device, non_blocking=True)
+            if self.episodes is None:
+                completion_ids = self.generator.generate(prompt_ids)
+                ended = [*map(self.generator.has_stopped, completion_ids)]
+            else:
+                episodes = self.episodes.sample(rows, self._episode_seeds(len(rows), state, training))
+                prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
+                sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
+        stopped = torch.tensor(ended).to(device, non_blocking=True)
         privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
         pad_token_id = self.tokenizer.pad_token_id
-        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged)
+        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged, sampled)
 
         # 2. Score the completions.
         extra: dict[str, list] = {}
@@ -208,11 +228,11 @@ class RolloutCollector:
         # changes the working directory move the checkpoints, or one that switches gradients off end the training
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
-            batch = self._scoring_batch(rows, completion_ids, state, extra, logged)
+            batch = self._scoring_batch(rows, completion_ids, state, extra, logged, episodes)
             scored = score_all(
                 self.rewards,
                 batch,
-                args.reward_weights,
+                self.reward_weights,
                 args.reward_on_error,
                 args.max_reward_failures,
                 self.all_sum,
@@ -241,6 +261,8 @@ class RolloutCollector:
         valid = valid & scored.usable
         completion_mask = sequences.completion_mask
         log_completions(metrics, tokens, completion_mask, stopped, valid)
+        if self.episodes is not None:
+            log_episodes(metrics, episodes[:num_valid])
         log_reward_hacking(
             metrics,
             batch.completions,
@@ -361,6 +383,7 @@ class RolloutCollector:
         state: TrainerState,
         extra: dict[str, list],
         logged: dict[str, list[float]],
+        episodes: Sequence[Episode] = (),
     ) -> ScoringBatch:
         def log_extra(column: str, values: list) -> None:
             if len(values) != len(rows):
@@ -372,32 +395,45 @@ class RolloutCollector:
             check_metric_name(name)
             logged.setdefault(name, []).append(float(value))
 
-        prompts = [row["prompt"] for row in rows]
+        prompts = [episode.prompt for episode in episodes] or [row["prompt"] for row in rows]
         if max(map(max, completion_ids)) >= len(self.tokenizer):
             logger.warning_once(
                 "The policy samples token ids that the tokenizer does not have, which decode to nothing."
             )
-        prompt_ids = [row[PROMPT_IDS] for row in rows]
+        prompt_ids = [episode.prompt_ids for episode in episodes] or [row[PROMPT_IDS] for row in rows]
         decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
         completions: list = decode(completion_ids)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
+            completions = [episode.messages for episode in episodes] or completions
         else:
             # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
             starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
             joined = zip(starts, texts, completions)
             completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
-        columns = [key for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}]
+        names = [key for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}]
+        columns = {key: [row[key] for row in rows] for key in names}
+        for key in episodes[0].columns if episodes else ():
+            columns[key] = [episode.columns[key] for episode in episodes]
         return ScoringBatch(
             prompts,
             completions,
             completion_ids,
-            columns={key: [row[key] for row in rows] for key in columns},
+            columns=columns,
             prompt_ids=prompt_ids,
             trainer_state=state,
+            episodes=[*episodes],
             log_extra=log_extra,
             log_metric=log_metric,
         )
+
+    def _episode_seeds(self, rows: int, state: TrainerState, training: bool) -> list[int]:
+        """Seeds of environments: the same on any number of ranks, and for all episodes of a prompt."""
+        group, step = self.args.num_generations, state.global_step
+        if not training:  # of the evaluation's stream
+            group, step = 1, int(torch.randint(2**31, ()))
+        first = self.accelerator.process_index * rows
+        return [hash((self.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 
     def _update_coefficients(self, tokens: TokenScores, policy_mask: Tensor, usable: Tensor) -> None:
         if self.args.kl_target is None and self.args.entropy_target is None:

@@ -61,11 +61,14 @@ def _is_function(entry: Any) -> bool:
     return callable(entry) and not isinstance(entry, nn.Module | RewardAdapter) and not _is_reward(entry)
 
 
-def check_reward_arguments(reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: Any) -> None:
-    """Check rewards before weights are loaded."""
-    if not reward_funcs:
+def check_reward_arguments(
+    reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: Any, of_environments: bool = False
+) -> None:
+    """Check rewards before weights are loaded; there may be none if environments give them."""
+    if not (reward_funcs or of_environments):
         raise ValueError(
-            "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them."
+            "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them, "
+            "or an environment with `get_reward` or `step`."
         )
     rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
     models = (str, RewardAdapter, PreTrainedModel, PeftModel)
@@ -89,16 +92,16 @@ def check_reward_arguments(reward_funcs: list, monitor_funcs: list, processing_c
         checked_label(model_id, config.num_labels, label)
 
 
-def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str) -> None:
-    """Check that functions can be called with the columns of a dataset, or of each one in a mapping."""
+def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
+    """Check that functions can be called with the columns of a dataset, or of each one in a mapping, and others."""
     if isinstance(dataset, dict):
         for key, entry in dataset.items():
-            check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]")
+            check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]", others)
         return
     columns = getattr(dataset, "column_names", None)  # those of a stream may be unknown
     passed = [column for column in columns or () if column not in {"prompt", *TOKEN_COLUMNS}]
     for function in filter(_is_function, reward_funcs if columns else ()):
-        check_signature(function, passed, f"`{name}`")
+        check_signature(function, [*passed, *others], f"`{name}`")
 
 
 def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:

@@ -20,8 +20,9 @@ import httpx2
 import openai
 import regex
 
+from ..concurrency import finished, started
 from ..redaction import shortened, without_key
-from .scoring import RewardError, ScoringBatch, finished, started
+from .scoring import RewardError, ScoringBatch
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
 MAX_RESPONSE_BYTES = 4 * 2**20  # more than the longest answer of a reasoning model

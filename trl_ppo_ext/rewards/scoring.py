@@ -1,27 +1,24 @@
 """Score completions: all rewards, their failures, and the shaping of their sum."""
 
-import asyncio
 import inspect
 import math
-import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache, partial
-from threading import Thread
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..concurrency import finished, in_thread, started
 from ..config import LARGEST_SCORE
 from ..redaction import shortened
 
-T = TypeVar("T")
 logger = logging.get_logger(__name__)
 
 # keyword arguments of every function, besides the dataset's columns
@@ -37,11 +34,12 @@ class ScoringBatch:
     """Input of a reward, with one list entry per completion."""
 
     prompts: list  # prompts as in the dataset: text or chat messages
-    completions: list  # text, or a list with one assistant message if prompts are messages
+    completions: list  # text, or messages if prompts are messages: the assistant's and, in episodes, the answers
     completion_ids: list[list[int]]  # token ids of the completions
     columns: dict[str, list] = field(default_factory=dict)  # other columns of the dataset
     prompt_ids: list[list[int]] = field(default_factory=list)  # token ids of the prompts
     trainer_state: Any = None  # for schedules in a reward
+    episodes: list = field(default_factory=list)  # of environments; empty without
     log_extra: Callable[[str, list], None] = lambda *_: None
     log_metric: Callable[[str, float], None] = lambda *_: None
 
@@ -75,20 +73,13 @@ class FunctionReward:
         passed = {name: getattr(batch, name) for name in PASSED} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and the log share
         copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
+        environments = [episode.environment for episode in batch.episodes]
+        if any(environment is not None for environment in environments):
+            copies["environments"] = environments  # themselves, as in TRL
         call = partial(self.function, **copies)
         if self.timeout is None:
             return call()
-        called: Future = Future()
-        called.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                called.set_result(call())
-            except BaseException as error:
-                called.set_exception(error)
-
-        Thread(target=run, daemon=True).start()
-        return finished(called, self.timeout)
+        return finished(in_thread(call), self.timeout)
 
 
 def function_name(function: Callable) -> str:
@@ -174,41 +165,6 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
             raise ValueError(shortened(repr(value), 80), remedy)
         tokens[position] += number
     return tokens
-
-
-@cache
-def _event_loop(running: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
-    """Loop for all coroutines of a run, which may share a semaphore; another one than the loop that is running."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-if hasattr(os, "register_at_fork"):  # a fork has no threads
-    os.register_at_fork(after_in_child=_event_loop.cache_clear)
-
-
-def started(awaitable: Awaitable[T]) -> "Future[T]":
-    """Start an awaitable in an event loop, which runs in a thread: e.g. a notebook already runs one."""
-
-    async def run() -> T:
-        try:
-            return await awaitable
-        except SystemExit as error:  # would end the loop's thread
-            raise RuntimeError(f"SystemExit({error.code})") from error
-
-    running = None
-    with suppress(RuntimeError):
-        running = asyncio.get_running_loop()
-    return asyncio.run_coroutine_threadsafe(run(), _event_loop(running))
-
-
-def finished(future: "Future[T]", timeout: float | None = None) -> T:
-    """Wait for a result. After the timeout a thread continues, because it cannot be ended."""
-    if not wait([future], timeout).done:
-        future.cancel()
-        raise TimeoutError(f"no result within reward_timeout={timeout:g} s")
-    return future.result()
 
 
 class Scored(NamedTuple):

@@ -1,0 +1,62 @@
+"""Episodes whose turns a script writes in place of a policy."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from tiny import byte_tokenizer
+
+from trl_ppo_ext.data.prompts import PROMPT_IDS
+from trl_ppo_ext.environments import Environments
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Script:
+    """Generator that writes, for each question, one text after another."""
+
+    stop_token_ids = frozenset({2})
+
+    def __init__(self, tokenizer, turns, end="<|im_end|>"):
+        self.tokenizer, self.turns, self.end = tokenizer, turns, end
+        self.calls = []  # rows and budget of each call
+
+    def generate(self, prompts, max_new_tokens=1000):
+        self.calls.append((len(prompts), max_new_tokens))
+        written = []
+        for ids in prompts:
+            text = self.tokenizer.decode(ids)
+            turns = next(turns for question, turns in self.turns.items() if question in text)
+            reply = turns[min(text.count("<|im_start|>assistant") - 1, len(turns) - 1)]
+            written.append(self.tokenizer(reply + self.end)["input_ids"][:max_new_tokens])
+        return written
+
+    def has_stopped(self, completion):
+        return completion[-1] in self.stop_token_ids
+
+
+def rows_of(*questions, **columns):
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
+    return [row | {name: x[number] for name, x in columns.items()} for number, row in enumerate(rows)]
+
+
+def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settings):
+    """A sampler with a script, and rows with the ids of their prompts."""
+    environments, tokenizer = Environments(tools, factory), byte_tokenizer()
+    args = {
+        "max_completion_length": 1000,
+        "max_prompt_length": None,
+        "overlong_prompts": "error",
+        "environment_timeout": None,
+        "max_tool_calling_iterations": None,
+        "max_steps": 1,
+        "device": torch.device("cpu"),
+    }
+    args = SimpleNamespace(**args | settings)
+    _, kwargs = environments.prepare(rows, tokenizer, None, args, 1)
+    for row in rows:
+        encoded = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs)
+        row[PROMPT_IDS] = encoded["input_ids"]
+    return environments.sampler(Script(tokenizer, turns, end), args, None, None)

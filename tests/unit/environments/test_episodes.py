@@ -1,0 +1,388 @@
+"""Turns of the policy and answers in between: what ends an episode, and what each part of a completion is."""
+
+import asyncio
+import random
+import time
+
+import pytest
+import torch
+from scripted import call, rows_of, sampler_of
+from tiny import tokenizer
+
+from trl_ppo_ext import StepResult
+from trl_ppo_ext.data.prompts import PromptError
+from trl_ppo_ext.environments import Environments
+from trl_ppo_ext.rewards import RewardError, ScoringBatch
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add.
+
+    Args:
+        a: A number.
+        b: Another number.
+    """
+    return a + b
+
+
+async def slowly(a: int) -> str:
+    """
+    Wait.
+
+    Args:
+        a: A number.
+    """
+    await asyncio.sleep(0.3)
+    return f"waited {a}"
+
+
+def fails() -> str:
+    """Fail."""
+    raise RuntimeError("no luck")
+
+
+class Counter:
+    """Environment with TRL's interface."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.resets = []
+
+    def reset(self, **row):
+        self.resets.append(row)
+        self.count = 0
+        return f" from {row.get('start', 0)}"
+
+    def increment(self, step: int) -> str:
+        """
+        Increment the counter.
+
+        Args:
+            step: By this.
+        """
+        self.count += step
+        return str(self.count)
+
+    def get_reward(self):
+        return float(self.count)
+
+
+class Walk:
+    """Plain environment: one step to the right is worth 1, and three of them end it."""
+
+    def reset(self, row, seed):
+        self.place, self.seed = 0, seed
+        return f" at {self.place}"
+
+    def step(self, text):
+        self.place += text == "right"
+        return f"at {self.place}", float(text == "right"), self.place == 3
+
+
+def sampled(sampler, rows, seeds=None):
+    return sampler.sample(rows, seeds or [7] * len(rows))
+
+
+def written(sampler, episode):
+    """Text of each part of a completion, and whether the policy sampled it."""
+    parts, tokenizer = [], sampler.chat.tokenizer
+    for token, by_policy in zip(episode.completion_ids, episode.sampled):
+        if not parts or parts[-1][1] != by_policy:
+            parts.append(([], by_policy))
+        parts[-1][0].append(token)
+    return [(tokenizer.decode(ids), by_policy) for ids, by_policy in parts]
+
+
+def scores(sampler, episodes):
+    """Scores of each reward of the environments."""
+    batch = ScoringBatch([None] * len(episodes), [], [x.completion_ids for x in episodes], episodes=episodes)
+    return {reward.name: asyncio.run(reward.score(batch)) for reward in sampler.environments.rewards}
+
+
+# ---- tools ----
+
+
+def test_tools_answer_until_the_policy_calls_none():
+    rows = rows_of("alpha", "beta")
+    turns = {"alpha": [call("add", a=1, b=2), call("add", a=3, b=4), "seven"], "beta": ["nothing"]}
+    sampler = sampler_of(turns, rows, tools=[add])
+    one, two = sampled(sampler, rows)
+    assert sampler.generator.calls[0][0] == 2 and [n for n, _ in sampler.generator.calls[1:]] == [1, 1]
+    response = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert written(sampler, one) == [
+        (turns["alpha"][0] + "<|im_end|>", 1),
+        (response.format(3), 0),
+        (turns["alpha"][1] + "<|im_end|>", 1),
+        (response.format(7), 0),
+        ("seven<|im_end|>", 1),
+    ]
+    assert [message["role"] for message in one.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert one.messages[1] == {"role": "tool", "name": "add", "content": "3"}
+    assert one.failed_calls == [False, False] and (one.turns, two.turns) == (3, 1) and one.stopped and two.stopped
+    assert scores(sampler, [one, two]) == {"tools": [None, None]}
+
+
+def test_prompt_shows_the_tools():
+    rows = rows_of("alpha")
+    episode = sampled(sampler_of({"alpha": ["x"]}, rows, tools=[add]), rows)[0]
+    assert '"name": "add"' in sampler_of({}, rows, tools=[add]).chat.tokenizer.decode(episode.prompt_ids)
+
+
+def test_policy_reads_what_went_wrong():
+    rows = rows_of("alpha")
+    turns = {"alpha": [call("fails") + "\n" + call("gone") + "\n" + call("add", a=1), "so"]}
+    [episode] = sampled(sampler_of(turns, rows, tools=[add, fails]), rows)
+    texts = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    assert texts[:2] == ["{'error': 'no luck'}", "{'error': 'Tool gone not found.'}"]
+    assert "missing 1 required positional argument: 'b'" in texts[2]
+    assert episode.failed_calls == [True] * 3 and episode.error is None
+
+
+def test_tools_of_all_episodes_and_of_a_turn_run_together():
+    rows = rows_of(*"abcdefgh")
+    turns = {question: [call("slowly", a=1) + "\n" + call("slowly", a=2), "x"] for question in "abcdefgh"}
+
+    def sleep(a: int) -> str:
+        """
+        Wait.
+
+        Args:
+            a: A number.
+        """
+        time.sleep(0.3)
+        return f"waited {a}"
+
+    sleep.__name__ = "slowly"
+    for tool, seconds in ((slowly, 0.3), (sleep, 0.6)):  # synchronous ones of a turn may depend on one another
+        start = time.perf_counter()
+        episodes = sampled(sampler_of(turns, rows, tools=[tool]), rows)
+        assert time.perf_counter() - start < seconds + 0.25
+        assert [m["content"] for m in episodes[0].messages if m["role"] == "tool"] == ["waited 1", "waited 2"]
+
+
+def test_iterations_are_limited():
+    rows = rows_of("alpha")
+    for limit, turns in ((0, 1), (2, 3)):
+        sampler = sampler_of({"alpha": [call("add", a=1, b=1)]}, rows, tools=[add], max_tool_calling_iterations=limit)
+        [episode] = sampled(sampler, rows)
+        assert episode.turns == turns and len(episode.failed_calls) == limit and episode.stopped
+        assert episode.messages[-1]["role"] == "assistant"
+
+
+def test_turns_share_the_completion_length():
+    rows = rows_of("alpha", "beta")
+    turns = {"alpha": [call("add", a=1, b=1), "x" * 500], "beta": ["y" * 500]}
+    sampler = sampler_of(turns, rows, tools=[add], max_completion_length=200)
+    episodes = sampled(sampler, rows)
+    assert [len(episode.completion_ids) for episode in episodes] == [200, 200]
+    assert not episodes[0].stopped and not episodes[1].stopped
+    used = sampler.generator.calls[1][1]
+    assert 0 < used < 200 and sum(episodes[0].sampled) == 200 - episodes[0].sampled.count(0)
+
+
+def test_answer_that_does_not_fit_is_rolled_back():
+    rows = rows_of("alpha")
+
+    def long() -> str:
+        """Return a lot."""
+        return "z" * 10_000_000
+
+    sampler = sampler_of({"alpha": [call("long")]}, rows, tools=[long])
+    start = time.perf_counter()
+    [episode] = sampled(sampler, rows)
+    assert time.perf_counter() - start < 1
+    assert all(episode.sampled) and len(episode.messages) == 1 and not episode.stopped and episode.turns == 1
+
+
+def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
+    rows = rows_of("alpha")
+
+    def play(move: int) -> str:
+        """
+        Play.
+
+        Args:
+            move: A move.
+        """
+        return StepResult(f"moved {move}", reward=move / 2, done=move == 3)
+
+    turns = {"alpha": [call("play", move=1), call("play", move=1) + "\n" + call("play", move=2), call("play", move=3)]}
+    sampler = sampler_of(turns, rows, tools=[play])
+    [episode] = sampled(sampler, rows)
+    ends = [place for place, token in enumerate(episode.completion_ids) if token == 2 and episode.sampled[place]]
+    assert episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])] and episode.turns == 3 and episode.stopped
+    assert scores(sampler, [episode]) == {"tools": [episode.rewards]}
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["moved 1", "moved 1", "moved 2"]
+
+
+# ---- environments with TRL's interface ----
+
+
+def test_environment_is_reset_with_the_row_and_gives_the_reward():
+    Counter.made = 0
+    rows = rows_of("alpha", "beta", start=[4, 5])
+    turns = {
+        "alpha": [call("increment", step=2), "x"],
+        "beta": [call("increment", step=3), call("increment", step=4), ""],
+    }
+    sampler = sampler_of(turns, rows, factory=Counter)
+    for _ in range(2):
+        episodes = sampled(sampler, rows)
+        assert scores(sampler, episodes) == {
+            "Counter": [[(len(x.completion_ids) - 1, n)] for x, n in zip(episodes, (2, 7))]
+        }
+        assert [episode.prompt[-1]["content"] for episode in episodes] == ["alpha from 4", "beta from 5"]
+        assert "beta from 5" in sampler.chat.tokenizer.decode(episodes[1].prompt_ids)
+    assert Counter.made == 2  # one per episode of a batch, then reset
+    assert episodes[0].environment.resets[-1] == {"prompt": [{"role": "user", "content": "alpha"}], "start": 4}
+    assert rows[0]["prompt"] == [{"role": "user", "content": "alpha"}]
+
+
+def test_row_chooses_its_environment():
+    class Other(Counter):
+        """Another one."""
+
+        def decrement(self) -> str:
+            """Decrement the counter."""
+            self.count -= 1
+            return str(self.count)
+
+    rows = rows_of("alpha", "beta", environment=["a", "b"])
+    turns = {"alpha": [call("decrement"), "x"], "beta": [call("decrement"), "x"]}
+    sampler = sampler_of(turns, rows, factory={"a": Counter, "b": Other})
+    one, two = sampled(sampler, rows)
+    assert "Tool decrement not found" in one.messages[1]["content"] and two.messages[1]["content"] == "-1"
+    assert scores(sampler, [one, two])["Other"] == [None, [(len(two.completion_ids) - 1, -1.0)]]
+    assert (
+        "decrement" in sampler.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
+    )
+    assert "decrement" not in sampler.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
+    with pytest.raises(PromptError, match="must be one of the factories' names, 'a', 'b', got 'c'"):
+        sampled(sampler, [rows[0] | {"environment": "c"}])
+
+
+# ---- plain environments ----
+
+
+def test_plain_environment_steps_and_rewards_every_turn():
+    rows = rows_of("alpha")
+    sampler = sampler_of({"alpha": ["right", "left", "right", "right", "never"]}, rows, factory=Walk)
+    [episode] = sampled(sampler, rows, [11])
+    assert [reward for _, reward in episode.rewards] == [1, 0, 1, 1] and episode.turns == 4 and episode.stopped
+    assert [m["content"] for m in episode.messages] == ["right", "at 1", "left", "at 1", "right", "at 2", "right"]
+    assert episode.prompt[-1]["content"] == "alpha at 0" and episode.environment.seed == 11
+    assert episode.sampled[-1] == 1 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
+
+
+def test_plain_environment_of_gymnasium_keeps_truncation_apart():
+    class Gym:
+        def reset(self, *, seed=None, options=None):
+            self.left = options["limit"]
+            return " go", {}
+
+        def step(self, action):
+            self.left -= 1
+            return "on", 1.0, action == "end", self.left == 0, {}
+
+    rows = rows_of("alpha", "beta", limit=[3, 3])
+    sampler = sampler_of({"alpha": ["x", "y", "z"], "beta": ["x", "end"]}, rows, factory=Gym)
+    one, two = sampled(sampler, rows)
+    assert (one.turns, one.stopped, two.turns, two.stopped) == (3, False, 2, True)
+
+
+def test_limit_of_iterations_truncates_a_plain_episode_after_its_step():
+    rows = rows_of("alpha")
+    sampler = sampler_of({"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=2)
+    [episode] = sampled(sampler, rows)
+    assert len(episode.rewards) == episode.turns == 2 and not episode.stopped
+
+
+def test_unfinished_turn_is_stepped_and_truncated():
+    rows = rows_of("alpha")
+    [episode] = sampled(sampler_of({"alpha": ["right"]}, rows, factory=Walk, end=""), rows)
+    assert episode.rewards == [(4, 1.0)] and not episode.stopped
+
+
+# ---- failures ----
+
+
+class Hostile(Walk):
+    """Environment that does what its row says."""
+
+    def reset(self, row, seed):
+        self.how = row["how"]
+        if self.how == "reset":
+            raise RuntimeError("no reset")
+        if self.how == "number":
+            return 5
+        return " " + "x" * 10_000_000 if self.how == "flood" else None
+
+    def step(self, text):
+        answers = {
+            "none": lambda: None,
+            "raise": lambda: 1 / 0,
+            "exit": exit,
+            "hang": lambda: time.sleep(5),
+            "nan": lambda: ("x", float("nan"), False),
+            "text": lambda: ("x", "much", False),
+            "silent": lambda: (None, 1.0, False),
+            "long": lambda: ("x" * 10_000_000, 1.0, False),
+        }
+        return answers.get(self.how, lambda: ("x", 1.0, True))()
+
+
+HOW = ["reset", "number", "flood", "none", "raise", "exit", "hang", "nan", "text", "silent", "long", "fine"]
+
+
+def test_hostile_environments_end_their_episode_and_no_other():
+    rows = rows_of(*[f"q{n:02}" for n in range(12)], how=HOW)
+    sampler = sampler_of({"q": ["hello"]}, rows, factory=Hostile, environment_timeout=0.5, max_prompt_length=500)
+    start = time.perf_counter()
+    episodes = sampled(sampler, rows)
+    assert time.perf_counter() - start < 2
+    entries = dict(zip(HOW, scores(sampler, episodes)["Hostile"]))
+    failed = {how for how, entry in entries.items() if isinstance(entry, RewardError)}
+    assert failed == {*HOW} - {"long", "fine"}
+    assert all(episode.sampled == [1] * 6 for episode in episodes)
+    assert "no result within environment_timeout=0.5 s" in str(entries["hang"])
+    assert "SystemExit" in str(entries["exit"]) and "must return (observation, reward, done)" in str(entries["none"])
+    assert episodes[HOW.index("long")].stopped is False and episodes[-1].stopped
+    assert episodes[HOW.index("flood")].prompt == rows[HOW.index("flood")]["prompt"]
+    again = sampled(sampler, rows[-1:])  # instances that failed are not used again
+    assert again[0].environment in [x.environment for x in episodes if x.error is None]
+
+
+def test_hanging_tool_fails_the_episode():
+    rows = rows_of("alpha")
+    sampler = sampler_of({"alpha": [call("slowly", a=1)]}, rows, tools=[slowly], environment_timeout=0.05)
+    [entry] = scores(sampler, sampled(sampler, rows))["tools"]
+    assert isinstance(entry, RewardError) and "environment_timeout=0.05" in str(entry)
+
+
+def test_random_numbers_of_environments_are_their_own():
+    class Dice(Walk):
+        def step(self, text):
+            return str(random.random()), torch.rand(()).item(), True
+
+    rows = rows_of("alpha")
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    sampler, first = sampler_of({"alpha": ["x"]}, rows, factory=Dice), torch.rand(())
+    rewards = [sampled(sampler, rows, [seed])[0].rewards for seed in (1, 1, 2)]
+    assert torch.equal(torch.stack([first, torch.rand(())]), expected)
+    assert rewards[0] == rewards[1] != rewards[2]
+
+
+def test_environment_without_reset_is_refused():
+    with pytest.raises(TypeError, match="`environment_factory` must return an object with `reset`"):
+        Environments(None, dict)
+
+
+def test_rollout_function_and_tools_are_apart():
+    with pytest.raises(ValueError, match="`rollout_func` samples whole episodes"):
+        Environments([add], None, print)
+    assert not Environments() and Environments().prepare([], tokenizer(), {}, None, 1) == ([], {})

@@ -1,0 +1,363 @@
+"""Episodes: turns of the policy, and the answers of tools and environments between them."""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+from trl import is_conversational
+
+from ..concurrency import finished, started
+from ..data.prompts import (
+    NO_PROMPT,
+    PROMPT_IDS,
+    TOKEN_COLUMNS,
+    PromptError,
+    encode,
+    prompt_limit,
+    row_template_kwargs,
+    with_prompts,
+)
+from ..generation import Generator
+from ..randomness import fixed_seed
+from ..redaction import shortened
+from ..rewards import RewardError, ScoringBatch
+from .chat import CHARACTERS, ChatFormat
+from .protocol import TextEnvironment
+from .tools import Answer, ToolEnvironment
+
+T = TypeVar("T")
+
+
+@dataclass
+class Episode:
+    """A prompt and what followed it."""
+
+    prompt: Any  # text or chat messages, with the first observation
+    prompt_ids: list[int]
+    player: Any = None  # of the environment or tools; None for a rollout function
+    template_kwargs: dict[str, Any] | None = None  # None if the prompt is text
+    schemas: list[dict] = field(default_factory=list)  # of the tools
+    columns: dict[str, Any] = field(default_factory=dict)  # of a rollout function, for rewards
+    completion_ids: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # 1 at each token that the policy sampled
+    messages: list[dict] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
+    failed_calls: list[bool] = field(default_factory=list)  # per tool call
+    turns: int = 0
+    stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
+    error: BaseException | None = None  # of the environment; it ends the episode
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything so far."""
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def environment(self) -> Any:
+        """The user's object."""
+        return getattr(self.player, "instance", None)
+
+    def add(self, ids: list[int], sampled: bool) -> None:
+        """Append tokens."""
+        self.completion_ids += ids
+        self.sampled += [int(sampled)] * len(ids)
+
+
+class Kind:
+    """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
+
+    def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
+        self.factory = factory
+        self.tools = tools
+        self.pool = [self.make()]
+        self.type = type(self.pool[0].instance)
+        self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
+
+    def make(self) -> ToolEnvironment | TextEnvironment:
+        """Make an instance."""
+        if self.factory is None:
+            return ToolEnvironment(None, self.tools)
+        instance = self.factory()
+        if not callable(getattr(instance, "reset", None)):
+            raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
+        is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
+        return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
+
+
+class Environments:
+    """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""
+
+    def __init__(self, tools: list[Callable] | None = None, factory: Any = None, rollout_func: Callable | None = None):
+        if rollout_func is not None and (tools or factory):
+            raise ValueError("`rollout_func` samples whole episodes; remove `tools` and `environment_factory`.")
+        self.rollout_func = rollout_func
+        self.by_name = isinstance(factory, dict)
+        factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
+        self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
+        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in self.kinds.values())]
+        self.has_instances = bool(factory)  # which reward functions receive
+        self.give_rewards = any(
+            isinstance(kind.pool[0], TextEnvironment) or hasattr(kind.type, "get_reward")
+            for kind in self.kinds.values()
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds)
+
+    def kind(self, row: dict[str, Any]) -> Kind:
+        """Kind of environment of a row."""
+        name = row.get("environment") if self.by_name else None
+        if name not in self.kinds:
+            names = ", ".join(map(repr, self.kinds))
+            raise PromptError(f"The column `environment` must be one of the factories' names, {names}, got {name!r}.")
+        return self.kinds[name]
+
+    def prepare(
+        self, dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None, args: Any, rows: int
+    ) -> tuple[Any, dict | None]:
+        """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
+        if not (self or self.rollout_func):
+            return dataset, template_kwargs
+        if self.has_instances and (dataset is not None or args.max_steps > 0):
+            dataset = with_prompts(dataset, tokenizer, rows)
+        conversational = dataset is None or is_conversational(next(iter(dataset), {}))
+        with_tools = any(kind.schemas for kind in self.kinds.values())
+        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools)
+        schemas = self.kinds[None].schemas if None in self.kinds else []
+        return dataset, self.chat.template_kwargs | ({"tools": schemas} if schemas else {})
+
+    def sampler(
+        self, generator: Generator, args: Any, context_length: int | None, trainer: Any
+    ) -> "EpisodeSampler | RolloutFunction | None":
+        """What samples episodes; `None` if a completion is one turn."""
+        if self.rollout_func is not None:
+            return RolloutFunction(self.rollout_func, trainer, self.chat, generator)
+        return EpisodeSampler(self, self.chat, generator, args, context_length) if self else None
+
+
+class EnvironmentReward:
+    """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
+
+    def __init__(self, type_: type):
+        self.type = type_
+        self.name = "tools" if type_ is type(None) else type_.__name__
+
+    def score(self, batch: ScoringBatch) -> Awaitable[list]:
+        """Score episodes; those of other classes have no such reward."""
+        ends = [self._end(episode) for episode in batch.episodes]
+
+        async def entries() -> list:
+            return [await self._entry(episode, end) for episode, end in zip(batch.episodes, ends)]
+
+        return entries()
+
+    def _end(self, episode: Episode) -> Any:
+        """Result of `get_reward`, in the main thread, or an awaitable of it."""
+        if type(episode.environment) is not self.type or episode.error is not None:
+            return None
+        try:
+            return getattr(episode.environment, "get_reward", lambda: None)()
+        except Exception as error:
+            return error
+
+    async def _entry(self, episode: Episode, end: Any) -> Any:
+        if type(episode.environment) is not self.type:
+            return None
+        try:
+            end = await end if inspect.isawaitable(end) else end
+        except Exception as failure:
+            end = failure
+        error = end if isinstance(end, Exception) else episode.error
+        if error is not None:
+            return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
+        last = [] if end is None else [(len(episode.completion_ids) - 1, end)]
+        return [*episode.rewards, *last] or None
+
+
+def with_observation(prompt: Any, observation: Any) -> Any:
+    """The prompt of an episode: text ends the last message, as in TRL; messages follow it."""
+    if observation is None:
+        return prompt
+    if isinstance(observation, list):
+        return observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
+    if not isinstance(observation, str):
+        raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
+    if isinstance(prompt, str):
+        return prompt + observation
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+
+class EpisodeSampler:
+    """Samples an episode for each row: turns of all unfinished episodes in one batch, and answers in between."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        chat: ChatFormat,
+        generator: Generator,
+        args: Any,
+        context_length: int | None,
+    ):
+        self.environments = environments
+        self.chat = chat
+        self.generator = generator
+        self.limit = args.max_completion_length
+        self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
+        self.truncates_prompts = args.overlong_prompts == "truncate"
+        self.timeout = args.environment_timeout
+        iterations = args.max_tool_calling_iterations
+        self.iterations = sys.maxsize if iterations is None else iterations
+        self.device = args.device
+        self.lent: list[tuple[Kind, Episode]] = []
+
+    def sample(self, rows: Sequence[dict], seeds: list[int]) -> list[Episode]:
+        """Sample an episode for each row, whose environment is seeded."""
+        # 1. Reset an environment for each row; those of the last episodes have been scored by now.
+        for kind, episode in self.lent:
+            if episode.error is None:  # otherwise it may still be running
+                kind.pool.append(episode.player)
+        kinds = [self.environments.kind(row) for row in rows]
+        players = [kind.pool.pop(0) if kind.pool else kind.make() for kind in kinds]
+        hidden = {*TOKEN_COLUMNS, *(["environment"] if self.environments.by_name else [])}
+        resets = []
+        for row, player, seed in zip(rows, players, seeds):
+            columns = {name: x for name, x in row.items() if name not in hidden}
+            if columns["prompt"] == NO_PROMPT:
+                del columns["prompt"]
+            resets.append(player.reset(deepcopy(columns), seed))
+        observations = self._all(resets, (seeds[0], 0))
+        episodes = [self._opened(*x) for x in zip(rows, kinds, players, observations)]
+        self.lent = [*zip(kinds, episodes)]
+
+        active = episodes
+        while active:
+            # 2. Sample a turn for each unfinished episode, within what is left of its length.
+            rooms = [self.limit - len(episode.completion_ids) for episode in active]
+            turns = self.generator.generate([episode.ids for episode in active], max(rooms))
+            turns = [turn[:room] for turn, room in zip(turns, rooms)]
+            for episode, turn in zip(active, turns):
+                episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
+                episode.add(turn, sampled=True)
+                episode.turns += 1
+                episode.stopped = self.generator.has_stopped(turn)
+
+            # 3. Let tools and environments answer, and go on with the episodes that they do not end.
+            answered = [
+                (episode, turn)
+                for episode, turn in zip(active, turns)
+                if episode.error is None and episode.turns <= self.iterations
+            ]
+            responses = [episode.player.respond(episode.messages[-1]) for episode, _ in answered]
+            answers = self._all(responses, (seeds[0], active[0].turns))
+            active = [episode for (episode, turn), x in zip(answered, answers) if self._continues(episode, turn, x)]
+        return episodes
+
+    def _all(self, coroutines: Sequence[Awaitable[T]], seed: tuple[int, int]) -> list[T | BaseException]:
+        """Results of coroutines that run together, or exceptions; sampling draws its random numbers as before."""
+
+        async def bounded(coroutine: Awaitable[T]) -> T:
+            if self.timeout is None:
+                return await coroutine
+            try:
+                return await asyncio.wait_for(coroutine, self.timeout)
+            except TimeoutError:
+                raise TimeoutError(f"no result within environment_timeout={self.timeout:g} s") from None
+
+        async def together() -> list:
+            return await asyncio.gather(*map(bounded, coroutines), return_exceptions=True)
+
+        if not coroutines:
+            return []
+        with fixed_seed(hash(seed) % 2**31, self.device):
+            return finished(started(together()))
+
+    def _opened(self, row: dict[str, Any], kind: Kind, player: Any, observation: Any) -> Episode:
+        is_text = isinstance(row["prompt"], str)
+        kwargs = None if is_text else row_template_kwargs(row, self.chat.template_kwargs)
+        episode = Episode(row["prompt"], row[PROMPT_IDS], player, kwargs, kind.schemas)
+        if observation is None and not self.environments.by_name:  # its ids are those of the dataset
+            return episode
+        try:
+            if isinstance(observation, BaseException):
+                raise observation
+            prompt, limit = with_observation(row["prompt"], observation), self.prompt_limit
+            if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
+                raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
+            with_tools = (kwargs or {}) | ({"tools": kind.schemas} if kind.schemas else {})
+            ids = encode(prompt, self.chat.tokenizer, with_tools)
+            if self.truncates_prompts:
+                ids = ids[-limit:]
+            if not 0 < len(ids) <= limit:
+                raise PromptError(f"the prompt with the observation has {len(ids)} tokens, but {limit} fit")
+            episode.prompt, episode.prompt_ids = prompt, ids
+        except Exception as error:  # the policy answers the row's own prompt, for nothing
+            episode.error = error
+        return episode
+
+    def _continues(self, episode: Episode, turn: list[int], answer: Answer | BaseException) -> bool:
+        """Add an answer to its episode, unless that ends."""
+        if isinstance(answer, BaseException):
+            episode.error = answer
+            return False
+        episode.failed_calls += answer.failed
+        if answer.reward is not None:
+            episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
+        is_last = isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
+        if answer.truncated or (is_last and not answer.done):
+            episode.stopped = False
+        if answer.done or not episode.stopped:
+            return False
+        room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
+        ids = self.chat.following(turn, answer.messages, episode.template_kwargs, self.generator.stop_token_ids, room)
+        episode.stopped = len(ids) <= room
+        if episode.stopped:
+            episode.add(ids, sampled=False)
+            episode.messages += answer.messages
+        return episode.stopped
+
+
+class RolloutFunction:
+    """Episodes of a function with the interface of TRL's `rollout_func`."""
+
+    def __init__(self, function: Callable, trainer: Any, chat: ChatFormat, generator: Generator):
+        self.function = function
+        self.trainer = trainer
+        self.chat = chat
+        self.generator = generator
+
+    def sample(self, rows: Sequence[dict], seeds: list[int]) -> list[Episode]:
+        """Call the function with the prompts of all rows; `seeds` are those of environments, which it has none of."""
+        output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
+        output.pop("logprobs", None)  # they are computed with the forward of the updates
+        columns = {}
+        for name, values in output.items():
+            is_per_row = isinstance(values, list) and len(values) == len(rows)
+            columns[name] = values if is_per_row else [values] * len(rows)
+        episodes = []
+        for number, row in enumerate(rows):
+            own = {name: values[number] for name, values in columns.items()}
+            try:
+                prompt_ids, completion_ids = list(own.pop("prompt_ids")), list(own.pop("completion_ids"))
+                sampled = list(own.pop("env_mask", [1] * len(completion_ids)))
+                end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
+            except (KeyError, TypeError, ValueError):
+                end = 0
+            if not end or len(sampled) != len(completion_ids) or not prompt_ids:
+                raise ValueError(
+                    "`rollout_func` must return a dict with token ids for each prompt in `prompt_ids` and "
+                    "`completion_ids` and, if an environment wrote some of them, `env_mask` with 1 at each token that "
+                    f"the policy sampled; row {number} of {len(rows)} has no valid ones."
+                )
+            completion_ids = completion_ids[:end]
+            message = self.chat.parsed(completion_ids, prompt_ids, [])
+            episode = Episode(row["prompt"], prompt_ids, columns=own, messages=[message], turns=1)
+            episode.completion_ids, episode.sampled = completion_ids, sampled[:end]
+            episode.stopped = self.generator.has_stopped(completion_ids)
+            episodes.append(episode)
+        return episodes

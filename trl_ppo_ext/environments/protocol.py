@@ -1,0 +1,45 @@
+"""Plain environments: text in, text and a reward out, as in Gymnasium, without tool calls."""
+
+import inspect
+import math
+from typing import Any
+
+from ..concurrency import called
+from ..redaction import shortened
+from .tools import Answer
+
+
+class TextEnvironment:
+    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium."""
+
+    tools: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, instance: Any):
+        self.instance = instance
+        # Gymnasium's `reset(*, seed, options)` returns a second value, the info
+        self.is_gymnasium = "options" in inspect.signature(instance.reset).parameters
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """First observation."""
+        if not self.is_gymnasium:
+            return await called(self.instance.reset, row, seed)
+        observation, _ = await called(self.instance.reset, seed=seed, options=row)
+        return observation
+
+    async def respond(self, message: dict[str, Any]) -> Answer:
+        """Step with the text of a turn."""
+        result = await called(self.instance.step, message["content"])
+        if not (isinstance(result, tuple) and len(result) in (3, 5)):
+            raise ValueError(
+                "`step` must return (observation, reward, done), or Gymnasium's (observation, reward, terminated, "
+                f"truncated, info), got {shortened(repr(result)[:200])}."
+            )
+        observation, reward, done, *rest = result
+        truncated = bool(rest) and bool(rest[0]) and not done
+        if not math.isfinite(reward):
+            raise ValueError(f"`step` must return a finite reward, got {reward}.")
+        ends = bool(done) or truncated
+        if not (isinstance(observation, str) or ends):
+            raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
+        messages = [] if ends else [{"role": "user", "content": observation}]
+        return Answer(messages, float(reward), ends, truncated)
