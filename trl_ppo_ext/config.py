@@ -121,6 +121,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             With a critic `"gae"` (then the default), or `"auto"`, which weighs its values against the mean return by
             how well they predicted earlier rollouts. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`,
             `"reinforce"` or `"rebn"` (whitened rewards-to-go per token).
+        advantage_level (`str`, *optional*, defaults to `"token"`):
+            With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a
+            turn, values are those at its first token, and `gamma` and `lam` count turns.
         critic (`str`, *optional*, defaults to `"side"`):
             `"side"` network on states of several layers and the position (nothing flows back into the policy), value
             `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`.
@@ -248,6 +251,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_horizon: int = 10000
     target_kl: float | None = None
     advantage_estimator: Literal["gae", "auto", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
+    advantage_level: Literal["token", "turn"] = "token"
     critic: Literal["head", "side", "adapter", "none"] = "side"
     critic_backprop: bool = True
     critic_learning_rate: float | None = None
@@ -436,6 +440,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(
                 f"`num_generations` must be at least 2 for `advantage_estimator={estimator!r}`, which compares the "
                 f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'reinforce'."
+            )
+        if self.advantage_level == "turn" and self.critic == "none" and estimator != "rebn":
+            raise ValueError(
+                f"`advantage_level='turn'` needs a critic or `advantage_estimator='rebn'`, got {estimator!r}, which "
+                "gives all tokens of an episode one advantage; use 'token'."
             )
         if self.normalize_values and self.critic == "none":
             raise ValueError("`normalize_values=True` needs a critic, and `critic='none'`; remove it.")

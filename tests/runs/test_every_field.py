@@ -503,6 +503,7 @@ CASES = {
     "kl_horizon": Case((10000, 10), "kl_coef", settings={"kl_target": 1.0}),
     "target_kl": Case((None, 1e-3), "weights stopped_early"),
     "advantage_estimator": Case(("grpo", "dr_grpo", "rloo", "reinforce", "rebn"), settings=NO_CRITIC),
+    "advantage_level": Case(("token", "turn"), given=talking, settings={"stop_token_ids": [*range(16, 32)]}),
     "critic": Case(("head", "side", "adapter", "none"), settings={"num_generations": 4}),
     "critic_backprop": Case((True, False)),
     "critic_learning_rate": Case(

@@ -193,6 +193,49 @@ def test_failing_environments_are_skipped_and_counted(tmp_path):
     assert 0 < failed < 8 and run.state.log_history[0]["episodes/failed"] == failed
 
 
+# ---- credit per turn ----
+
+
+def test_turns_start_after_what_the_environment_wrote():
+    starts, first = ppo_math.turn_starts(episodes().completion_mask)
+    assert starts.long().tolist() == [[1, 0, 0, 0, 1, 0, 0, 0], [1] + [0] * 7, [1, 0, 1, 0, 0, 1, 0, 0]]
+    assert first[2].tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "rebn"])
+def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator):
+    critic = {"critic": "none"} if estimator == "rebn" else {"critic": "head", "normalize_values": False}
+    settings = {"whiten_advantages": False, "gamma": 0.9, "lam": 0.8, "kl_coef": 0.0} | critic
+    run = echo_trainer(tmp_path, advantage_level="turn", advantage_estimator=estimator, max_steps=8, **settings)
+    seen, batches, sample = rollouts_of(run), [], run.collector.sample
+    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    run.train()
+    [rollout, *_], samples = seen[-1], batches[-1]  # by now, values are not 0
+    lam, weights = (1.0, None) if estimator == "rebn" else (0.8, rollout.value_weights)
+    for row, episode in enumerate(samples.batch.episodes):
+        starts = [n for n, x in enumerate(episode.sampled) if x and not (n and episode.sampled[n - 1])]
+        values = [0.0] * 3 if lam == 1 else samples.tokens.values[row, starts].tolist()
+        advantage, expected = 0.0, []
+        for (_, reward), value, after in reversed([*zip(episode.rewards, values, [*values[1:], 0.0])]):
+            advantage = reward + 0.9 * after - value + 0.9 * lam * advantage
+            expected.insert(0, advantage)
+        turn = torch.tensor(episode.sampled).bool()
+        numbers = torch.tensor([sum(start <= n for start in starts) - 1 for n in range(len(turn))])
+        got = rollout.advantages[row, : len(turn)]
+        torch.testing.assert_close(got[turn], torch.tensor(expected)[numbers][turn])
+        if weights is not None:
+            assert weights[row].nonzero()[:, 0].tolist() == starts
+            torch.testing.assert_close(rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values))
+    if weights is not None:  # a mean over turns
+        mask = rollout.response_mask
+        assert weights[mask].mean().item() == pytest.approx(1) and len({*weights[weights > 0].tolist()}) == 1
+
+
+def test_advantage_per_turn_needs_rewards_to_go(tmp_path):
+    with pytest.raises(ValueError, match="needs a critic or `advantage_estimator='rebn'`, got 'grpo'"):
+        config(tmp_path, advantage_level="turn", critic="none", num_generations=4)
+
+
 # ---- tools, as in TRL ----
 
 
@@ -265,6 +308,23 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
     roles = [message["role"] for message in received["completions"][1]]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert received["completions"][1][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 1}}
+
+
+def test_transcript_shows_tool_calls_and_answers(tmp_path, capsys):
+    turns = {"Q": [call("add", number=1), "done"]}
+    chat_trainer(tmp_path, turns, environment_factory=Calculator, log_completions=True).train()
+    printed = " ".join(capsys.readouterr().out.split())
+    for line in ('assistant: add({"number": 1})', "tool: 1", "assistant: done"):
+        assert line in printed
+    logged = (tmp_path / "run_log.jsonl").read_text()
+    assert 'assistant: add({\\"number\\": 1})\\ntool: 1\\nassistant: done' in logged
+
+
+def test_evaluation_samples_episodes_and_repeats(tmp_path):
+    run = echo_trainer(tmp_path, per_device_eval_batch_size=4)
+    rows = prompts(6)  # the last batch is filled, and its rows count once
+    first, again = (run.evaluate(rows) for _ in range(2))
+    assert first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"] and first["eval_episodes/turns"] == 3
 
 
 def test_tools_alone_need_reward_functions(tmp_path):

@@ -74,6 +74,24 @@ def gae(
     return advantages, returns
 
 
+def turn_starts(completion_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the turns of episodes: runs of sampled tokens between those that an environment wrote.
+
+    With `starts` as the mask of [`gae`], and each turn's reward at its first token, γ and λ count turns.
+
+    Args:
+        completion_mask (`Tensor`): 1 at sampled tokens.
+
+    Returns:
+        `tuple(Tensor, Tensor)`: `starts`, 1 at the first token of each turn; and for each position, the position at
+            which its turn starts.
+    """
+    mask = completion_mask.bool()
+    starts = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    place = torch.arange(mask.shape[1], device=mask.device)
+    return starts, (place * starts).cummax(1).values
+
+
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
     r"""GAE's λ per response. It grows with the length, so that the first tokens receive the reward at the end.
 

@@ -75,7 +75,7 @@ class Rollout:
     old_values: Tensor | None = None  # None without a critic
     returns: Tensor | None = None  # targets of the values
     policy_mask: Tensor | None = None  # 1 where the policy learns; None where all tokens do that count
-    value_weights: Tensor | None = None  # of the completions in the loss of the values, `[batch, 1]`
+    value_weights: Tensor | None = None  # in the loss of the values, `[batch, 1]` or of each token
     kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
     entropy_coef: float = 0.0
     value_unit: float = 1.0  # in which the loss of the values is computed
@@ -295,34 +295,37 @@ class RolloutCollector:
         kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
         if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
             self._update_coefficients(tokens, policy_mask, usable)
-        score = self.shaping(scored.totals, samples.stopped, usable, self.all_sum)
-        kl = torch.zeros_like(tokens.logprobs)
-        if self.kl_in_reward and tokens.kls is not None:
-            kl = tokens.kls
-        elif self.kl_in_reward:
-            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, self.kl_estimator)
-        rewards = ppo_math.token_rewards(scored.tokens, score, kl, completion_mask, kl_coef)
+        rewards = self._token_rewards(tokens, scored, samples.stopped, completion_mask, kl_coef)
         metrics.mean("objective", rewards.sum(1), usable)
         if args.whiten_rewards:
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
 
-        # 5. Advantages for the policy and, with a critic, returns for the values.
-        returns, values = None, tokens.values
+        # 5. Advantages for the policy and, with a critic, returns for the values: per token, or per turn, whose reward
+        #    and value are at its first token.
+        returns, values, steps, value_weights = None, tokens.values, response_mask, None
+        if args.advantage_level == "turn":
+            starts, first = ppo_math.turn_starts(completion_mask)
+            rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
+            count, turns = self.all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
+            value_weights = steps * (count / turns.clamp(min=1))  # a mean over turns
         if values is not None:
-            values, advantages, returns = self._gae(rewards, values, response_mask, metrics)
-            explained = ppo_math.explained_variance(values, returns, response_mask, self.all_sum)
+            values, advantages, returns = self._gae(rewards, values, steps, metrics)
+            explained = ppo_math.explained_variance(values, returns, steps, self.all_sum)
             metrics.mean("value/explained_variance", explained)
         elif args.advantage_estimator == "rebn":  # https://huggingface.co/papers/2510.01051
-            advantages, _ = ppo_math.gae(rewards, torch.zeros_like(rewards), response_mask, args.gamma, 1.0)
+            advantages, _ = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, args.gamma, 1.0)
         else:
             advantages = self._over_groups(args.advantage_estimator, rewards.sum(1), usable)[:, None] * response_mask
+        if args.advantage_level == "turn":
+            advantages = advantages.gather(1, first) * response_mask
         if args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
         elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
             advantages = advantages / self.normalizer.deviation
 
-        weighs, totals = args.value_loss_weights == "prompt_std", rewards.sum(1)
-        value_weights = self._over_groups("prompt_std", totals, usable)[:, None] if weighs else None
+        if args.value_loss_weights == "prompt_std":
+            of_prompts = self._over_groups("prompt_std", rewards.sum(1), usable)[:, None]
+            value_weights = of_prompts if value_weights is None else of_prompts * value_weights
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
@@ -434,6 +437,17 @@ class RolloutCollector:
             group, step = 1, int(torch.randint(2**31, ()))
         first = self.accelerator.process_index * rows
         return [hash((self.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
+
+    def _token_rewards(
+        self, tokens: TokenScores, scored: Scored, stopped: Tensor, completion_mask: Tensor, kl_coef: float
+    ) -> Tensor:
+        score = self.shaping(scored.totals, stopped, scored.usable, self.all_sum)
+        kl = torch.zeros_like(tokens.logprobs)
+        if self.kl_in_reward and tokens.kls is not None:
+            kl = tokens.kls
+        elif self.kl_in_reward:
+            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, self.kl_estimator)
+        return ppo_math.token_rewards(scored.tokens, score, kl, completion_mask, kl_coef)
 
     def _update_coefficients(self, tokens: TokenScores, policy_mask: Tensor, usable: Tensor) -> None:
         if self.args.kl_target is None and self.args.entropy_target is None:
