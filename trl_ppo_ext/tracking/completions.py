@@ -1,5 +1,6 @@
 """Completions as tables: on the terminal, in Weights & Biases and in trackio."""
 
+import json
 import os
 from importlib import import_module
 from typing import Any
@@ -23,7 +24,12 @@ LONGEST = 20_000  # characters of a cell; more would flood the terminal
 def as_text(entry: Any) -> str:
     """A prompt or completion as text, with a line per message."""
     if isinstance(entry, list) and all(isinstance(message, dict) for message in entry):
-        return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in entry)
+        lines = []
+        for message in entry:
+            calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+            called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
+            lines.append(f"{message.get('role')}: {' '.join([str(message.get('content')), *called]).strip()}")
+        return "\n".join(lines)
     return str(entry)
 
 
