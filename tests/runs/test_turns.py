@@ -1,7 +1,11 @@
 """Episodes of several turns: what the environment writes is read, and never learned."""
 
+from functools import partial
+
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from processes import finished, start
 from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights
 from scripted import Script, call
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
@@ -162,6 +166,33 @@ def test_run_with_episodes_resumes_bit_for_bit(tmp_path):
         resumed.train(resume_from_checkpoint=str(path))
         for name, weight in weights(whole).items():
             assert torch.equal(weight, weights(resumed)[name]), name
+
+
+def chosen(prompts, max_new_tokens=None):
+    """Turns that depend on what they follow: one or two words and EOS."""
+    return [[*[4 + (7 * sum(ids) + k) % 12 for k in range(1 + sum(ids) % 2)], 1] for ids in prompts]
+
+
+def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
+    def train(processes):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
+        run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
+        run.collector.episodes.generator.generate = chosen
+        run.train()
+        if run.is_world_process_zero():
+            assert run.accelerator.num_processes == processes
+            torch.save((weights(run), run.state.log_history[0]), tmp_path / f"{processes}.pt")
+        run.end()
+
+    for processes in (1, 2):
+        children = start(partial(train, processes), processes)
+        assert finished(children, 60) == [0] * processes
+    (one, logs), (two, others) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, two[name], rtol=1e-4, atol=1e-6)
+    for name in ("reward", "episodes/turns", "rewards/Echo/mean", "completions/mean_length", "value/clip_ratio"):
+        assert logs[name] == pytest.approx(others[name]), name
 
 
 def test_group_of_episodes_shares_its_seed(tmp_path):
