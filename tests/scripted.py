@@ -8,13 +8,14 @@ from tiny import byte_tokenizer
 
 from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.environments import Environments
+from trl_ppo_ext.generation import Generator
 
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class Script:
+class Script(Generator):
     """Generator that writes, for each question, one text after another."""
 
     stop_token_ids = frozenset({2})

@@ -168,7 +168,7 @@ def test_run_with_episodes_resumes_bit_for_bit(tmp_path):
             assert torch.equal(weight, weights(resumed)[name]), name
 
 
-def chosen(prompts, max_new_tokens=None):
+def chosen(prompts, max_new_tokens, rows):
     """Turns that depend on what they follow: one or two words and EOS."""
     return [[*[4 + (7 * sum(ids) + k) % 12 for k in range(1 + sum(ids) % 2)], 1] for ids in prompts]
 
@@ -178,7 +178,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
         run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
-        run.collector.episodes.generator.generate = chosen
+        run.collector.episodes.generator.conversation = lambda: chosen
         run.train()
         if run.is_world_process_zero():
             assert run.accelerator.num_processes == processes
@@ -222,6 +222,38 @@ def test_failing_environments_are_skipped_and_counted(tmp_path):
     run.train()
     failed = run.state.log_history[0]["rewards/Broken/failed"]
     assert 0 < failed < 8 and run.state.log_history[0]["episodes/failed"] == failed
+
+
+def forwards_of(run):
+    """Count the positions that each forward of the trunk computes while a run samples."""
+    seen = []
+    run.actor_critic.trunk.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return seen
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size):
+    run = echo_trainer(tmp_path, per_device_generation_batch_size=batch_size)
+    generator = run.collector.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    with torch.no_grad():
+        for weight in run.actor_critic.policy_parameters().values():
+            weight += 0.1 * torch.randn_like(weight)
+    torch.manual_seed(0)
+    episodes = [torch.randint(4, 28, (3 + 2 * row,)).tolist() for row in range(6)]
+    turns, rows, tails = generator.conversation(), [*range(6)], []
+    for turn in range(4):
+        seen = forwards_of(run)
+        sampled = turns(episodes, 5, rows)
+        if turn and batch_size is None:  # only what is new
+            assert seen[0][0] == len(episodes) and seen[0][1] <= max(map(len, tails)) + 1
+        assert sampled == generator.generate(episodes, 5)
+        rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
+        tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
+        episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
 
 
 # ---- credit per turn ----

@@ -235,11 +235,12 @@ class EpisodeSampler:
         episodes = [self._opened(*x) for x in zip(rows, kinds, players, observations)]
         self.lent = [*zip(kinds, episodes)]
 
-        active = episodes
+        active, going_on = episodes, [*range(len(rows))]
+        sample_turns = self.generator.conversation()
         while active:
             # 2. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = self.generator.generate([episode.ids for episode in active], max(rooms))
+            turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
             turns = [turn[:room] for turn, room in zip(turns, rooms)]
             for episode, turn in zip(active, turns):
                 episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
@@ -248,14 +249,11 @@ class EpisodeSampler:
                 episode.stopped = self.generator.has_stopped(turn)
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
-            answered = [
-                (episode, turn)
-                for episode, turn in zip(active, turns)
-                if episode.error is None and episode.turns <= self.iterations
-            ]
-            responses = [episode.player.respond(episode.messages[-1]) for episode, _ in answered]
+            asked = [n for n, x in enumerate(active) if x.error is None and x.turns <= self.iterations]
+            responses = [active[n].player.respond(active[n].messages[-1]) for n in asked]
             answers = self._all(responses, (seeds[0], active[0].turns))
-            active = [episode for (episode, turn), x in zip(answered, answers) if self._continues(episode, turn, x)]
+            going_on = [n for n, answer in zip(asked, answers) if self._continues(active[n], turns[n], answer)]
+            active = [active[n] for n in going_on]
         return episodes
 
     def _all(self, coroutines: Sequence[Awaitable[T]], seed: tuple[int, int]) -> list[T | BaseException]:

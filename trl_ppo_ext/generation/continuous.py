@@ -14,14 +14,14 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
-from .transformers import cut_at_stop, sampling_config
+from .transformers import Generator, cut_at_stop, sampling_config
 
 # tokens per forward on a CPU; transformers' default is thousands, with a mask of that many × the whole cache
 CPU_BATCH_TOKENS = 512
 _PROBE = "probe_of_the_paged_cache"
 
 
-class ContinuousBatchingGenerator:
+class ContinuousBatchingGenerator(Generator):
     """Samples from the actor-critic's policy, with a paged cache and no padding.
 
     Adapters compute in their own dtype: the forward runs in a thread of transformers, which the run's autocast does

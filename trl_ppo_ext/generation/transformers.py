@@ -1,6 +1,7 @@
 """Sampling with `generate` of transformers."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -44,6 +45,13 @@ class Generator(Protocol):
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
+
+    def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
+        """Function that samples turn after turn of the same episodes.
+
+        It takes everything so far, the maximum length of the turn, and the episodes' numbers in the call before.
+        """
+        return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
 
 
 def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
@@ -111,9 +119,9 @@ class _Progress(StoppingCriteria):
 class _StopStrings(StoppingCriteria):
     """Ends rows at the token that completes a stop string in the completion, and keeps their lengths."""
 
-    def __init__(self, matches: StopStringCriteria, batch: Sequences, max_length: int):
-        self.matches, self.start = matches, batch.prompt_ids.shape[1]
-        self.lengths = batch.prompt_ids.new_full((len(batch),), max_length)
+    def __init__(self, matches: StopStringCriteria, input_ids: Tensor, max_length: int):
+        self.matches, self.start = matches, input_ids.shape[1]
+        self.lengths = input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         completions = input_ids[:, self.start :]
@@ -122,7 +130,7 @@ class _StopStrings(StoppingCriteria):
         return done
 
 
-class TransformersGenerator:
+class TransformersGenerator(Generator):
     """Samples from the actor-critic's policy."""
 
     def __init__(
@@ -144,27 +152,35 @@ class TransformersGenerator:
                 ) from error
         self.grows = can_grow(actor_critic, self.config)
 
-    def _generate_batch(self, prompts: list[list[int]], config: GenerationConfig, bar: tqdm) -> list[list[int]]:
-        device, pad = self.accelerator.device, config.pad_token_id
-        batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
+    def _generate_batch(
+        self, inputs: tuple[Tensor, Tensor], config: GenerationConfig, bar: tqdm, cache: DynamicCache | None = None
+    ) -> list[list[int]]:
+        """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
         criteria: list[StoppingCriteria] = [_Progress(bar)]
         if self.stop_strings is not None:
-            criteria.append(_StopStrings(self.stop_strings, batch, config.max_new_tokens))
+            criteria.append(_StopStrings(self.stop_strings, inputs[0], config.max_new_tokens))
         with self.accelerator.autocast():
-            ids = self._sample(batch, config, criteria)
-        completions = ids[:, batch.prompt_ids.shape[1] :].tolist()
+            ids = self._sample(*inputs, config, criteria, cache)
+        completions = ids[:, inputs[0].shape[1] :].tolist()
         for ends in criteria[1:]:
             completions = [ids[:length] for ids, length in zip(completions, ends.lengths.tolist())]
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
-    def _sample(self, batch: Sequences, config: GenerationConfig, criteria: list[StoppingCriteria]) -> Tensor:
+    def _sample(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        config: GenerationConfig,
+        criteria: list[StoppingCriteria],
+        cache: DynamicCache | None,
+    ) -> Tensor:
         """Token ids of prompts and completions."""
-        inputs = (batch.input_ids, batch.attention_mask, config, criteria)
+        inputs = (input_ids, attention_mask, config, criteria)
         # layers are gathered for all processes, so all of them sample until the last one is done
         options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         if not self.grows:
             return self.actor_critic.sample(*inputs, **options)
-        cache = growing_cache(self.actor_critic, batch.prompt_ids.shape[1] + config.max_new_tokens)
+        cache = cache or growing_cache(self.actor_critic, input_ids.shape[1] + config.max_new_tokens)
         # not with a static cache: transformers would recompile its forward for each rollout
         policy = self.actor_critic.policy
         with quick_adapters(policy):
@@ -178,13 +194,70 @@ class TransformersGenerator:
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        size, config = self.batch_size or len(prompts), copy(self.config)
-        config.max_new_tokens = max_new_tokens or config.max_new_tokens
+        size, config = self.batch_size or len(prompts), self._limited(max_new_tokens)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        tokens = len(parts) * config.max_new_tokens
-        # the bar appears only if sampling takes more than a few seconds
-        with tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress) as bar:
-            return [completion for part in parts for completion in self._generate_batch(part, config, bar)]
+        with self._bar(len(parts) * config.max_new_tokens) as bar:
+            return [ids for part in parts for ids in self._generate_batch(self._padded(part), config, bar)]
+
+    def conversation(self) -> "Conversation":
+        """Sample turn after turn of the same episodes."""
+        return Conversation(self)
+
+    def _limited(self, max_new_tokens: int | None) -> GenerationConfig:
+        config = copy(self.config)
+        config.max_new_tokens = max_new_tokens or config.max_new_tokens
+        return config
+
+    def _padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        pad, device = self.config.pad_token_id, self.accelerator.device
+        batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
+        return batch.input_ids, batch.attention_mask
+
+    def _bar(self, tokens: int) -> tqdm:
+        # it appears only if sampling takes more than a few seconds
+        return tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress)
+
+
+class Conversation:
+    """Turns of episodes, with the keys and values of earlier turns; the weights must stay as they are.
+
+    The cache has a column per token of the longest turn: shorter ones leave holes, which the attention mask hides.
+    What follows a turn is padded on the left, so all rows of a batch continue in one column.
+    """
+
+    def __init__(self, generator: TransformersGenerator):
+        self.generator = generator
+        self.cache: DynamicCache | None = None
+        self.columns: tuple[Tensor, Tensor]  # ids and mask of the columns of the cache
+        self.counts: list[int] = []  # tokens of each row that the cache has
+
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
+        """Sample the next turn of episodes; `rows` are their numbers in the call before."""
+        generator, config = self.generator, self.generator._limited(max_new_tokens)
+        if not generator.grows or len(prompts) > (generator.batch_size or len(prompts)):
+            return generator.generate(prompts, max_new_tokens)
+        # 1. Keys and values of the rows that go on, and the tokens that they lack.
+        if self.cache is None:
+            self.cache = growing_cache(generator.actor_critic, sys.maxsize)
+            inputs = generator._padded(prompts)
+        else:
+            index = torch.tensor(rows).to(generator.accelerator.device, non_blocking=True)
+            self.cache.batch_select_indices(index)
+            new = generator._padded([ids[self.counts[row] :] for ids, row in zip(prompts, rows)])
+            ids, mask = (torch.cat([old[index], x], 1) for old, x in zip(self.columns, new))
+            inputs = ids, mask
+
+        # 2. Sample; the cache then has all columns but the last.
+        with generator._bar(max_new_tokens) as bar:
+            turns = generator._generate_batch(inputs, config, bar, self.cache)
+        width, end = inputs[0].shape[1], self.cache.get_seq_length()
+        lengths = [min(len(turn), end - width) for turn in turns]
+        mask = torch.tensor([[1] * length + [0] * (end - width - length) for length in lengths])
+        mask = mask.reshape(len(turns), end - width).to(inputs[1].device, non_blocking=True)
+        # the cache has their keys and values, so these ids are never read
+        self.columns = torch.cat([inputs[0], torch.zeros_like(mask)], 1), torch.cat([inputs[1], mask], 1)
+        self.counts = [len(ids) + length for ids, length in zip(prompts, lengths)]
+        return turns
 
 
 # ---- a cache that grows by blocks ----
