@@ -302,12 +302,10 @@ class RolloutCollector:
 
         # 5. Advantages for the policy and, with a critic, returns for the values: per token, or per turn, whose reward
         #    and value are at its first token.
-        returns, values, steps, value_weights = None, tokens.values, response_mask, None
+        returns, values, steps = None, tokens.values, response_mask
         if args.advantage_level == "turn":
             starts, first = ppo_math.turn_starts(completion_mask)
             rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
-            count, turns = self.all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
-            value_weights = steps * (count / turns.clamp(min=1))  # a mean over turns
         if values is not None:
             values, advantages, returns = self._gae(rewards, values, steps, metrics)
             explained = ppo_math.explained_variance(values, returns, steps, self.all_sum)
@@ -323,10 +321,6 @@ class RolloutCollector:
         elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
             advantages = advantages / self.normalizer.deviation
 
-        if args.value_loss_weights == "prompt_std":
-            of_prompts = self._over_groups("prompt_std", rewards.sum(1), usable)[:, None]
-            value_weights = of_prompts if value_weights is None else of_prompts * value_weights
-
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
         entropy_coef = self.entropy_coef.value
@@ -341,7 +335,7 @@ class RolloutCollector:
             old_values=values,
             returns=returns,
             policy_mask=None if policy_mask is response_mask else policy_mask,
-            value_weights=value_weights,
+            value_weights=self._value_weights(rewards, steps, response_mask, usable),
             kl_coef=kl_coef,
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
@@ -437,6 +431,17 @@ class RolloutCollector:
             group, step = 1, int(torch.randint(2**31, ()))
         first = self.accelerator.process_index * rows
         return [hash((self.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
+
+    def _value_weights(self, rewards: Tensor, steps: Tensor, response_mask: Tensor, usable: Tensor) -> Tensor | None:
+        """Weights in the loss of the values, of turns and prompts; `None` if all are equal."""
+        weights = None
+        if self.args.advantage_level == "turn":  # the critic learns at first tokens, from a mean over turns
+            count, turns = self.all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
+            weights = steps * (count / turns.clamp(min=1))
+        if self.args.value_loss_weights == "prompt_std":
+            of_prompts = self._over_groups("prompt_std", rewards.sum(1), usable)[:, None]
+            weights = of_prompts if weights is None else of_prompts * weights
+        return weights
 
     def _token_rewards(
         self, tokens: TokenScores, scored: Scored, stopped: Tensor, completion_mask: Tensor, kl_coef: float
