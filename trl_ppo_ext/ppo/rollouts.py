@@ -175,8 +175,9 @@ class RolloutCollector:
         if args.normalize_values:
             self.normalizer = ValueNormalizer(cast(ValueHead, actor_critic.value_head), self.all_sum)
         self.value_trust = ValueTrust(self.all_sum) if args.advantage_estimator == "auto" else None
-        side = actor_critic.value_head
-        self.earned = EarnedRewards(side, self.all_sum) if isinstance(side, SideCritic) else None
+        self.earned = None
+        if args.critic == "side":
+            self.earned = EarnedRewards(cast(SideCritic, actor_critic.value_head), self.all_sum)
         of_values = {"returns": self.normalizer, "value_trust": self.value_trust, "earned": self.earned}
         self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
         self.logits_are_checked = False
