@@ -31,11 +31,13 @@ from itertools import product
 from pathlib import Path
 
 from picture import Curve, picture
+from turns import TASKS, WORDS
 
 HERE = Path(__file__).resolve().parent
 RESULTS, FIGURE = HERE / "results" / "arena.json", HERE.parent / "docs" / "arena.svg"
 KINDS, ROLLOUT, ROLLOUTS = 12, 256, 30
-LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}  # by task
+LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}  # of completions, by task of one turn
+LENGTHS |= {name: task.length for name, task in TASKS.items()}
 RATES, TUNED_ON, SEEDS = (3e-4, 1e-3), 100, (0, 1, 2, 3, 4)
 GROUPS = {"critic": "none", "num_generations": 8}
 CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
@@ -175,7 +177,9 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
 
     torch.set_num_threads(1)
     # 1. A model of numbers, a token that is always wrong, and an EOS that is never sampled.
-    words = {f"w{i}": i for i in range(KINDS)} | {"<pad>": KINDS, "<eos>": KINDS + 1}
+    environment = TASKS.get(task_name)
+    kinds = WORDS if environment else KINDS
+    words = {f"w{i}": i for i in range(kinds)} | {"<pad>": kinds, "<eos>": kinds + 1}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
@@ -188,10 +192,16 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
             initializer_range=0.2,
             pad_token_id=None,
             bos_token_id=None,
-            eos_token_id=KINDS + 1,
+            eos_token_id=kinds + 1,
         )
     )
-    prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
+    if environment:
+        prompts = Dataset.from_dict({"prompt": ["w20"] * KINDS**2, "number": range(KINDS**2)})
+        play = {"environment_factory": environment}
+        of_task = {"stop_token_ids": list(range(kinds + 1))}  # a turn is a word
+    else:
+        prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
+        play, of_task = {}, {"generation_kwargs": {"min_new_tokens": LENGTHS[task_name]}}
 
     # 2. The same rollouts for every rival.
     task = Task(task_name, seed, watch)
@@ -206,7 +216,7 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
             per_device_train_batch_size=64,
             num_mini_batches=ROLLOUT // 64,
             max_completion_length=LENGTHS[task_name],
-            generation_kwargs={"min_new_tokens": LENGTHS[task_name]},
+            **of_task,
             kl_coef=0.0,
             max_steps=ROLLOUTS * 4 * ROLLOUT // 64,
             logging_steps=4 * ROLLOUT // 64,
@@ -216,10 +226,14 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
             **({} if RIVALS[rival].get("critic") == "none" else {"critic_learning_rate": rate}) | RIVALS[rival],
         )
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-        trainer = PPOTrainer(model, task, args, prompts, processing_class=tokenizer, peft_config=adapter)
+        rewards = None if environment else task
+        trainer = PPOTrainer(model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play)
         if rival == "PPO, closed form":
             solve_head(trainer)
         trainer.train()
+    if environment:  # a log per rollout, after the first optimizer step's
+        means = [x["reward"] for x in trainer.state.log_history if "reward" in x]
+        task.shares = [mean / environment.optimum() for mean in means]
     explained = [x["value/explained_variance"] for x in trainer.state.log_history if "value/explained_variance" in x]
     return {
         "task": task_name,

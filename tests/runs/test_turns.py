@@ -233,8 +233,8 @@ def forwards_of(run):
     return seen
 
 
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size):
+@pytest.mark.parametrize("batch_size, length", [(None, 5), (3, 5), (None, 1)])
+def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, length):
     run = echo_trainer(tmp_path, per_device_generation_batch_size=batch_size)
     generator = run.collector.generator
     generator.config.do_sample = False
@@ -247,10 +247,10 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size):
     turns, rows, tails = generator.conversation(), [*range(6)], []
     for turn in range(4):
         seen = forwards_of(run)
-        sampled = turns(episodes, 5, rows)
+        sampled = turns(episodes, length, rows)
         if turn and batch_size is None:  # only what is new
             assert seen[0][0] == len(episodes) and seen[0][1] <= max(map(len, tails)) + 1
-        assert sampled == generator.generate(episodes, 5)
+        assert sampled == generator.generate(episodes, length)
         rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
         tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]

@@ -252,8 +252,8 @@ class Conversation:
             turns = generator._generate_batch(inputs, config, bar, self.cache)
         width, end = inputs[0].shape[1], self.cache.get_seq_length()
         lengths = [min(len(turn), end - width) for turn in turns]
-        mask = torch.tensor([[1] * length + [0] * (end - width - length) for length in lengths])
-        mask = mask.reshape(len(turns), end - width).to(inputs[1].device, non_blocking=True)
+        columns = torch.arange(end - width)  # none after turns of one token
+        mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)
         # the cache has their keys and values, so these ids are never read
         self.columns = torch.cat([inputs[0], torch.zeros_like(mask)], 1), torch.cat([inputs[1], mask], 1)
         self.counts = [len(ids) + length for ids, length in zip(prompts, lengths)]

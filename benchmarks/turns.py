@@ -1,0 +1,218 @@
+"""Tasks of the arena with turns: text environments with chance, whose optimum is known by dynamic programming.
+
+`reset(row, seed)` returns the first observation, and `step(text)` an observation, a reward and whether the episode
+ends. A secret belongs to the row, so that the episodes of a group share it; chance within an episode follows the seed.
+An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `optimum()` is the expected sum of
+rewards of the best policy.
+"""
+
+import random
+from functools import cache
+from itertools import product
+
+KINDS, WORDS = 12, 21  # numbers in most tasks, and words in all
+
+
+def number(text: str) -> int:
+    """Action of a turn; -1 if there is none."""
+    words = text.split()
+    return int(words[0][1:]) if words and words[0][1:].isdigit() else -1
+
+
+class Cues:
+    """16 turns with a random cue; its right answer pays 1, and N(0, 1) is added to each turn's reward."""
+
+    turns, length = 16, 32  # length in tokens
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.random, self.turn = random.Random(seed), 0
+        self.cue = self.random.randrange(KINDS)
+        return f" w{self.cue}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        right = number(text) == (5 * self.cue + 1) % KINDS
+        self.turn += 1
+        self.cue = self.random.randrange(KINDS)
+        return f" w{self.cue}", right + self.random.gauss(0, 1), self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        return float(cls.turns)
+
+
+class Lake:
+    """FrozenLake 4×4, 16 moves: w0 to w3 go left, down, right, up, and slip to either side with 1/10 each.
+
+    The goal pays 1; goal and holes lead back to the first cell.
+    """
+
+    turns, length = 16, 48  # length in tokens
+    holes, goal = (5, 7, 11, 12), 15
+    moves = ((0, -1), (1, 0), (0, 1), (-1, 0))
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.random, self.turn, self.cell = random.Random(seed), 0, 0
+        return self.seen()
+
+    def seen(self) -> str:
+        return f" w{self.cell // 4} w{self.cell % 4}"
+
+    @classmethod
+    def outcomes(cls, cell: int, action: int) -> list[tuple[float, int, float]]:
+        """Probability, next cell and reward of each outcome of a move."""
+        if not 0 <= action < 4:
+            return [(1.0, cell, 0.0)]
+        reached = []
+        for turn, chance in ((0, 0.8), (1, 0.1), (3, 0.1)):
+            row, column = (x + d for x, d in zip(divmod(cell, 4), cls.moves[(action + turn) % 4]))
+            after = 4 * row + column if 0 <= row < 4 and 0 <= column < 4 else cell
+            reward = float(after == cls.goal)
+            reached.append((chance, 0 if after in (*cls.holes, cls.goal) else after, reward))
+        return reached
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        outcomes = self.outcomes(self.cell, number(text))
+        _, self.cell, reward = self.random.choices(outcomes, [chance for chance, *_ in outcomes])[0]
+        self.turn += 1
+        return self.seen(), reward, self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        values = [0.0] * 16
+        for _ in range(cls.turns):
+            values = [
+                max(sum(p * (r + values[after]) for p, after, r in cls.outcomes(cell, a)) for a in range(4))
+                for cell in range(16)
+            ]
+        return values[0]
+
+
+class Wordle:
+    """A secret of 21 words of 3 of 6 letters, 4 guesses by number; w0 gray, w1 yellow, w2 green per letter.
+
+    A green letter that was not green before pays 0.1, the secret 1.
+    """
+
+    turns, length = 4, 16  # length in tokens
+    secrets = tuple(word for word in product(range(6), repeat=3) if sum(word) % 9 == 4)
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.secret, self.turn, self.green = random.Random(row["number"]).choice(self.secrets), 0, (False,) * 3
+        return " w11"
+
+    @staticmethod
+    @cache
+    def marks(secret: tuple, guess: tuple) -> tuple[int, ...]:
+        """2 for a letter at its place, 1 for one that is elsewhere, 0 for another."""
+        return tuple(2 if s == g else 1 if g in secret else 0 for s, g in zip(secret, guess))
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        chosen = number(text)
+        guess = self.secrets[chosen] if 0 <= chosen < len(self.secrets) else (9, 9, 9)
+        marks = self.marks(self.secret, guess)
+        reward = 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, self.green)) + (guess == self.secret)
+        self.green = tuple(was or mark == 2 for mark, was in zip(marks, self.green))
+        self.turn += 1
+        return "".join(f" w{mark}" for mark in marks), reward, guess == self.secret or self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        @cache
+        def value(left: tuple, green: tuple, turns: int) -> float:
+            """Sum over the secrets that are left of the best expected reward."""
+            if not left or not turns:
+                return 0.0
+            best = 0.0
+            for guess in cls.secrets:
+                parts: dict[tuple, list] = {}
+                total = 0.0
+                for secret in left:
+                    marks = cls.marks(secret, guess)
+                    total += 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, green)) + (guess == secret)
+                    if guess != secret:
+                        parts.setdefault(marks, []).append(secret)
+                for marks, rest in parts.items():
+                    seen = tuple(was or mark == 2 for mark, was in zip(marks, green))
+                    total += value(tuple(rest), seen, turns - 1)
+                best = max(best, total)
+            return best
+
+        return value(cls.secrets, (False,) * 3, cls.turns) / len(cls.secrets)
+
+
+class Mistake:
+    """12 turns with a random cue; its right answer pays 1, but nothing pays after the first wrong one, unannounced."""
+
+    turns, length = 12, 24  # length in tokens
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.random, self.turn, self.alive = random.Random(seed), 0, True
+        self.cue = self.random.randrange(4)
+        return f" w{self.cue}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.alive = self.alive and number(text) == (self.cue + 1) % 4
+        self.turn += 1
+        self.cue = self.random.randrange(4)
+        return f" w{self.cue}", float(self.alive), self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        return float(cls.turns)
+
+
+class Guess:
+    """A number from 0 to 11, 4 guesses; the answer is w0 (higher), w1 (lower) or w2 (right, which pays 1)."""
+
+    turns, length = 4, 8  # length in tokens
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.secret, self.turn = random.Random(row["number"]).randrange(KINDS), 0
+        return " w3"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        guess = number(text)
+        self.turn += 1
+        right = guess == self.secret
+        return f" w{2 if right else 0 if guess < self.secret else 1}", float(right), right or self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        """Bisection finds up to 2^turns - 1 numbers."""
+        return min(1.0, (2**cls.turns - 1) / KINDS)
+
+
+class Stop:
+    """A sum grows by w0 (go) by 1 with 3/4, and is lost with 1/4; w1 (stop) pays it.
+
+    Each go also pays 0.2 at once. At most 8 turns.
+    """
+
+    turns, length = 8, 16  # length in tokens
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.random, self.turn, self.sum = random.Random(seed), 0, 0
+        return " w0"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        if number(text) != 0:
+            return " w11", float(self.sum) if number(text) == 1 else 0.0, True
+        if self.random.random() < 0.25:
+            return " w11", 0.2, True
+        self.sum += 1
+        return f" w{self.sum}", 0.2, self.turn == self.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        value = 0.0  # after the last turn nothing is paid any more
+        for turn in reversed(range(cls.turns)):
+            value = max(float(turn), 0.2 + 0.75 * value)
+        return value
+
+
+TASKS = {"cues": Cues, "lake": Lake, "wordle": Wordle, "mistake": Mistake, "guess": Guess, "stop": Stop}
+
+if __name__ == "__main__":
+    for name, task in TASKS.items():
+        print(f"{name:8} {task.optimum():.4f}")
