@@ -2,8 +2,8 @@
 
 `reset(row, seed)` returns the first observation, and `step(text)` an observation, a reward and whether the episode
 ends. A secret belongs to the row, so that the episodes of a group share it; chance within an episode follows the seed.
-An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `optimum()` is the expected sum of
-rewards of the best policy.
+An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `length` is that of an episode in
+tokens, and `optimum()` the expected sum of rewards of the best policy.
 """
 
 import random
@@ -22,7 +22,7 @@ def number(text: str) -> int:
 class Cues:
     """16 turns with a random cue; its right answer pays 1, and N(0, 1) is added to each turn's reward."""
 
-    turns, length = 16, 32  # length in tokens
+    turns, length = 16, 32
 
     def reset(self, row: dict, seed: int) -> str:
         self.random, self.turn = random.Random(seed), 0
@@ -46,7 +46,7 @@ class Lake:
     The goal pays 1; goal and holes lead back to the first cell.
     """
 
-    turns, length = 16, 48  # length in tokens
+    turns, length = 16, 48
     holes, goal = (5, 7, 11, 12), 15
     moves = ((0, -1), (1, 0), (0, 1), (-1, 0))
 
@@ -93,7 +93,7 @@ class Wordle:
     A green letter that was not green before pays 0.1, the secret 1.
     """
 
-    turns, length = 4, 16  # length in tokens
+    turns, length = 4, 16
     secrets = tuple(word for word in product(range(6), repeat=3) if sum(word) % 9 == 4)
 
     def reset(self, row: dict, seed: int) -> str:
@@ -143,7 +143,7 @@ class Wordle:
 class Mistake:
     """12 turns with a random cue; its right answer pays 1, but nothing pays after the first wrong one, unannounced."""
 
-    turns, length = 12, 24  # length in tokens
+    turns, length = 12, 24
 
     def reset(self, row: dict, seed: int) -> str:
         self.random, self.turn, self.alive = random.Random(seed), 0, True
@@ -164,7 +164,7 @@ class Mistake:
 class Guess:
     """A number from 0 to 11, 4 guesses; the answer is w0 (higher), w1 (lower) or w2 (right, which pays 1)."""
 
-    turns, length = 4, 8  # length in tokens
+    turns, length = 4, 8
 
     def reset(self, row: dict, seed: int) -> str:
         self.secret, self.turn = random.Random(row["number"]).randrange(KINDS), 0
@@ -188,7 +188,7 @@ class Stop:
     Each go also pays 0.2 at once. At most 8 turns.
     """
 
-    turns, length = 8, 16  # length in tokens
+    turns, length = 8, 16
 
     def reset(self, row: dict, seed: int) -> str:
         self.random, self.turn, self.sum = random.Random(seed), 0, 0

@@ -1,0 +1,108 @@
+"""Tasks of benchmarks/turns.py: their best policies reach the optimum, and no other one is above."""
+
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import turns
+
+EPISODES = 2000
+
+
+def mean_reward(task, policy):
+    """Mean sum of rewards of a policy from the words seen so far to an action."""
+    sums = []
+    for seed in range(EPISODES):
+        environment, total, done = task(), 0.0, False
+        seen = [environment.reset({"prompt": "w20", "number": seed}, seed).split()]
+        while not done:
+            observation, reward, done = environment.step(f"w{policy(seen)}")
+            seen.append(observation.split())
+            total += reward
+        sums.append(total)
+    return statistics.mean(sums), 4 * statistics.stdev(sums) / EPISODES**0.5 + 1e-9
+
+
+def last(seen):
+    return int(seen[-1][0][1:])
+
+
+def bisection():
+    bounds = {}
+
+    def policy(seen):
+        low, high = bounds["range"] = (0, turns.KINDS - 1) if len(seen) == 1 else bounds["range"]
+        if len(seen) > 1:
+            low, high = (bounds["guess"] + 1, high) if last(seen) == 0 else (low, bounds["guess"] - 1)
+        bounds["range"], bounds["guess"] = (low, high), (low + high) // 2
+        return bounds["guess"]
+
+    return policy
+
+
+def lake():
+    values, best = [0.0] * 16, {}
+    for left in range(1, turns.Lake.turns + 1):
+        worth = {
+            (cell, action): sum(p * (r + values[after]) for p, after, r in turns.Lake.outcomes(cell, action))
+            for cell in range(16)
+            for action in range(4)
+        }
+        for cell in range(16):
+            best[left, cell] = max(range(4), key=lambda action: worth[cell, action])
+        values = [worth[cell, best[left, cell]] for cell in range(16)]
+    return lambda seen: best[turns.Lake.turns + 1 - len(seen), 4 * int(seen[-1][0][1:]) + int(seen[-1][1][1:])]
+
+
+def stop_at(limit):
+    return lambda seen: int(len(seen) > limit)
+
+
+BEST = {
+    "cues": lambda seen: (5 * last(seen) + 1) % turns.KINDS,
+    "mistake": lambda seen: (last(seen) + 1) % 4,
+    "guess": bisection(),
+    "lake": lake(),
+    "stop": stop_at(4),
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_best_policy_reaches_the_optimum(name):
+    task = turns.TASKS[name]
+    mean, error = mean_reward(task, BEST[name])
+    assert mean == pytest.approx(task.optimum(), abs=error)
+
+
+@pytest.mark.parametrize("name", turns.TASKS)
+def test_constant_policies_are_below_the_optimum(name):
+    task = turns.TASKS[name]
+    for action in (0, 1, 20):
+        mean, error = mean_reward(task, lambda seen, action=action: action)
+        assert mean < task.optimum() + error
+    assert mean < 0.2 * task.optimum() + error
+
+
+def test_stopping_earlier_or_later_pays_less():
+    rewards = [mean_reward(turns.Stop, stop_at(limit))[0] for limit in range(8)]
+    assert max(rewards) <= turns.Stop.optimum() + 0.1 and rewards[0] < rewards[4] > rewards[7]
+
+
+def test_every_secret_can_be_found_so_wordle_pays_all():
+    assert turns.Wordle.optimum() == pytest.approx(1.3)
+    assert len(set(turns.Wordle.secrets)) == turns.WORDS
+
+
+def test_episodes_fit_their_length_and_groups_share_a_secret():
+    for task in turns.TASKS.values():
+        environment = task()
+        seen = environment.reset({"number": 7}, seed=1).split()
+        assert task.length == task.turns * (1 + len(seen)) or task is turns.Wordle
+    for task in (turns.Guess, turns.Wordle):
+        one, other = task(), task()
+        one.reset({"number": 7}, seed=1)
+        other.reset({"number": 7}, seed=2)
+        assert one.secret == other.secret
