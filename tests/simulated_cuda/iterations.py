@@ -31,6 +31,7 @@ def flash_attention(module, query, *args, **kwargs):
 AttentionInterface.register("stand_in", flash_attention)
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["gate_proj"])
 CONFIGURATIONS = {
+    "defaults": {"critic": "side", "normalize_values": True, "cliprange": None},
     "value head": {},
     "critic adapter, checkpointing": {"critic": "adapter", "gradient_checkpointing": True},
     "no critic": {"critic": "none", "num_generations": 2},
@@ -62,6 +63,8 @@ def move(trainer, gpu):
     for reward in trainer.collector.rewards:
         if hasattr(reward, "model"):
             gpu.place(reward.model)
+    if trainer.collector.normalizer is not None:  # only its first rollout reads the head
+        trainer.collector.normalizer.moments.count = 1.0
     set_device(trainer, DEVICE)
     trainer.updates.device = DEVICE
     trainer.updates.reset()

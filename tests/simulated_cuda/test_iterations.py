@@ -21,7 +21,10 @@ ROLLOUT = {
     "updates.py:_start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
-FURTHER = {"reward model": {"model.py:score": 1}}
+FURTHER = {
+    "reward model": {"model.py:score": 1},
+    "defaults": {"scoring.py:update": 2},  # moments of the returns and of the rewards
+}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 

@@ -35,21 +35,29 @@ class ValueNormalizer:
         return not self.moments.count
 
     @property
+    def units(self) -> tuple[float, float]:
+        """Mean and deviation of the values; those of the head before any returns."""
+        moments = self.moments
+        if self.is_new:
+            return float(self.head.mean), float(self.head.deviation)
+        # equal returns have no unit
+        return moments.mean, math.sqrt(moments.squares / moments.count) or 1.0
+
+    @property
     def deviation(self) -> float:
         """Unit of the values."""
-        return float(self.head.deviation)
+        return self.units[1]
 
     @torch.no_grad()
     def update(self, values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         """Add the returns of a rollout; return its values, which change only for a new head."""
         moments, head = self.moments, self.head
         is_untrained = self.is_new and not (head.weight.any() or head.bias.any())
+        old_mean, old_deviation = self.units
         moments.update(returns, mask, self.all_sum, DECAY)
         if not moments.count:  # no token counts
             return values
-        # equal returns have no unit
-        deviation = math.sqrt(moments.squares / moments.count) or 1.0
-        mean, old_mean, old_deviation = moments.mean, float(head.mean), self.deviation
+        mean, deviation = self.units
         head.mean.fill_(mean)
         head.deviation.fill_(deviation)
         if is_untrained:

@@ -278,11 +278,12 @@ class RunningMoments:
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         x, weight = x.to(dtype), mask.to(dtype)
-        total, count = all_sum(torch.stack([(x * weight).sum(), weight.sum()])).tolist()
+        sums = all_sum(torch.stack([(x * weight).sum(), weight.sum()]))
+        mean = sums[0] / sums[1].clamp(min=1)
+        squares = all_sum((weight * (x - mean) ** 2).sum())
+        mean, count, squares = torch.stack([mean, sums[1], squares]).tolist()  # the only wait for the device
         if not count:
             return
-        mean = total / count
-        squares = all_sum((weight * (x - mean) ** 2).sum()).item()
         shift, merged = mean - self.mean, self.count + count
         self.squares += squares + shift**2 * self.count * count / merged
         self.mean += shift * count / merged
