@@ -17,6 +17,7 @@ from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tracking.reading import read_run
 
 # ---- sequences of sampled and written tokens ----
 
@@ -379,8 +380,26 @@ def test_transcript_shows_tool_calls_and_answers(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     for line in ('assistant: add({"number": 1})', "tool: 1", "assistant: done"):
         assert line in printed
-    logged = (tmp_path / "run_log.jsonl").read_text()
-    assert 'assistant: add({\\"number\\": 1})\\ntool: 1\\nassistant: done' in logged
+
+
+def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
+    run = echo_trainer(tmp_path, per_device_train_batch_size=8, num_mini_batches=1, max_steps=4)
+    seen, batches, sample = rollouts_of(run), [], run.collector.sample
+    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    run.train()
+    sheet = read_run(tmp_path).sheets[-1]
+    samples, rollout = batches[-1], seen[-1][0]
+    assert len(sheet.rows) == 8
+    for row, (logged, episode) in enumerate(zip(sheet.rows, samples.batch.episodes)):
+        turns = logged["turns"]
+        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 2 + ["assistant"]
+        assert [turn["text"] for turn in turns] == [x["content"].strip() for x in episode.messages]
+        assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
+        starts = [n for n, x in enumerate(episode.sampled) if x and not (n and episode.sampled[n - 1])]
+        assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]
+        assert [turn["value"] for turn in turns[::2]] == rollout.old_values[row, starts].tolist()
+        assert [turn["advantage"] for turn in turns[::2]] == rollout.advantages[row, starts].tolist()
+        assert sum(turn["reward"] for turn in turns[::2]) == logged["score"]
 
 
 def test_evaluation_samples_episodes_and_repeats(tmp_path):
@@ -417,7 +436,12 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     sequences = seen[0][0].sequences
     assert sequences.completion_lengths.tolist() == [6] * 4 and sequences.prompt_ids.tolist() == [[5, 6]] * 4
     assert sequences.completion_mask.long().tolist() == [[1, 1, 1, 0, 1, 1]] * 4
-    assert run.state.log_history[0]["reward"] == 2.5 and run.state.log_history[0]["completions/mean_length"] == 5
+    logs = run.state.log_history[0]
+    assert logs["reward"] == 2.5 and logs["completions/mean_length"] == 5 and logs["episodes/turns"] == 2
+    turns = read_run(tmp_path).sheets[0].rows[2]["turns"]
+    assert [(turn["role"], turn["text"], turn["reward"]) for turn in turns] == [
+        ("assistant", "ab", 0), ("environment", "2", None), ("assistant", "c", 3)
+    ]  # fmt: skip
 
 
 def test_error_of_an_environment_ends_the_run_by_default(tmp_path):

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -46,10 +48,10 @@ class Episode:
     columns: dict[str, Any] = field(default_factory=dict)  # of a rollout function, for rewards
     completion_ids: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # 1 at each token that the policy sampled
-    messages: list[dict] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
+    messages: list[dict] = field(default_factory=list)  # those of the policy and, in between, the answers
     rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
-    turns: int = 0
     stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
     error: BaseException | None = None  # of the environment; it ends the episode
 
@@ -59,12 +61,19 @@ class Episode:
         return self.prompt_ids + self.completion_ids
 
     @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return len(self.starts)
+
+    @property
     def environment(self) -> Any:
         """The user's object."""
         return getattr(self.player, "instance", None)
 
     def add(self, ids: list[int], sampled: bool) -> None:
-        """Append tokens."""
+        """Append a turn, or what the environment wrote."""
+        if sampled:
+            self.starts.append(len(self.completion_ids))
         self.completion_ids += ids
         self.sampled += [int(sampled)] * len(ids)
 
@@ -245,7 +254,6 @@ class EpisodeSampler:
             for episode, turn in zip(active, turns):
                 episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
                 episode.add(turn, sampled=True)
-                episode.turns += 1
                 episode.stopped = self.generator.has_stopped(turn)
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
@@ -352,10 +360,12 @@ class RolloutFunction:
                     "`completion_ids` and, if an environment wrote some of them, `env_mask` with 1 at each token that "
                     f"the policy sampled; row {number} of {len(rows)} has no valid ones."
                 )
-            completion_ids = completion_ids[:end]
-            message = self.chat.parsed(completion_ids, prompt_ids, [])
-            episode = Episode(row["prompt"], prompt_ids, columns=own, messages=[message], turns=1)
-            episode.completion_ids, episode.sampled = completion_ids, sampled[:end]
-            episode.stopped = self.generator.has_stopped(completion_ids)
+            episode = Episode(row["prompt"], prompt_ids, columns=own)
+            for is_sampled, run in groupby(zip(sampled[:end], completion_ids), itemgetter(0)):
+                ids = [token for _, token in run]
+                episode.add(ids, sampled=bool(is_sampled))
+                message = self.chat.parsed(ids, prompt_ids, [])
+                episode.messages.append(message if is_sampled else message | {"role": "environment"})
+            episode.stopped = self.generator.has_stopped(episode.completion_ids)
             episodes.append(episode)
         return episodes

@@ -61,6 +61,7 @@ class Samples(NamedTuple):
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
     excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
+    advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ class RolloutCollector:
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
         )
-        return rollout, samples
+        return rollout, samples._replace(tokens=tokens._replace(values=values), advantages=advantages)
 
     # ---- parts of the steps ----
 
@@ -403,7 +404,8 @@ class RolloutCollector:
         completions: list = decode(completion_ids)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-            completions = [episode.messages for episode in episodes] or completions
+            # those of a rollout function are one text, as in TRL
+            completions = [episode.messages for episode in episodes if episode.player] or completions
         else:
             # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
             starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])

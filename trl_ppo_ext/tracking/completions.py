@@ -16,27 +16,72 @@ from transformers.integrations.integration_utils import (
 
 from ..ppo.rollouts import Samples
 from ..redaction import printable
+from .reading import CREDIT
 
 WITH_TABLES = ("wandb", "trackio")
 LONGEST = 20_000  # characters of a cell; more would flood the terminal
+MOST_TURNS = 64  # of an episode, with the environment's
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
+    return " ".join([str(message.get("content")), *called]).strip()
 
 
 def as_text(entry: Any) -> str:
     """A prompt or completion as text, with a line per message."""
     if isinstance(entry, list) and all(isinstance(message, dict) for message in entry):
-        lines = []
-        for message in entry:
-            calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-            called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
-            lines.append(f"{message.get('role')}: {' '.join([str(message.get('content')), *called]).strip()}")
-        return "\n".join(lines)
+        return "\n".join(f"{message.get('role')}: {_message_text(message)}" for message in entry)
     return str(entry)
+
+
+def limited(text: str, longest: int) -> str:
+    """The beginning of a text."""
+    cut = len(text) - longest
+    return text if cut <= 0 else f"{text[:longest]}... ({cut} more characters)"
 
 
 def printable_cell(text: str, encoding: str = "utf-8") -> str:
     """Escape control characters and those that the terminal cannot encode, and shorten."""
-    shown, cut = printable(text[:LONGEST]).encode(encoding, "backslashreplace").decode(encoding), len(text) - LONGEST
-    return shown if cut <= 0 else f"{shown}... ({cut} more characters)"
+    return printable(limited(text, LONGEST)).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, Any]]]:
+    """Turns of each completion, which is one turn without a role unless it is an episode.
+
+    A turn has a `role`, a `text` and, if the policy wrote it, the `reward` that entered in it, and the `value` and
+    `advantage` of its first token. These are `None` if the environment wrote it, or if there are none.
+    """
+    rewards = samples.scored.tokens[:rows].cpu()
+    values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.tokens.values, samples.advantages))
+    completions = []
+    for row, completion in enumerate(samples.batch.completions[:rows]):
+        starts, texts = [0], [("", as_text(completion))]
+        if samples.batch.episodes:
+            episode = samples.batch.episodes[row]
+            starts, texts = episode.starts, [(x["role"], _message_text(x)) for x in episode.messages]
+        turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in texts]
+        sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
+        for turn, start, end in zip(sampled, starts, [*starts[1:], len(samples.batch.completion_ids[row])]):
+            turn["reward"] = rewards[row, start:end].sum().item()
+            turn["value"] = None if values is None else values[row, start].item()
+            turn["advantage"] = None if advantages is None else advantages[row, start].item()
+        completions.append(turns)
+    return completions
+
+
+def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:
+    """The first and the last turns, with about so many characters; short texts leave theirs to long ones."""
+    omitted = len(turns) - MOST_TURNS
+    if omitted > 0:
+        note = {"role": "", "text": f"({omitted} turns omitted)"} | dict.fromkeys(CREDIT)
+        turns = [*turns[: MOST_TURNS // 2], note, *turns[-MOST_TURNS // 2 :]]
+    share = room = longest
+    for number, length in enumerate(sorted(len(turn["text"]) for turn in turns)):
+        share = room // (len(turns) - number)
+        room -= min(length, share)
+    return [turn | {"text": limited(turn["text"], share)} for turn in turns]
 
 
 def print_completions(samples: Samples, reward_names: list[str], step: int, rows: int | None) -> None:

@@ -15,6 +15,7 @@ from pandas import Series
 
 RUN_LOG = "run_log.jsonl"  # in the output directory of a run
 REPORT = "report.html"  # next to it by default
+CREDIT = ("reward", "value", "advantage")  # numbers of a turn of the policy
 MOST_DRAWN = 1_000  # points per curve in a report
 
 
@@ -59,7 +60,13 @@ class Sheet(NamedTuple):
 
     step: int
     mode: str  # "train", "eval" or "eval_NAME"
-    rows: list[dict[str, Any]]  # prompt, completion and scores, of any type
+    rows: list[dict[str, Any]]  # prompt, turns and scores, of any type
+
+
+def logged_turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Turns of a logged completion, as [`turns_of`] returned them; a log may hold any type."""
+    turns = row.get("turns")
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
 @dataclass

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from .advice import NO_TREND, advise, number, trend, verdict
 from .plots import COLORS, WARNING, draw_all
-from .reading import REPORT, Run, Sheet, read_runs
+from .reading import CREDIT, REPORT, Run, Sheet, logged_turns, read_runs
 
 __all__ = ["REPORT", "write_report"]
 
@@ -59,6 +59,18 @@ def _scores(scores: Any) -> list[tuple[str, str]]:
     items = scores.items() if isinstance(scores, dict) else ()
     valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
     return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
+
+
+def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Turns of a completion for the page, with the lowest and the highest value of the episode, or 0."""
+    turns = []
+    for turn in logged_turns(row):
+        numbers = {name: turn[name] for name in CREDIT if turn.get(name) is not None}
+        value: Any = numbers.get("value", math.nan)
+        value = value if type(value) in (int, float) and math.isfinite(value) else None
+        turns.append({name: turn.get(name) or "" for name in ("role", "text")} | {"numbers": numbers, "value": value})
+    values = [0.0, *(turn["value"] for turn in turns if turn["value"] is not None)]
+    return [turn | {"low": min(values), "high": max(values)} for turn in turns]
 
 
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
@@ -115,6 +127,7 @@ def render(runs: list[Run]) -> str:
     )
     environment.filters["with_code"] = _with_code
     environment.filters["scores"] = _scores
+    environment.filters["turns"] = _turns
     environment.filters["number"] = number
     environment.filters["duration"] = lambda seconds: str(timedelta(seconds=round(seconds)))
     environment.filters["date"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"

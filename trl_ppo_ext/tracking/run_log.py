@@ -20,7 +20,7 @@ from .. import __version__
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened, without_secrets
-from .completions import as_text
+from .completions import as_text, limited, limited_turns, turns_of
 from .reading import RUN_LOG
 
 logger = logging.get_logger(__name__)
@@ -28,6 +28,7 @@ logger = logging.get_logger(__name__)
 ROWS = 16  # completions per entry
 LONGEST = 2_000  # characters of a prompt, a completion, or a cell of another column
 TIMES = 60  # entries with completions over a run, and as many for evaluation
+LONGEST_EPISODE = 8_000  # characters of all turns of an episode
 COLUMNS = 8  # columns added by reward functions
 PACKAGES = (
     "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub tokenizers"
@@ -67,8 +68,7 @@ def _json(value: Any) -> Any:
 
 
 def _text(entry: Any) -> str:
-    text = as_text(entry)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text) - LONGEST} more characters)"
+    return limited(as_text(entry), LONGEST)
 
 
 class RunLog(TrainerCallback):
@@ -124,10 +124,11 @@ class RunLog(TrainerCallback):
         rewards, monitored = samples.scored.rewards.tolist(), samples.monitored.tolist()
         totals, stopped = samples.scored.totals.tolist(), samples.stopped.tolist()
         kls = None if tokens.ref_logprobs is None else (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
+        longest = LONGEST_EPISODE if batch.episodes else LONGEST
         rows = [
             {
                 "prompt": _text(batch.prompts[row]),
-                "completion": _text(batch.completions[row]),
+                "turns": limited_turns(turns, longest),
                 "score": totals[row],
                 "rewards": dict(zip(self.rewards, rewards[row])),
                 "monitors": dict(zip(self.monitors, monitored[row])),
@@ -136,7 +137,7 @@ class RunLog(TrainerCallback):
                 "ended": stopped[row],
                 "extra": {name: _text(values[row]) for name, values in list(samples.extra.items())[:COLUMNS]},
             }
-            for row in range(min(ROWS, len(batch)))
+            for row, turns in enumerate(turns_of(samples, ROWS))
         ]
         self._append("completions", step=step, mode=mode, rows=rows)
 

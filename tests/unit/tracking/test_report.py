@@ -46,11 +46,15 @@ def completions(step, rows, mode="train"):
     return {"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows}
 
 
+def turn(role, text, reward=None, value=None, advantage=None):
+    return {"role": role, "text": text, "reward": reward, "value": value, "advantage": advantage}
+
+
 def row(completion="yes", prompt="why", score=0.5):
     scores = {"rewards": {"a": 1.0, "b": 0.0}, "monitors": {"judge": None}, "extra": {}}
     return {
         "prompt": prompt,
-        "completion": completion,
+        "turns": [turn("", completion, score)],
         "score": score,
         "kl": 0.1,
         "tokens": 3,
@@ -102,7 +106,7 @@ def test_steps_after_a_resume_replace_earlier_ones(tmp_path):
     assert read.curves["reward"].steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert read.curves["reward"].values.tolist() == [1, 2, 3, 4, 5, 60, 70]
     assert read.curves["loss"].steps.tolist() == [1, 2, 3, 4, 5]  # what lay after the resume is gone altogether
-    assert [sheet.rows[0]["completion"] for sheet in read.sheets] == ["kept"]
+    assert [sheet.rows[0]["turns"][0]["text"] for sheet in read.sheets] == ["kept"]
     assert read.resumed_at == [5]
 
 
@@ -216,6 +220,33 @@ def test_html_and_scripts_in_logs_show_as_text(tmp_path):
             assert text in "".join(parsed.text)
 
 
+def test_turns_of_episodes_show_apart_with_their_numbers(tmp_path):
+    turns = [
+        turn("assistant", "left", 0.0, 0.75, 0.25),
+        turn("tool", SCRIPT),
+        turn("assistant", "right", 1.0, -0.5, 0.125),
+    ]
+    hostile = [turn(SCRIPT, SCRIPT, SCRIPT, SCRIPT, SCRIPT)]
+    rows = [row() | {"turns": turns}, row() | {"turns": hostile}, row("alone")]
+    place = write(tmp_path / "run", begin(), metrics(1, reward=1.0), completions(1, rows))
+    text = page_of([place], tmp_path / "report.html")
+    parsed = Tags(text)
+    assert "img" not in {tag for tag, _ in parsed.tags} and len(parsed.scripts) == len(
+        Tags(text.replace(SCRIPT, "")).scripts
+    )
+    heads = re.findall(r'<div class="scores turn">(.*?)</div>', text, re.DOTALL)
+    shown = [" ".join(re.sub("<[^>]*>", " ", head).split()) for head in heads]
+    assert shown[:3] == [
+        "assistant reward 0 value 0.75 advantage 0.25",
+        "tool",
+        "assistant reward 1 value -0.5 advantage 0.125",
+    ]
+    assert shown[3].endswith("reward – value – advantage –") and len(shown) == 4  # the last row is no episode
+    meters = [attrs for tag, attrs in parsed.tags if tag == "meter"]
+    assert meters == [{"min": "-0.5", "max": "0.75", "value": value} for value in ("0.75", "-0.5")]
+    assert [parsed.text.count(word) for word in ("left", "right", SCRIPT, "alone")] == [1, 1, 3, 1]
+
+
 def test_completions_fit_their_room_with_first_and_last_step():
     run = Run("a", ".", sheets=[Sheet(step, "train", [row("<" * 1_000)] * 16) for step in range(1, 61)])
     for room, fewest in ((300_000, 3), (30_000, 2)):
@@ -225,9 +256,10 @@ def test_completions_fit_their_room_with_first_and_last_step():
 
 
 def test_rows_with_invalid_types_are_shown(tmp_path):
-    odd = {"prompt": 3, "completion": None, "score": float("nan"), "rewards": [1], "monitors": {"m": "x"}, "extra": 7}
-    place = write(tmp_path / "run", begin(), metrics(1, reward=1.0), completions(1, [odd, {}]))
-    assert page_of([place], tmp_path / "report.html").count("score <b>–</b>") == 2
+    odd = {"prompt": 3, "turns": None, "score": float("nan"), "rewards": [1], "monitors": {"m": "x"}, "extra": 7}
+    wrong = [7, {}, turn([1], {"a": 2}, "x", float("nan"), []), turn(None, None, value=True)]
+    place = write(tmp_path / "run", begin(), metrics(1, reward=1.0), completions(1, [odd, {}, {"turns": wrong}]))
+    assert page_of([place], tmp_path / "report.html").count("score <b>–</b>") == 3
 
 
 def test_comparison_begins_with_the_settings_that_differ(tmp_path):

@@ -85,7 +85,10 @@ def test_completions_have_their_scores(finished):
         for row in sheet.rows:
             assert row["rewards"] == {"length_reward": row["tokens"]} and row["score"] == row["tokens"]
             assert row["monitors"] == {"parity": row["tokens"] % 2}
-            assert len(row["completion"].split()) <= row["tokens"]
+            (turn,) = row["turns"]
+            assert turn["role"] == "" and len(turn["text"].split()) <= row["tokens"]
+            assert turn["reward"] == row["score"] and type(turn["value"]) is float
+            assert (turn["advantage"] is None) == (sheet.mode == "eval")
 
 
 def test_failing_log_warns_once_and_ends_no_run(tmp_path, caplog):
@@ -130,7 +133,7 @@ def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     assert TIMES - 2 <= len(sheets) <= TIMES + 2
     assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
     assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
-    texts = [row["completion"] for sheet in sheets for row in sheet["rows"]]
+    texts = [row["turns"][0]["text"] for sheet in sheets for row in sheet["rows"]]
     assert LONGEST < max(map(len, texts)) < LONGEST + 50
 
 
