@@ -380,6 +380,7 @@ def test_transcript_shows_tool_calls_and_answers(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     for line in ('assistant: add({"number": 1})', "tool: 1", "assistant: done"):
         assert line in printed
+    assert printed.count("reward 0.00, value 0.00, advantage ") == 8 and "tool: 1 reward" not in printed
 
 
 def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):

@@ -93,6 +93,14 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     def cell(entry: Any) -> Text:
         return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
 
+    def episode(turns: list[dict[str, Any]]) -> Text:
+        lines = []
+        for turn in limited_turns(turns, LONGEST):
+            lines.append(cell(f"{turn['role']}: {turn['text']}" if turn["role"] else turn["text"]))
+            credit = [f"{name} {turn[name]:.2f}" for name in CREDIT if turn[name] is not None]
+            lines += [Text(f"  {', '.join(credit)}", style="bold cyan")] if credit else []
+        return Text("\n").join(lines)
+
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     table.add_column("prompt", style="bright_yellow")
     table.add_column("completion", style="bright_green")
@@ -100,11 +108,14 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
         table.add_column(cell(name), justify="right", style="bold cyan")
     for name in samples.extra:
         table.add_column(cell(name))
+    episodes = turns_of(samples, rows) if samples.batch.episodes else []
     for row in range(len(samples.batch))[:rows]:
         scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
-        texts = [samples.batch.prompts[row], samples.batch.completions[row]]
+        completion = episode(episodes[row]) if episodes else cell(samples.batch.completions[row])
         extra = [values[row] for values in samples.extra.values()]
-        table.add_row(*map(cell, texts), *(f"{score:.2f}" for score in scores), *map(cell, extra))
+        table.add_row(
+            cell(samples.batch.prompts[row]), completion, *(f"{score:.2f}" for score in scores), *map(cell, extra)
+        )
     console.print(table)
 
 
@@ -129,11 +140,15 @@ def _column(values: list) -> list:
 
 
 def completions_table(samples: Samples, rewards: list[str], monitors: list[str], step: int) -> DataFrame:
-    """Prompts, completions and scores of this process."""
+    """Prompts, completions and scores of this process; of episodes also lists with a number per turn of the policy."""
     prompts, completions = samples.batch.prompts, samples.batch.completions
     columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
     scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
-    for name, values in [*scores, ("score", samples.scored.totals.tolist()), *samples.extra.items()]:
+    episodes = turns_of(samples) if samples.batch.episodes else []
+    credit = {f"turn_{x}s": [[turn[x] for turn in turns if turn[x] is not None] for turns in episodes] for x in CREDIT}
+    credit = {name: lists for name, lists in credit.items() if any(lists)}
+    named = [*scores, ("score", samples.scored.totals.tolist()), *credit.items(), *samples.extra.items()]
+    for name, values in named:
         while name in columns:  # a reward with the name of another column
             name = f"{name}_"
         columns[name] = _column(list(values))

@@ -21,10 +21,11 @@ from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
 from trl_ppo_ext.data.prompts import PromptError, encode
-from trl_ppo_ext.ppo.rollouts import Samples
+from trl_ppo_ext.environments import Episode
+from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all
-from trl_ppo_ext.tracking.completions import LONGEST, print_completions, printable_cell
+from trl_ppo_ext.tracking.completions import LONGEST, MOST_TURNS, limited_turns, print_completions, printable_cell
 from trl_ppo_ext.tracking.report import write_report
 
 SECRET = "hf_aVerySecretToken1234"
@@ -297,11 +298,12 @@ def test_a_model_card_holds_names_and_obeys_none(tmp_path, text):
 # ---- the table of completions ----
 
 
-def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=None):
+def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=None, turns=None):
     rows = len(texts)
     scored = Scored(torch.ones(rows, len(names)), torch.ones(rows, 1), *[torch.ones(rows, dtype=torch.bool)] * 2)
-    batch = ScoringBatch(prompts=list(texts), completions=list(texts), completion_ids=[[1]] * rows)
-    samples = Samples(None, None, batch, scored, None, extra or {}, None, None)
+    episodes = [Episode(text, [1], completion_ids=[1], starts=[0], messages=turns(text)) for text in texts if turns]
+    batch = ScoringBatch(list(texts), list(texts), [[1]] * rows, episodes=episodes)
+    samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(rows, 1)), None)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(
         "trl_ppo_ext.tracking.completions.Console", lambda: Console(file=stream, width=200, force_terminal=False)
@@ -333,6 +335,7 @@ def test_what_a_model_wrote_is_shown_and_not_obeyed(monkeypatch, text, seen):
         table([[{"role": "user", "content": text}]], monkeypatch=monkeypatch),
         table(["w1"], names=[text], monkeypatch=monkeypatch),
         table(["w1"], extra={text: [text]}, monkeypatch=monkeypatch),
+        table([text], turns=lambda text: [{"role": "tool", "content": text}], monkeypatch=monkeypatch),
     ):
         assert seen in shown
         assert all(c.isprintable() or c in "\n\u200d" for c in shown), ascii(shown)
@@ -347,6 +350,19 @@ def test_messages_without_content_and_very_long_text_are_shown(monkeypatch):
     shown = printable_cell("x" * (LONGEST + 123))
     assert shown == "x" * LONGEST + "... (123 more characters)" and printable_cell("x" * LONGEST) == "x" * LONGEST
     assert len(table(["x" * 10**6], monkeypatch=monkeypatch)) < 10 * LONGEST
+    many = [{"role": "tool", "content": "x" * 10**4}] * 999
+    assert len(table(["w1"], turns=lambda text: many, monkeypatch=monkeypatch)) < 10 * LONGEST
+
+
+def test_long_episodes_keep_short_turns_and_both_ends():
+    turns = [{"role": "tool", "text": "x" * (5 if n % 2 else 900)} for n in range(6)]
+    texts = [turn["text"] for turn in limited_turns(turns, 300)]
+    assert texts == ["x" * 95 + "... (805 more characters)", "x" * 5] * 3
+    assert limited_turns(turns, 2715) == turns
+    many = [{"role": "tool", "text": str(n)} for n in range(999)]
+    texts = [turn["text"] for turn in limited_turns(many, 10**4)]
+    assert len(texts) == MOST_TURNS + 1 and (texts[0], texts[-1]) == ("0", "998")
+    assert texts[MOST_TURNS // 2] == f"({999 - MOST_TURNS} turns omitted)"
 
 
 # ---- exceptions of rewards ----

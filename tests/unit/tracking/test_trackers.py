@@ -130,6 +130,36 @@ def test_trackio_gets_metrics_and_tables_on_this_machine(tmp_path):
     )
 
 
+class Echo:
+    """Environment that rewards the first of two turns."""
+
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return " w1", float(self.turns == 1), self.turns == 2
+
+
+def test_tables_of_episodes_have_a_number_per_turn(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("trl_ppo_ext.trainer.log_completions", lambda _, samples, *args: seen.append(samples))
+    settings = {"max_completion_length": 16, "stop_token_ids": [*range(16, 32)], "num_completions_to_print": 0}
+    given = {"processing_class": tokenizer(), "environment_factory": Echo, "eval_dataset": prompts(2)}
+    args = config(tmp_path, max_steps=2, num_ppo_epochs=1, log_completions=True, **settings)
+    built = PPOTrainer(llama(), None, args, prompts(), **given)
+    built.train()
+    built.evaluate()
+    for samples, names in zip(seen, (["rewards", "values", "advantages"], ["rewards", "values"])):
+        table = completions.completions_table(samples, ["Echo"], [], 1)
+        assert list(table)[5:] == [f"turn_{name}" for name in names]
+        lists = {name: [json.loads(cell) for cell in table[f"turn_{name}"]] for name in names}
+        for row, episode in enumerate(samples.batch.episodes):
+            assert lists["rewards"][row] == [reward for _, reward in episode.rewards]
+            assert lists["values"][row] == samples.tokens.values[row, episode.starts].tolist()
+    assert len(seen) == 2
+
+
 def test_no_tracker_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(completions, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     run(tmp_path, "none").train()
