@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
-from .environments import Environments
+from .environments import Environments, record
 from .generation import build_generator
 from .modeling import SIDE_LEARNING_RATE, check_optimizers, load_actor_critic
 from .modeling.averaging import AveragedWeights
@@ -511,12 +512,17 @@ class PPOTrainer(Trainer):
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
                 resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
+            if not in_place:  # answers to the episodes of an earlier run
+                answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
+                distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
             self.terminal.checkpoint = checkpoint
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
                 except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
+                    if isinstance(error, RewardError):
+                        record.void_errors(output_dir, self.accelerator.process_index)
                     self._save_after_error(error)
                     raise
         if self.preempted:
@@ -786,6 +792,7 @@ class PPOTrainer(Trainer):
 
         resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
         self._validity[final] = True
+        record.forget(args.output_dir, self.accelerator.process_index, before=state.global_step)
         return final
 
     def _write_trainer_state(self, directory: str, fsdp_state: dict[str, Any] | None) -> None:

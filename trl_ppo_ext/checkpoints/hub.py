@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
+from ..environments.record import ANSWERS
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
@@ -26,10 +27,10 @@ logger = logging.get_logger(__name__)
 
 _WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
-# names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, input of `trl-ppo report`,
-# and the arguments that another Trainer has pickled, which hold the token
+# names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, answers of tools, input of
+# `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token
 CHECKPOINTS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", STAGING, REPLACED)
-NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", LOCK, RUN_LOG, TRAINING_ARGS_NAME)
+NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", ANSWERS, LOCK, RUN_LOG, TRAINING_ARGS_NAME)
 REMEDIES = {
     401: "The token is missing or invalid: log in with `hf auth login`, or set HF_TOKEN or `hub_token`",
     403: "The token has no write access: grant it, or set another repository in `hub_model_id`",

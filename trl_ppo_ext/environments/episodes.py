@@ -6,9 +6,11 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
@@ -31,9 +33,8 @@ from ..redaction import shortened
 from ..rewards import RewardError, ScoringBatch
 from .chat import CHARACTERS, ChatFormat
 from .protocol import TextEnvironment
+from .record import ANSWERS, NOWHERE, Place, Record, forget
 from .tools import Answer, ToolEnvironment
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Episode:
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
     stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
     error: BaseException | None = None  # of the environment; it ends the episode
+    place: Place = NOWHERE  # at its end
 
     @property
     def ids(self) -> list[int]:
@@ -168,7 +170,8 @@ class EnvironmentReward:
 
     def _end(self, episode: Episode) -> Any:
         """Result of `get_reward`, in the main thread, or an awaitable of it."""
-        if type(episode.environment) is not self.type or episode.error is not None:
+        is_other = type(episode.environment) is not self.type
+        if is_other or episode.error is not None or episode.place.has("reward"):
             return None
         try:
             return getattr(episode.environment, "get_reward", lambda: None)()
@@ -178,14 +181,20 @@ class EnvironmentReward:
     async def _entry(self, episode: Episode, end: Any) -> Any:
         if type(episode.environment) is not self.type:
             return None
+
+        async def awaited() -> Any:
+            if isinstance(end, Exception):
+                raise end
+            return await end if inspect.isawaitable(end) else end
+
+        error = episode.error
         try:
-            end = await end if inspect.isawaitable(end) else end
+            reward = None if error is not None else await episode.place.answer("reward", awaited)
         except Exception as failure:
-            end = failure
-        error = end if isinstance(end, Exception) else episode.error
+            error = failure
         if error is not None:
             return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
-        last = [] if end is None else [(len(episode.completion_ids) - 1, end)]
+        last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
         return [*episode.rewards, *last] or None
 
 
@@ -222,11 +231,20 @@ class EpisodeSampler:
         self.timeout = args.environment_timeout
         iterations = args.max_tool_calling_iterations
         self.iterations = sys.maxsize if iterations is None else iterations
-        self.device = args.device
+        self.args = args
         self.lent: list[tuple[Kind, Episode]] = []
 
-    def sample(self, rows: Sequence[dict], seeds: list[int]) -> list[Episode]:
-        """Sample an episode for each row, whose environment is seeded."""
+    def _record(self, step: int | None) -> Record:
+        """Answers to the rollout before an optimizer step, also those of a run that was killed in it."""
+        if step is None:
+            return Record(None)
+        rank = self.args.process_index
+        if self.args.save_strategy == "no":  # otherwise a checkpoint deletes what it has
+            forget(self.args.output_dir, rank, step)
+        return Record(Path(self.args.output_dir, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
+
+    def sample(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
+        """Sample an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         # 1. Reset an environment for each row; those of the last episodes have been scored by now.
         for kind, episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
@@ -234,14 +252,15 @@ class EpisodeSampler:
         kinds = [self.environments.kind(row) for row in rows]
         players = [kind.pool.pop(0) if kind.pool else kind.make() for kind in kinds]
         hidden = {*TOKEN_COLUMNS, *(["environment"] if self.environments.by_name else [])}
-        resets = []
-        for row, player, seed in zip(rows, players, seeds):
+        record, resets = self._record(step), []
+        places = [Place(record, n).after([seed, *row[PROMPT_IDS]]) for n, (row, seed) in enumerate(zip(rows, seeds))]
+        for row, player, seed, place in zip(rows, players, seeds, places):
             columns = {name: x for name, x in row.items() if name not in hidden}
             if columns["prompt"] == NO_PROMPT:
                 del columns["prompt"]
-            resets.append(player.reset(deepcopy(columns), seed))
+            resets.append((place, "reset", partial(player.reset, deepcopy(columns), seed), player.instance))
         observations = self._all(resets, (seeds[0], 0))
-        episodes = [self._opened(*x) for x in zip(rows, kinds, players, observations)]
+        episodes = [self._opened(*x) for x in zip(places, rows, kinds, players, observations)]
         self.lent = [*zip(kinds, episodes)]
 
         active, going_on = episodes, [*range(len(rows))]
@@ -254,39 +273,47 @@ class EpisodeSampler:
             for episode, turn in zip(active, turns):
                 episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
                 episode.add(turn, sampled=True)
+                episode.place = episode.place.after(episode.ids)
                 episode.stopped = self.generator.has_stopped(turn)
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
             asked = [n for n, x in enumerate(active) if x.error is None and x.turns <= self.iterations]
-            responses = [active[n].player.respond(active[n].messages[-1]) for n in asked]
+            responses = []
+            for episode in (active[n] for n in asked):
+                respond = partial(episode.player.respond, episode.messages[-1], episode.place)
+                responses.append((episode.place, "turn", respond, episode.environment))
             answers = self._all(responses, (seeds[0], active[0].turns))
             going_on = [n for n, answer in zip(asked, answers) if self._continues(active[n], turns[n], answer)]
             active = [active[n] for n in going_on]
         return episodes
 
-    def _all(self, coroutines: Sequence[Awaitable[T]], seed: tuple[int, int]) -> list[T | BaseException]:
-        """Results of coroutines that run together, or exceptions; sampling draws its random numbers as before."""
+    def _all(self, questions: Sequence[tuple], seed: tuple[int, int]) -> list[Any]:
+        """Answers to questions that are asked together, or exceptions; sampling draws its random numbers as before."""
 
-        async def bounded(coroutine: Awaitable[T]) -> T:
+        async def bounded(ask: Callable[[], Awaitable[Any]]) -> Any:
             if self.timeout is None:
-                return await coroutine
+                return await ask()
             try:
-                return await asyncio.wait_for(coroutine, self.timeout)
+                return await asyncio.wait_for(ask(), self.timeout)
             except TimeoutError:
                 raise TimeoutError(f"no result within environment_timeout={self.timeout:g} s") from None
 
         async def together() -> list:
-            return await asyncio.gather(*map(bounded, coroutines), return_exceptions=True)
+            answers = [
+                place.answer(part, partial(bounded, ask), has_state=instance is not None)
+                for place, part, ask, instance in questions
+            ]
+            return await asyncio.gather(*answers, return_exceptions=True)
 
-        if not coroutines:
+        if not questions:
             return []
-        with fixed_seed(hash(seed) % 2**31, self.device):
+        with fixed_seed(hash(seed) % 2**31, self.args.device):
             return finished(started(together()))
 
-    def _opened(self, row: dict[str, Any], kind: Kind, player: Any, observation: Any) -> Episode:
+    def _opened(self, place: Place, row: dict[str, Any], kind: Kind, player: Any, observation: Any) -> Episode:
         is_text = isinstance(row["prompt"], str)
         kwargs = None if is_text else row_template_kwargs(row, self.chat.template_kwargs)
-        episode = Episode(row["prompt"], row[PROMPT_IDS], player, kwargs, kind.schemas)
+        episode = Episode(row["prompt"], row[PROMPT_IDS], player, kwargs, kind.schemas, place=place)
         if observation is None and not self.environments.by_name:  # its ids are those of the dataset
             return episode
         try:
@@ -337,8 +364,8 @@ class RolloutFunction:
         self.chat = chat
         self.generator = generator
 
-    def sample(self, rows: Sequence[dict], seeds: list[int]) -> list[Episode]:
-        """Call the function with the prompts of all rows; `seeds` are those of environments, which it has none of."""
+    def sample(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
+        """Call the function with the prompts of all rows; only environments have seeds, and answers of a step."""
         output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
         output.pop("logprobs", None)  # they are computed with the forward of the updates
         columns = {}

@@ -26,7 +26,7 @@ class TextEnvironment:
         observation, _ = await called(self.instance.reset, seed=seed, options=row)
         return observation
 
-    async def respond(self, message: dict[str, Any]) -> Answer:
+    async def respond(self, message: dict[str, Any], place: Any) -> Answer:
         """Step with the text of a turn."""
         result = await called(self.instance.step, message["content"])
         if not (isinstance(result, tuple) and len(result) in (3, 5)):

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..concurrency import called
@@ -51,41 +52,48 @@ class ToolEnvironment:
 
     def __init__(self, instance: Any, tools: list[Callable]):
         self.instance = instance
-        self.tools = {tool.__name__: tool for tool in [*tools, *([] if instance is None else tools_of(instance))]}
+        methods = {} if instance is None else {tool.__name__: tool for tool in tools_of(instance)}
+        self.tools = {tool.__name__: tool for tool in tools} | methods
+        self.with_state = methods.keys()
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation, which is appended to the prompt."""
         return None if self.instance is None else await called(self.instance.reset, **row)
 
-    async def respond(self, message: dict[str, Any]) -> Answer:
+    async def respond(self, message: dict[str, Any], place: Any) -> Answer:
         """Call the tools of a message, in its order; coroutines run together."""
         calls = message.get("tool_calls")
         if not calls:
             return Answer(done=True)
         started = []
-        for call in calls:
-            tool = self.tools.get(call.get("function", call).get("name"))
-            started.append(asyncio.ensure_future(self._called(call, tool)))
+        for number, call in enumerate(calls):
+            name = call.get("function", call).get("name")
+            tool = self.tools.get(name)
+            answer = place.answer(f"call {number}", partial(self._called, call, tool), name in self.with_state)
+            started.append(asyncio.ensure_future(answer))
             if not inspect.iscoroutinefunction(tool):  # one may need what another has done
                 await started[-1]
-        results = await asyncio.gather(*started)
-        names = [call.get("function", call).get("name", "unknown") for call in calls]
-        rewards = [text.reward for text, _ in results if isinstance(text, StepResult) and text.reward is not None]
+        answers = await asyncio.gather(*started)
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
         return Answer(
-            [{"role": "tool", "name": name, "content": str.__str__(text)} for name, (text, _) in zip(names, results)],
+            [message for answer in answers for message in answer.messages],
             sum(rewards) if rewards else None,
-            any(isinstance(text, StepResult) and text.done for text, _ in results),
-            failed=[failed for _, failed in results],
+            any(answer.done for answer in answers),
+            failed=[failed for answer in answers for failed in answer.failed],
         )
 
-    async def _called(self, call: dict[str, Any], tool: Callable | None) -> tuple[str, bool]:
-        """Text of a tool's result, and whether the call failed; the policy reads errors, as in TRL."""
+    async def _called(self, call: dict[str, Any], tool: Callable | None) -> Answer:
+        """Result of a tool as a message; the policy reads errors, as in TRL."""
+        result, failed = None, False
         try:
             if call.get("type") != "function":
                 raise ValueError(f"Unsupported tool call type: {call.get('type')}")
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
             result = await called(tool, **call["function"]["arguments"])
-            return result if isinstance(result, StepResult) else str(result), False
+            text = str.__str__(result) if isinstance(result, str) else str(result)
         except Exception as error:
-            return str({"error": str(error)}), True
+            text, failed = str({"error": str(error)}), True
+        message = {"role": "tool", "name": call.get("function", call).get("name", "unknown"), "content": text}
+        reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)
+        return Answer([message], reward, done, failed=[failed])

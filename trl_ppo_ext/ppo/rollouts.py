@@ -215,7 +215,8 @@ class RolloutCollector:
                 completion_ids = self.generator.generate(prompt_ids)
                 ended = [*map(self.generator.has_stopped, completion_ids)]
             else:
-                episodes = self.episodes.sample(rows, self._episode_seeds(len(rows), state, training))
+                seeds = self._episode_seeds(len(rows), state, training)
+                episodes = self.episodes.sample(rows, seeds, state.global_step if training else None)
                 prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
                 sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
         stopped = torch.tensor(ended).to(device, non_blocking=True)

@@ -1,0 +1,126 @@
+"""Answers of tools and environments on disk, which a resumed run takes in place of asking again."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils import logging
+
+from .tools import Answer
+
+logger = logging.get_logger(__name__)
+
+ANSWERS = ".answers"  # in the output directory: a file per rollout, named by its optimizer step, and rank
+_VOID = {"errors": "void"}
+
+
+def _files(output_dir: str, rank: int) -> dict[int, Path]:
+    """Files of a rank by optimizer step."""
+    return {int(path.name.split("-")[0]): path for path in Path(output_dir, ANSWERS).glob(f"*-{rank}.jsonl")}
+
+
+def forget(output_dir: str, rank: int, before: int) -> None:
+    """Delete the answers of rollouts that are part of a checkpoint."""
+    for step, path in _files(output_dir, rank).items():
+        if step < before:
+            path.unlink(missing_ok=True)
+
+
+def void_errors(output_dir: str, rank: int) -> None:
+    """Let a resumed run ask again where an error has ended the run."""
+    for path in _files(output_dir, rank).values():
+        with suppress(OSError):
+            _append(path, _VOID)
+
+
+def _append(path: Path, entry: dict[str, Any]) -> None:
+    line = json.dumps(entry, default=float)  # numbers of NumPy and torch
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"\n{line}")  # a line break first: the line before may lack its end, if the run was killed
+
+
+class Record:
+    """Answers to the episodes of a rollout; without a path, nothing is recorded."""
+
+    def __init__(self, path: Path | None, longest: int = 0):
+        self.path = path
+        self.longest = longest  # characters of a message
+        self.answers: dict[str, Any] = {}  # an exception where the environment failed
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            entry: Any = None
+            with suppress(ValueError):
+                entry = json.loads(line)
+            match entry:
+                case {"key": str(key), "error": [name, text]}:
+                    self.answers[key] = type(name, (Exception,), {})(text)
+                case {"key": str(key), "answer": answer}:
+                    self.answers[key] = Answer(*answer)
+                case {"key": str(key), "value": value}:
+                    self.answers[key] = value
+                case {"errors": "void"}:
+                    self.answers = {k: x for k, x in self.answers.items() if not isinstance(x, Exception)}
+
+    def add(self, key: str, result: Any) -> None:
+        """Append an answer, at once; if that fails, warn and go on."""
+        if self.path is None:
+            return
+        entry = {"value": result}
+        if isinstance(result, Exception):
+            entry = {"error": [type(result).__name__, str(result)]}
+        elif isinstance(result, Answer):  # a longer text would not fit, and not be read
+            cut = [{**message, "content": message["content"][: self.longest]} for message in result.messages]
+            entry = {"answer": result._replace(messages=cut)}
+        try:
+            _append(self.path, {"key": key, **entry})
+        except (TypeError, ValueError, OSError) as error:
+            logger.warning_once(
+                f"An answer of a tool or environment cannot be recorded ({error}). If the run is killed in this "
+                "rollout, the resumed one asks again."
+            )
+
+
+class Place(NamedTuple):
+    """Place in an episode at which something is asked: its row, and all tokens before."""
+
+    record: Record
+    row: int = 0
+    key: str = ""
+
+    def after(self, ids: list[int]) -> "Place":
+        """Place after some tokens; where a resumed run samples other ones, nothing is recorded."""
+        if self.record.path is None:
+            return self
+        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
+        return self._replace(key=f"row {self.row}, {len(ids)} tokens {digest},")
+
+    def has(self, part: str) -> bool:
+        """Return whether an answer is recorded."""
+        return f"{self.key} {part}" in self.record.answers
+
+    async def answer(self, part: str, ask: Callable[[], Awaitable[Any]], has_state: bool = False) -> Any:
+        """Recorded answer, or a new one. With a state, what is asked runs again, and its new answer is ignored."""
+        key, answers = f"{self.key} {part}", self.record.answers
+        recorded = answers.get(key)
+        if isinstance(recorded, Exception):
+            raise recorded
+        if key in answers:
+            if has_state:
+                await ask()
+            return recorded
+        try:
+            result = await ask()
+        except Exception as error:
+            self.record.add(key, error)
+            raise
+        self.record.add(key, result)
+        return result
+
+
+NOWHERE = Place(Record(None))
