@@ -1,0 +1,210 @@
+"""A run that is killed within an episode goes on as if nothing had happened, though no tool answers twice the same."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from processes import finished, start
+from runs_of_tiny import weights
+from scripted import Script, call
+from tiny import byte_tokenizer, config, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer, StepResult
+from trl_ppo_ext.checkpoints.atomic import checkpoints
+from trl_ppo_ext.environments.record import ANSWERS
+
+STEPS = 6  # three rollouts
+SLOWEST = 0.04  # seconds of an answer
+CHANCE = random.SystemRandom()
+
+
+class Tape:
+    """Random answers to questions, in the order in which they were asked; or, of another run, the given ones."""
+
+    def __init__(self, path, answers=None):
+        self.path, self.answers = path, answers
+
+    def asked(self, key, draw):
+        if self.answers is not None:
+            return self.answers[key]
+        answer = draw()
+        line = json.dumps([key, answer]).encode() + b"\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line)
+        os.close(descriptor)
+        return answer
+
+    def latency(self):
+        return 0 if self.answers is not None else CHANCE.uniform(0, SLOWEST)
+
+
+def text():
+    return "".join(f" w{CHANCE.randrange(12)}" for _ in range(5))
+
+
+def plain_trainer(tape, args):
+    """A plain environment, whose turns a policy samples. It has a state: how many there were."""
+
+    class Game:
+        def reset(self, row, seed):
+            self.seed, self.turns = seed, 0
+            time.sleep(tape.latency())
+            return tape.asked(f"{seed} reset", text)
+
+        def step(self, said):
+            self.turns += 1
+            time.sleep(tape.latency())
+            reward = tape.asked(f"{self.seed} {self.turns}", CHANCE.random)
+            return f" w{int(reward * 9)} w1", reward, self.turns == 3
+
+        async def get_reward(self):
+            await asyncio.sleep(tape.latency() / 10)
+            return tape.asked(f"{self.seed} reward", CHANCE.random)
+
+    args = config(max_completion_length=24, stop_token_ids=[*range(16, 32)], **args)
+    return PPOTrainer(
+        llama(), args=args, train_dataset=prompts(), processing_class=tokenizer(), environment_factory=Game
+    )
+
+
+def tool_trainer(tape, args):
+    """A tool without a state, which a script calls, twice in the first turn; it must not be asked twice."""
+
+    async def look(key: str) -> str:
+        """
+        Look.
+
+        Args:
+            key: A key.
+        """
+        await asyncio.sleep(tape.latency())
+        reward = tape.asked(f"{trainer.state.global_step} {key}", CHANCE.random)
+        return StepResult(f"seen {reward}", reward=reward)
+
+    def length(completions, **kwargs):
+        return [-float(len(str(messages))) / 100 for messages in completions]
+
+    looks = {n: [call("look", key=f"{n} {k}") for k in range(3)] for n in range(8)}
+    turns = {f"Q{n}Q": ["\n".join(looks[n][:2]), looks[n][2], "end"] for n in range(8)}
+    rows = [{"prompt": [{"role": "user", "content": f"Q{n}Q"}]} for n in range(8)]
+    trainer = PPOTrainer(
+        llama(vocab_size=259, max_position_embeddings=4096),
+        length,
+        config(max_completion_length=600, **args),
+        rows,
+        processing_class=byte_tokenizer(),
+        tools=[look],
+    )
+    trainer.collector.generator = trainer.collector.episodes.generator = Script(trainer.processing_class, turns)
+    return trainer
+
+
+TRAINERS = {"plain": plain_trainer, "tools": tool_trainer}
+
+
+def train(folder, kind, processes, tape):
+    """Train in this process, from the newest checkpoint if there is one; save weights, and write down transcripts."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    args = {"output_dir": folder, "max_steps": STEPS, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = TRAINERS[kind](tape, args | {"per_device_train_batch_size": 2, "save_total_limit": 2})
+    sample, rank = trainer.collector.sample, trainer.accelerator.process_index
+
+    def noted(*args, **kwargs):
+        samples = sample(*args, **kwargs)
+        episodes = [[x.ids, x.sampled, x.rewards, x.messages, x.failed_calls] for x in samples.batch.episodes]
+        with open(folder / f"transcripts-{rank}", "a") as file:
+            print(json.dumps([trainer.state.global_step, episodes, samples.scored.totals.tolist()]), file=file)
+        return samples
+
+    trainer.collector.sample = noted
+    trainer.train(resume_from_checkpoint=bool(checkpoints(folder)) or None)
+    torch.save(weights(trainer), folder / f"end-{rank}.pt")
+    trainer.end()
+
+
+def run(folder, kind, processes, answers=None):
+    """Start the processes of a run."""
+    folder.mkdir(exist_ok=True)
+    return start(partial(train, folder, kind, processes, Tape(folder / "tape", answers)), processes)
+
+
+def outcome(folder, processes):
+    """Weights at the end, and the transcripts of every rollout, which are the same if it was sampled twice."""
+    ends, rollouts = [], {}
+    for rank in range(processes):
+        ends.append(torch.load(folder / f"end-{rank}.pt"))
+        for line in (folder / f"transcripts-{rank}").read_text().splitlines():
+            step, *episodes = json.loads(line)
+            assert rollouts.setdefault((rank, step), episodes) == episodes
+    return ends, rollouts
+
+
+def tape_of(folder):
+    return [json.loads(line) for line in (folder / "tape").read_text().splitlines()]
+
+
+def kill(folder, kind, processes, seed):
+    """Kill a run within a rollout; resume it; compare with a run that nothing happened to."""
+    folder.mkdir()
+    chance = random.Random(seed)
+    step, moment = 2 * chance.randrange(1, STEPS // 2), chance.uniform(0.0, 5 * SLOWEST)
+    killed, bound = folder / "killed", time.monotonic() + 60
+    children = run(killed, kind, processes)
+    while not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound:
+        time.sleep(0.002)
+    time.sleep(moment)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    finished(children, 60)
+
+    # what is on disk at this moment is settled
+    recorded = "".join(path.read_text() for path in (killed / ANSWERS).iterdir())
+    settled = {key: answer for key, answer in tape_of(killed) if json.dumps(answer).strip('"') in recorded}
+    assert finished(run(killed, kind, processes), 60) == [0] * processes
+    if kind == "tools":
+        last = dict(tape_of(killed))
+        assert {key: last[key] for key in settled} == settled  # none was asked again
+    assert not any((killed / ANSWERS).iterdir())
+
+    whole = folder / "whole"
+    assert finished(run(whole, kind, processes, dict(tape_of(killed)) | settled), 60) == [0] * processes
+    (ends, transcripts), (others, expected) = outcome(killed, processes), outcome(whole, processes)
+    assert transcripts == expected and len(transcripts) == processes * STEPS // 2
+    for end, other in zip(ends, others):
+        assert all(torch.equal(x, other[name]) for name, x in end.items())
+    return len(settled)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_run_killed_within_an_episode_ends_as_the_uninterrupted_one(tmp_path, kind):
+    kill(tmp_path / "run", kind, 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, processes, times", [("plain", 1, 8), ("plain", 2, 6), ("tools", 1, 6)])
+def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, processes, times):
+    settled = [kill(tmp_path / f"{seed}", kind, processes, seed) for seed in range(1, times + 1)]
+    assert sum(count > 0 for count in settled) >= times / 2  # most were killed within episodes
+
+
+def test_run_that_begins_anew_asks_again(tmp_path):
+    """Also where the first one left no checkpoint."""
+    answers = {}
+
+    def at_once(key, draw):
+        answers.setdefault(key, []).append(draw())
+        return answers[key][-1]
+
+    tape = Tape(tmp_path / "tape")
+    tape.asked, tape.latency = at_once, lambda: 0
+    for _ in range(2):
+        trainer = plain_trainer(tape, {"output_dir": tmp_path, "max_steps": 1, "save_strategy": "no"})
+        trainer.train()
+    assert {len(x) for x in answers.values()} == {2}
