@@ -16,6 +16,7 @@ COMMANDS = {
     "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
     "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
     "probe": ("commands.probe", "measure whether a critic pays on a task, before training"),
+    "replay": ("commands.replay", "print an episode or completion of a run, turn by turn"),
     "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
     "serve-reward": ("commands.serve_reward", "serve a reward model over HTTP, for RemoteReward"),
     "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
