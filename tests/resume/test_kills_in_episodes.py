@@ -16,7 +16,7 @@ from runs_of_tiny import weights
 from scripted import Script, call
 from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer, StepResult
+from trl_ppo_ext import PPOTrainer, RewardError, StepResult
 from trl_ppo_ext.checkpoints.atomic import checkpoints
 from trl_ppo_ext.environments.record import ANSWERS
 
@@ -112,7 +112,7 @@ TRAINERS = {"plain": plain_trainer, "tools": tool_trainer}
 def train(folder, kind, processes, tape):
     """Train in this process, from the newest checkpoint if there is one; save weights, and write down transcripts."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    args = {"output_dir": folder, "max_steps": STEPS, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}
+    args = {"output_dir": folder, "max_steps": STEPS, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2}
     trainer = TRAINERS[kind](tape, args | {"per_device_train_batch_size": 2, "save_total_limit": 2})
     sample, rank = trainer.collector.sample, trainer.accelerator.process_index
 
@@ -194,17 +194,42 @@ def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, p
     assert sum(count > 0 for count in settled) >= times / 2  # most were killed within episodes
 
 
+class AtOnce(Tape):
+    """Answers to every question, in this process and without waiting."""
+
+    latency = staticmethod(lambda: 0)
+
+    def __init__(self):
+        self.given = {}
+
+    def asked(self, key, draw):
+        answers = self.given.setdefault(key, [])
+        answers.append(draw())
+        return answers[-1]
+
+
 def test_run_that_begins_anew_asks_again(tmp_path):
     """Also where the first one left no checkpoint."""
-    answers = {}
-
-    def at_once(key, draw):
-        answers.setdefault(key, []).append(draw())
-        return answers[key][-1]
-
-    tape = Tape(tmp_path / "tape")
-    tape.asked, tape.latency = at_once, lambda: 0
+    tape = AtOnce()
     for _ in range(2):
-        trainer = plain_trainer(tape, {"output_dir": tmp_path, "max_steps": 1, "save_strategy": "no"})
-        trainer.train()
-    assert {len(x) for x in answers.values()} == {2}
+        plain_trainer(tape, {"output_dir": tmp_path, "max_steps": 1}).train()
+    assert {len(answers) for answers in tape.given.values()} == {2}
+
+
+def test_environment_whose_failure_ended_the_run_is_asked_again(tmp_path):
+    class Failing(AtOnce):
+        def asked(self, key, draw):
+            self.given.setdefault(key, [])
+            if self.fails and len(self.given) == 50:  # in the second rollout
+                raise OSError("connection lost")
+            return super().asked(key, draw)
+
+    tape, args = Failing(), {"output_dir": tmp_path, "max_steps": 3, "num_ppo_epochs": 1}
+    tape.fails = True
+    with pytest.raises(RewardError, match="OSError: connection lost"):
+        plain_trainer(tape, args).train()
+    tape.fails = False
+    trainer = plain_trainer(tape, args)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+    assert all(tape.given.values())
