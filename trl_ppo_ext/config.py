@@ -146,7 +146,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set.
         cliprange_high (`float`, *optional*): Clip range above 1. Defaults to `cliprange`.
         dual_clip (`float`, *optional*): Upper bound, above 1, of the ratio when the advantage is negative.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`): Ratio per `"token"` or `"sequence"`.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
+            Ratio per `"token"`, `"turn"` of an episode or `"sequence"`, the latter two normalized by length.
         loss_aggregation (`str`, *optional*):
             Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
@@ -262,7 +263,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     cliprange: float | None = None
     cliprange_high: float | None = None
     dual_clip: float | None = None
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     cliprange_value: float | None = None
     value_range: list[float] | None = None

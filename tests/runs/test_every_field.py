@@ -516,7 +516,9 @@ CASES = {
     "cliprange": Case((0.2, 0.02), "weights clip_ratio/region_mean"),
     "cliprange_high": Case((None, 0.02), "weights clip_ratio/high_mean"),
     "dual_clip": Case((None, 1.02)),
-    "importance_sampling_level": Case(("token", "sequence")),
+    "importance_sampling_level": Case(
+        ("token", "turn", "sequence"), given=talking, settings={"stop_token_ids": [*range(16, 32)]}
+    ),
     "loss_aggregation": Case(
         ("token", "sequence_mean", "sequence_sum", "constant"),
         "weights loss",

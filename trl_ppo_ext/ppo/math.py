@@ -135,6 +135,27 @@ def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     return old_logprobs + log_ratio.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
 
 
+def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    r"""Log-probs whose ratio to the old ones is the same for all tokens of a turn.
+
+    sₜ = log π_oldₜ + mean over the turn's tokens of (log π − log π_old): [`sequence_logprobs`] of each turn, which it
+    equals if a response is one turn.
+
+    Args:
+        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their means).
+        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
+        response_mask (`Tensor`): 1 where a token counts; each run of them is a turn, as in [`turn_starts`].
+
+    Returns:
+        `Tensor`: Log-probs with the ratio of the turn.
+    """
+    _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
+    counts, (_, first) = response_mask.bool(), turn_starts(response_mask)
+    log_ratio = (logprobs - old_logprobs).masked_fill(~counts, 0)
+    total, length = (torch.zeros_like(log_ratio).scatter_add(1, first, x) for x in (log_ratio, counts.to(log_ratio)))
+    return old_logprobs + (total / length.clamp(min=1)).gather(1, first)
+
+
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def ppo_loss(
     cliprange: tuple[float, float],
     aggregation: ppo_math.Aggregation = "token",
     dual_clip: float | None = None,
-    sequence_ratio: bool = False,
+    ratio_level: Literal["token", "turn", "sequence"] = "token",
     vf_coef: float = 0.0,
     cliprange_value: float | None = None,
     kl_estimator: ppo_math.KLEstimator | None = None,
@@ -82,9 +82,10 @@ def ppo_loss(
     """
     policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
     aggregate = partial(ppo_math.aggregate_loss, mode=aggregation)
-    # 1. Clipped surrogate of the policy, with the ratio per token or per sequence.
-    if sequence_ratio:
-        policy_logprobs = ppo_math.sequence_logprobs(policy_logprobs, old_logprobs, rollout.response_mask)
+    # 1. Clipped surrogate of the policy, with the ratio per token, turn or sequence.
+    if ratio_level != "token":
+        level = ppo_math.sequence_logprobs if ratio_level == "sequence" else ppo_math.turn_logprobs
+        policy_logprobs = level(policy_logprobs, old_logprobs, rollout.response_mask)
     policy = ppo_math.clipped_policy_loss(policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip)
     loss, metrics = policy, {"loss/policy": policy}
 
@@ -158,7 +159,7 @@ class Updates:
             "cliprange": (low, low if high is None else high),
             # "constant" is a sum over tokens with its own denominator
             "aggregation": "sequence_sum" if self.aggregation == "constant" else self.aggregation,
-            "sequence_ratio": args.importance_sampling_level == "sequence",
+            "ratio_level": args.importance_sampling_level,
             "kl_estimator": kl_estimator,
         } | {name: getattr(args, name) for name in ("dual_clip", "vf_coef", "cliprange_value")}
         self.reset()

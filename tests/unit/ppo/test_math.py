@@ -22,6 +22,8 @@ from trl_ppo_ext.ppo_math import (
     masked_var,
     scale_to_unit_variance,
     sequence_logprobs,
+    turn_logprobs,
+    turn_starts,
     whiten,
 )
 
@@ -295,6 +297,17 @@ def test_sequence_logprobs_without_change_equal_the_old_ones():
     assert torch.equal(sequence_logprobs(old_logprobs + 1, old_logprobs, 0 * MASK), old_logprobs)
 
 
+def test_turn_ratio_is_the_sequence_ratio_of_each_turn():
+    logprobs, old_logprobs = near_policies()
+    actual, counts = turn_logprobs(logprobs, old_logprobs, MASK), MASK.bool()
+    starts, first = turn_starts(MASK)
+    for row, start in starts.nonzero().tolist():
+        turn = counts & (first == start) & (torch.arange(len(MASK)) == row)[:, None]
+        close(actual[turn], sequence_logprobs(logprobs, old_logprobs, turn)[turn])
+    for rows, expected in (([0, 1, 2, 5], sequence_logprobs(logprobs, old_logprobs, MASK)), ([4, 5], logprobs)):
+        close(actual[rows][counts[rows]], expected[rows][counts[rows]])
+
+
 @pytest.mark.parametrize("mode", ["token", "sequence_mean"])
 def test_sequence_ratios_have_their_closed_form_gradient(mode):
     """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s and one advantage."""
@@ -322,12 +335,13 @@ def test_clipped_sequence_has_no_gradient_at_any_token():
     assert torch.equal(alive, MASK.bool() & (mean < threshold)[:, None])
 
 
-def test_sequence_logprobs_do_not_read_masked_positions():
+@pytest.mark.parametrize("function", [sequence_logprobs, turn_logprobs])
+def test_ratios_of_several_tokens_do_not_read_masked_positions(function):
     logprobs, old_logprobs = near_policies()
-    expected = sequence_logprobs(logprobs, old_logprobs, MASK)[MASK.bool()]
+    expected = function(logprobs, old_logprobs, MASK)[MASK.bool()]
     for seed in (1, 2):
         other = garbage(logprobs.detach(), MASK, seed).requires_grad_()
-        actual = sequence_logprobs(other, garbage(old_logprobs, MASK, seed + 10), MASK)
+        actual = function(other, garbage(old_logprobs, MASK, seed + 10), MASK)
         assert torch.equal(actual[MASK.bool()], expected)
         actual.sum().backward()
         assert not other.grad[~MASK.bool()].any()
@@ -662,6 +676,7 @@ def test_loss_of_no_token_is_zero(mode):
         (lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2), ["logprobs", "old_logprobs", "advantages"]),
         (lambda a, b: sequence_logprobs(a, b, a), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: sequence_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
+        (lambda a, b: turn_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: clipped_value_loss(a, b, a, 0.2), ["values", "old_values", "returns"]),
         (lambda a, b: kl_estimate(a, b, "k1"), ["logprobs", "ref_logprobs"]),
         (lambda a, b: masked_mean(a, b), ["x", "mask"]),
