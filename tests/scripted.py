@@ -52,6 +52,7 @@ def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settin
         "overlong_prompts": "error",
         "environment_timeout": None,
         "max_tool_calling_iterations": None,
+        "bootstrap_truncated": False,
         "max_steps": 1,
         "device": torch.device("cpu"),
     }

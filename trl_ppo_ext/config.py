@@ -105,6 +105,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
             Whether the policy skips truncated completions; a critic learns from them.
+        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
+            Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
+            `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates.
         num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
         num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
         kl_coef (`float`, *optional*, defaults to `0.05`):
@@ -242,6 +245,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     reward_clip_range: float | None = None
     missing_eos_penalty: float | None = None
     mask_truncated_completions: bool = False
+    bootstrap_truncated: bool = False
 
     num_ppo_epochs: int = 4
     num_mini_batches: int | None = None
@@ -605,7 +609,7 @@ _UNSUPPORTED = {
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
 _CRITIC_ONLY = (
-    "gamma lam_critic lam_length_alpha critic_backprop critic_learning_rate critic_init "
+    "gamma lam_critic lam_length_alpha bootstrap_truncated critic_backprop critic_learning_rate critic_init "
     "critic_prompt value_warmup_steps whiten_rewards cliprange_value value_range value_loss_weights"
 ).split()
 # determine the sampled distribution and the shapes: fields of the config, or fixed

@@ -491,6 +491,7 @@ CASES = {
     "reward_clip_range": Case((None, 2.0), "weights objective"),
     "missing_eos_penalty": Case((None, 3.0), "weights objective"),
     "mask_truncated_completions": Case((False, True)),
+    "bootstrap_truncated": Case((False, True)),
     # the algorithm
     "num_ppo_epochs": Case((2, 1), "calls", exact=lambda a, b: a.calls["collect"] == 2 and b.calls["collect"] == 4),
     "num_mini_batches": Case(

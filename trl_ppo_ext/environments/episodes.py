@@ -54,6 +54,7 @@ class Episode:
     rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
     stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
+    after: list[int] | None = None  # what the policy would have read next, if the value of that state bootstraps
     error: BaseException | None = None  # of the environment; it ends the episode
     place: Place = NOWHERE  # at its end
 
@@ -148,7 +149,7 @@ class Environments:
     ) -> "EpisodeSampler | RolloutFunction | None":
         """What samples episodes; `None` if a completion is one turn."""
         if self.rollout_func is not None:
-            return RolloutFunction(self.rollout_func, trainer, self.chat, generator)
+            return RolloutFunction(self.rollout_func, trainer, self.chat, generator, args.bootstrap_truncated)
         return EpisodeSampler(self, self.chat, generator, args, context_length) if self else None
 
 
@@ -232,6 +233,7 @@ class EpisodeSampler:
         iterations = args.max_tool_calling_iterations
         self.iterations = sys.maxsize if iterations is None else iterations
         self.args = args
+        self.bootstraps = args.bootstrap_truncated
         self.lent: list[tuple[Kind, Episode]] = []
 
     def _record(self, step: int | None) -> Record:
@@ -275,6 +277,7 @@ class EpisodeSampler:
                 episode.add(turn, sampled=True)
                 episode.place = episode.place.after(episode.ids)
                 episode.stopped = self.generator.has_stopped(turn)
+                episode.after = [] if self.bootstraps and not episode.stopped else None
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
             asked = [n for n, x in enumerate(active) if x.error is None and x.turns <= self.iterations]
@@ -341,25 +344,34 @@ class EpisodeSampler:
         episode.failed_calls += answer.failed
         if answer.reward is not None:
             episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
-        is_last = isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
-        if answer.truncated or (is_last and not answer.done):
-            episode.stopped = False
-        if answer.done or not episode.stopped:
+        if answer.done and not answer.truncated:
+            episode.after = None
             return False
-        room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
-        ids = self.chat.following(turn, answer.messages, episode.template_kwargs, self.generator.stop_token_ids, room)
-        episode.stopped = len(ids) <= room
-        if episode.stopped:
-            episode.add(ids, sampled=False)
-            episode.messages += answer.messages
-        return episode.stopped
+        is_limited = answer.truncated or (
+            isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
+        )
+        ids, room = list[int](), self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
+        if episode.stopped and answer.messages:  # otherwise its turn was cut, or calls no tool
+            stops = self.generator.stop_token_ids
+            ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
+            is_limited = is_limited or len(ids) > room
+            if not is_limited:
+                episode.add(ids, sampled=False)
+                episode.messages += answer.messages
+                return True
+        if is_limited:
+            episode.stopped = False
+            if answer.truncated or self.bootstraps:
+                episode.after = ids if len(ids) <= room else []
+        return False
 
 
 class RolloutFunction:
     """Episodes of a function with the interface of TRL's `rollout_func`."""
 
-    def __init__(self, function: Callable, trainer: Any, chat: ChatFormat, generator: Generator):
+    def __init__(self, function: Callable, trainer: Any, chat: ChatFormat, generator: Generator, bootstraps: bool):
         self.function = function
+        self.bootstraps = bootstraps
         self.trainer = trainer
         self.chat = chat
         self.generator = generator
@@ -394,5 +406,6 @@ class RolloutFunction:
                 message = self.chat.parsed(ids, prompt_ids, [])
                 episode.messages.append(message if is_sampled else message | {"role": "environment"})
             episode.stopped = self.generator.has_stopped(episode.completion_ids)
+            episode.after = [] if self.bootstraps and not episode.stopped else None
             episodes.append(episode)
         return episodes

@@ -41,5 +41,6 @@ class TextEnvironment:
         ends = bool(done) or truncated
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
-        messages = [] if ends else [{"role": "user", "content": observation}]
+        # after a limit, the critic reads it
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else []
         return Answer(messages, float(reward), ends, truncated)

@@ -33,7 +33,7 @@ class StepResult(str):
 class Answer(NamedTuple):
     """Answer of an environment to a turn of the policy."""
 
-    messages: list[dict[str, Any]] = []  # noqa: RUF012 (never changed)
+    messages: list[dict[str, Any]] = []  # noqa: RUF012 (never changed); without any, the policy has ended the episode
     reward: float | None = None
     done: bool = False
     truncated: bool = False  # ended by a limit of the environment, not by a final state
@@ -64,7 +64,7 @@ class ToolEnvironment:
         """Call the tools of a message, in its order; coroutines run together."""
         calls = message.get("tool_calls")
         if not calls:
-            return Answer(done=True)
+            return Answer()
         started = []
         for number, call in enumerate(calls):
             name = call.get("function", call).get("name")

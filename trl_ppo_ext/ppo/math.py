@@ -38,12 +38,17 @@ def _masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Generalized advantage estimation over the response tokens.
 
     δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where t + 1 is the next unmasked
-    position, and the value after the last one is 0 (the episode ends there).
+    position. The value after the last one is 0 (the episode ends there), or `final_values`.
 
     Args:
         rewards (`Tensor`): Reward of each token.
@@ -51,6 +56,8 @@ def gae(
         response_mask (`Tensor`): 1 where a token counts. Masked positions are skipped, not zero-valued states.
         gamma (`float`): Discount factor.
         lam (`float` or `Tensor` of shape `[batch]`): λ, from bias (0: TD residual) to variance (1: Monte Carlo).
+        final_values (`Tensor` of shape `[batch]`, *optional*):
+            Values of the states after the last token: 0 after an end, the critic's where a limit cut the response.
 
     Returns:
         `tuple(Tensor, Tensor)`: Advantages and returns, 0 at masked positions.
@@ -59,10 +66,12 @@ def gae(
     """
     _same_shape(rewards=rewards, values=values, response_mask=response_mask)
     counts, width = response_mask.bool(), rewards.shape[1]
-    # the n-th unmasked value in slot n, and 0 in the slots after the last one
+    # the n-th unmasked value in slot n, the final one in the slot after the last one
     number = counts.long().cumsum(1)
     slots = values.new_zeros(len(values), width + 1)
     slots = slots.scatter(1, torch.where(counts, number - 1, width), values.masked_fill(~counts, 0))
+    if final_values is not None:
+        slots = slots.scatter(1, number[:, -1:], final_values[:, None])
     deltas = (rewards + gamma * slots.gather(1, number) - values).masked_fill(~counts, 0)
     decay = gamma * (lam[:, None] if isinstance(lam, Tensor) else lam) * torch.ones_like(rewards)
     decay = decay.masked_fill(~counts, 1)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 from trl import is_conversational
 
 from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
+from ..distributed import is_sharded
 from ..environments import Episode, EpisodeSampler, RolloutFunction
 from ..generation import Generator
 from ..modeling import ActorCritic, SideCritic, TokenScores, ValueHead
@@ -61,6 +62,7 @@ class Samples(NamedTuple):
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
     excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
+    after: Sequence[list[int] | None] = ()  # what followed a completion if the value of that state bootstraps
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
 
@@ -210,15 +212,18 @@ class RolloutCollector:
 
         # 1. Sample a completion for each prompt: one turn, or an episode of several.
         prompt_ids, sampled, episodes = [row[PROMPT_IDS] for row in rows], None, list[Episode]()
+        after: list[list[int] | None]
         with self._timed("generate", metrics):
             if self.episodes is None:
                 completion_ids = self.generator.generate(prompt_ids)
                 ended = [*map(self.generator.has_stopped, completion_ids)]
+                after = [[] if args.bootstrap_truncated and not x else None for x in ended]
             else:
                 seeds = self._episode_seeds(len(rows), state, training)
                 episodes = self.episodes.sample(rows, seeds, state.global_step if training else None)
                 prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
                 sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
+                after = [x.after for x in episodes]
         stopped = torch.tensor(ended).to(device, non_blocking=True)
         privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
         pad_token_id = self.tokenizer.pad_token_id
@@ -276,7 +281,7 @@ class RolloutCollector:
             self.all_sum,
             self.accelerator.gather,
         )
-        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded)
+        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, after)
 
     # ---- all five steps ----
 
@@ -310,7 +315,7 @@ class RolloutCollector:
             starts, first = ppo_math.turn_starts(completion_mask)
             rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
         if values is not None:
-            values, advantages, returns = self._gae(rewards, values, steps, metrics)
+            values, advantages, returns = self._gae(rewards, values, steps, samples, metrics)
             explained = ppo_math.explained_variance(values, returns, steps, self.all_sum)
             metrics.mean("value/explained_variance", explained)
         elif args.advantage_estimator == "rebn":  # https://huggingface.co/papers/2510.01051
@@ -348,12 +353,13 @@ class RolloutCollector:
     # ---- parts of the steps ----
 
     @torch.no_grad()
-    def score_tokens(self, sequences: Sequences) -> TokenScores:
+    def score_tokens(self, sequences: Sequences, with_reference: bool = True) -> TokenScores:
         """Compute log-probs and values with the code, micro-batches and dtype of the updates.
 
         So the ratio of the first optimizer step is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
-        args, exact_kl = self.args, self.kl_in_reward and self.kl_estimator == "exact"
+        args, with_reference = self.args, with_reference and self.uses_reference
+        exact_kl = with_reference and self.kl_in_reward and self.kl_estimator == "exact"
         size, temperature = args.per_device_train_batch_size, args.temperature
         minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
         ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
@@ -365,7 +371,7 @@ class RolloutCollector:
             for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
                 part = sequences.rows(rows)
                 scores = self.actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
-                if self.uses_reference:
+                if with_reference:
                     scores = scores._replace(ref_logprobs=self.actor_critic.reference_logprobs(part, temperature))
                 for name, x in scores._asdict().items():
                     if x is not None:
@@ -469,8 +475,36 @@ class RolloutCollector:
             entropy = ppo_math.masked_mean(tokens.entropies, policy_mask, self.all_sum)
             self.entropy_coef.update(float(entropy), completions)
 
+    def _values_after(self, samples: Samples) -> Tensor | None:
+        """Values of the states after completions that a limit cut, `[batch]`, 0 after others; `None` if none is."""
+        batch, sequences, device = samples.batch, samples.sequences, self.accelerator.device
+        is_cut = torch.tensor([ids is not None for ids in samples.after])
+        rows = is_cut.nonzero()[:, 0].tolist()
+        if self.args.bootstrap_truncated and is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
+            rows = [*range(len(sequences))]
+        if not rows:
+            return None
+        # the value of a state is at the token that follows it: one that nothing else reads
+        pad_token_id, index = self.tokenizer.pad_token_id, torch.tensor(rows)
+        own, on_device = sequences.rows(index), index.to(device)
+        completions = [[*batch.completion_ids[row], *(samples.after[row] or []), pad_token_id] for row in rows]
+        last = [[0] * (len(ids) - 1) + [1] for ids in completions]
+        prompts = [batch.prompt_ids[row] for row in rows]
+        ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
+        ends = replace(ends, critic_prompt_ids=own.critic_prompt_ids, critic_prompt_lengths=own.critic_prompt_lengths)
+        if self.earned is not None:
+            padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
+            scores, mask = samples.scored.tokens[on_device], sequences.completion_mask[on_device]
+            scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
+            ends = replace(ends, earned=self.earned.before(scores, mask | ends.completion_mask))
+        values = cast(Tensor, self.score_tokens(ends, with_reference=False).values).sum(1)
+        if self.args.value_range is not None:
+            values = values.clamp(*self.args.value_range)
+        values = values.new_zeros(len(sequences)).index_put((on_device,), values)
+        return values.masked_fill(~is_cut.to(device), 0)
+
     def _gae(
-        self, rewards: Tensor, values: Tensor, response_mask: Tensor, metrics: Metrics
+        self, rewards: Tensor, values: Tensor, response_mask: Tensor, samples: Samples, metrics: Metrics
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values in the units of the returns, advantages for the policy and returns for the critic, each with its λ.
 
@@ -480,20 +514,21 @@ class RolloutCollector:
         gamma, lam, lam_critic, alpha = (getattr(self.args, name) for name in names)
         lam_critic = lam if lam_critic is None else lam_critic
         new = self.normalizer if self.normalizer is not None and self.normalizer.is_new else None
-        if new is not None or self.value_trust is not None:
-            _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
         if new is not None:
+            _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
             values = new.update(values, outcomes, response_mask)
+        final_values = self._values_after(samples)
         if self.args.value_range is not None:  # https://huggingface.co/papers/2608.23566
             values = values.clamp(*self.args.value_range)
         baseline = values
         if self.value_trust is not None:
             metrics.mean("value/weight", self.value_trust.weight)
+            _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0, final_values)
             baseline = self.value_trust.baseline(values, outcomes, response_mask)
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
-        advantages, returns = ppo_math.gae(rewards, baseline, response_mask, gamma, lam_policy)
+        advantages, returns = ppo_math.gae(rewards, baseline, response_mask, gamma, lam_policy, final_values)
         if baseline is not values or alpha is not None or lam_critic != lam:
-            _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic)
+            _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic, final_values)
         if self.normalizer is not None:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns

@@ -386,3 +386,46 @@ def test_rollout_function_and_tools_are_apart():
     with pytest.raises(ValueError, match="`rollout_func` samples whole episodes"):
         Environments([add], None, print)
     assert not Environments() and Environments().prepare([], tokenizer(), {}, None, 1) == ([], {})
+
+
+# ---- limits ----
+
+
+class Limited:
+    """Environment with a limit of two turns, as in Gymnasium; "stop" ends it."""
+
+    def reset(self, *, seed, options):
+        self.turns = 0
+        return None, {}
+
+    def step(self, text):
+        self.turns += 1
+        return f"at {self.turns}", 1.0, text == "stop", self.turns == 2, {}
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
+    rows, settings = rows_of("alpha", "beta"), {"factory": Limited, "bootstrap_truncated": bootstraps}
+    sampler = sampler_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
+    limited, ended = sampled(sampler, rows)
+    following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
+    assert sampler.chat.tokenizer.decode(limited.after) == following and not limited.stopped
+    assert ended.after is None and ended.stopped
+    assert limited.sampled[-1] == 1 and following not in sampler.chat.tokenizer.decode(limited.completion_ids)
+
+    room = len(limited.completion_ids) + 1  # too little for the answer
+    [cut] = sampled(sampler_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])
+    assert cut.after == []
+    # limits of the run
+    for limit in ({"max_tool_calling_iterations": 1}, {"max_completion_length": 3}):
+        [cut] = sampled(sampler_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
+        assert cut.turns == 1 and not cut.stopped and (cut.after is None) != bootstraps
+        assert not cut.after or sampler.chat.tokenizer.decode(cut.after) == following.replace("2", "1")
+
+
+def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
+    rows = rows_of("alpha")
+    for length, after in ((100, None), (20, [])):
+        settings = {"tools": [add], "max_completion_length": length, "bootstrap_truncated": True}
+        [episode] = sampled(sampler_of({"alpha": ["x" * 50]}, rows, **settings), rows)
+        assert episode.after == after and episode.stopped == (after is None)

@@ -706,6 +706,28 @@ def test_equal_returns_explain_nothing(level):
     assert explained_variance(torch.zeros(4, 5), small, mask).abs() < 1e-6
 
 
+@pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
+def test_final_value_is_that_of_a_state_that_pays_it(lam):
+    rewards, values, final = normal(*MASK.shape), normal(*MASK.shape, seed=1), normal(len(MASK), seed=2)
+    actual = gae(rewards, values, MASK, 0.9, lam, final)
+    with_state = [torch.cat([x, final[:, None]], 1) for x in (rewards, values)]
+    expected = gae(*with_state, torch.nn.functional.pad(MASK, (0, 1), value=1), 0.9, lam)
+    for one, other in zip(actual, expected):
+        close(one, other[:, :-1])
+    assert all(map(torch.equal, gae(rewards, values, MASK, 0.9, lam, 0 * final), gae(rewards, values, MASK, 0.9, lam)))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
+def test_returns_of_a_cut_chain_equal_those_of_the_whole(lam):
+    rewards, mask = normal(1, 9), torch.ones(1, 9)
+    _, values = gae(rewards, torch.zeros(1, 9).double(), mask, 0.9, 1.0)  # exact
+    for cut in (1, 5):
+        first = (x[:, :cut] for x in (rewards, values, mask))
+        advantages, returns = gae(*first, 0.9, lam, values[:, cut])
+        close(advantages, torch.zeros(1, cut))
+        close(returns, values[:, :cut])
+
+
 def test_gae_takes_one_operation_per_token():
     counts = []
     for width in (8, 40):

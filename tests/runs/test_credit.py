@@ -1,0 +1,146 @@
+"""Credit in whole runs: values after limits, and baselines of episodes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runs_of_tiny import rollouts_of, trainer
+from tiny import WORDS, config, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.ppo import rollouts
+from trl_ppo_ext.sequences import Sequences
+
+GAMMA = 0.9
+VALUE = 1 / (1 - GAMMA)  # of a reward of 1 per step, for ever
+PLAIN = {"gamma": GAMMA, "lam": 0.8, "kl_coef": 0.0, "whiten_advantages": False, "normalize_values": False}
+
+
+class Endless:
+    """Environment that pays 1 per turn."""
+
+    def reset(self, *, seed, options):
+        self.turns, self.limit = 0, 2 + seed % 3
+        return None, {}
+
+    def step(self, text):
+        self.turns += 1
+        return f" {WORDS[self.turns]}", 1.0, False, False, {}
+
+
+class Limited(Endless):
+    def step(self, text):
+        observation, reward, *_ = super().step(text)
+        return observation, reward, False, self.turns == self.limit, {}
+
+
+class Ending(Endless):
+    def step(self, text):
+        observation, reward, *_ = super().step(text)
+        return observation, reward, self.turns == self.limit, self.turns == self.limit, {}
+
+
+def episodes_run(output_dir, environment, **kwargs):
+    settings = {"max_completion_length": 40, "stop_token_ids": [*range(4, 32)], "max_steps": 1, "num_mini_batches": 1}
+    args = config(output_dir, per_device_train_batch_size=8, **settings | kwargs)
+    return PPOTrainer(
+        llama(),
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        environment_factory=environment,
+    )
+
+
+def first_rollout(run, value=None):
+    if value is not None:
+        run.actor_critic.value_head.bias.data.fill_(value)
+    seen = rollouts_of(run)
+    run.train()
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "bootstraps"),
+    [
+        (Limited, {}, True),
+        (Ending, {}, False),
+        (Endless, {"max_tool_calling_iterations": 2}, False),
+        (Endless, {"max_tool_calling_iterations": 2, "bootstrap_truncated": True}, True),
+    ],
+)
+def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, environment, settings, bootstraps):
+    run = episodes_run(tmp_path, environment, advantage_level="turn", critic="head", **PLAIN, **settings)
+    rollout, samples = first_rollout(run, VALUE)
+    starts, _ = ppo_math.turn_starts(rollout.response_mask)
+    for row, turns in enumerate(starts.sum(1).tolist()):
+        assert 2 <= turns == samples.batch.episodes[row].turns
+        expected = torch.full((turns,), VALUE)
+        if not bootstraps:  # of all steps only the last one is worse than its value, by what would have followed
+            expected -= GAMMA * VALUE * (GAMMA * 0.8) ** torch.arange(turns).flip(0)
+        torch.testing.assert_close(rollout.returns[row][starts[row]], expected)
+    if bootstraps:
+        assert rollout.advantages.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstraps):
+    def one_per_token(completion_ids, **_):
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    settings = {"max_completion_length": 6, "stop_token_ids": [*range(24, 32)], "critic": "head", "max_steps": 1}
+    run = trainer(
+        tmp_path, reward_funcs=one_per_token, bootstrap_truncated=bootstraps, **PLAIN | {"lam": 1.0}, **settings
+    )
+    rollout, samples = first_rollout(run, VALUE)
+    assert 0 < samples.stopped.sum() < len(samples.stopped)
+    for row, stopped in enumerate(samples.stopped.tolist()):
+        left = torch.arange(int(rollout.response_mask[row].sum()), 0, -1)
+        expected = VALUE * (1 - GAMMA**left) if stopped or not bootstraps else torch.full(left.shape, VALUE)
+        torch.testing.assert_close(rollout.returns[row, : len(left)], expected)
+
+
+@pytest.mark.parametrize("critic", ["head", "side", "adapter"])
+def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypatch):
+    run = episodes_run(tmp_path, Limited, critic=critic, bootstrap_truncated=True)
+    torch.manual_seed(1)
+    for weight in run.actor_critic.critic_parameters().values():
+        weight.data += 0.2 * torch.randn_like(weight)
+    _, samples = first_rollout(run)
+    collector, batch, whole = run.collector, samples.batch, samples.sequences
+    if critic == "side":  # in today's units
+        whole = replace(whole, earned=collector.earned.before(samples.scored.tokens, whole.completion_mask))
+    values, starts = collector.score_tokens(whole).values, ppo_math.turn_starts(whole.completion_mask)[0]
+
+    # cut each episode before its second turn
+    seconds = [int(row.nonzero()[1]) for row in starts]
+    ends = [batch.episodes[row].sampled.index(0) for row in range(len(batch))]
+    cut = [ids[:end] for ids, end in zip(batch.completion_ids, ends)]
+    after = [ids[end:second] for ids, end, second in zip(batch.completion_ids, ends, seconds)]
+    after[3] = None
+    sequences = Sequences.from_token_ids(batch.prompt_ids, cut, 0, "cpu", sampled=[[1] * end for end in ends])
+    scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])
+    samples = samples._replace(
+        sequences=sequences, batch=replace(batch, completion_ids=cut), scored=scored, after=after
+    )
+    expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
+    assert expected.std() > 1e-3
+    for is_sharded in (False, True):
+        monkeypatch.setattr(rollouts, "is_sharded", lambda _, x=is_sharded: x)
+        torch.testing.assert_close(collector._values_after(samples), expected)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
+    class Lucky(Limited):
+        def step(self, text):
+            observation, _, *rest = super().step(text)
+            return observation, float(len(text)), *rest
+
+    run = episodes_run(tmp_path, Lucky, critic="none", num_generations=4, advantage_estimator=estimator, kl_coef=0.0)
+    rollout, samples = first_rollout(run)
+    totals = torch.tensor([sum(reward for _, reward in x.rewards) for x in samples.batch.episodes])
+    expected = rollouts.OVER_GROUPS[estimator](totals, torch.ones(8), 4)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
