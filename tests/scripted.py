@@ -53,6 +53,8 @@ def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settin
         "environment_timeout": None,
         "max_tool_calling_iterations": None,
         "bootstrap_truncated": False,
+        "critic": "side",
+        "critic_prompt": None,
         "max_steps": 1,
         "device": torch.device("cpu"),
     }

@@ -21,8 +21,11 @@ class Endless:
     """Environment that pays 1 per turn."""
 
     def reset(self, *, seed, options):
-        self.turns, self.limit = 0, 2 + seed % 3
+        self.turns, self.limit, self.seed = 0, 2 + seed % 3, seed
         return None, {}
+
+    def hidden_state(self):
+        return f"{WORDS[self.seed % 20]} w2"
 
     def step(self, text):
         self.turns += 1
@@ -119,7 +122,10 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     cut = [ids[:end] for ids, end in zip(batch.completion_ids, ends)]
     after = [ids[end:second] for ids, end, second in zip(batch.completion_ids, ends, seconds)]
     after[3] = None
-    sequences = Sequences.from_token_ids(batch.prompt_ids, cut, 0, "cpu", sampled=[[1] * end for end in ends])
+    shown = [x.critic_prompt_ids for x in batch.episodes] if critic == "adapter" else None
+    assert shown is None or (len({*map(len, shown)}) > 1 and min(map(len, shown)) > 2)
+    sampled = [[1] * end for end in ends]
+    sequences = Sequences.from_token_ids(batch.prompt_ids, cut, 0, "cpu", shown, sampled)
     scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])
     samples = samples._replace(
         sequences=sequences, batch=replace(batch, completion_ids=cut), scored=scored, after=after

@@ -48,14 +48,14 @@ def rollout(sequences, seed=0):
     return Rollout(sequences, mask, old - 3, advantages, None, values, values + 1, entropy_coef=0.1)
 
 
-def loss_of(built, sequences, denominator):
-    scores = built(sequences, 1.0, True)
-    return ppo_loss(scores, rollout(sequences), denominator, cliprange=(0.2, 0.2), vf_coef=0.5)
+def loss_of(built, sequences, denominator, ratio_level="token"):
+    scores, settings = built(sequences, 1.0, True), {"ratio_level": ratio_level, "vf_coef": 0.5}
+    return ppo_loss(scores, rollout(sequences), denominator, cliprange=(0.2, 0.2), **settings)
 
 
-def gradient(built, sequences, denominator):
+def gradient(built, sequences, denominator, ratio_level):
     built.zero_grad()
-    loss_of(built, sequences, denominator)[0].backward()
+    loss_of(built, sequences, denominator, ratio_level)[0].backward()
     return torch.cat([x.grad.flatten() for x in built.parameters() if x.requires_grad])
 
 
@@ -73,11 +73,11 @@ def test_logprobs_of_episodes_are_those_of_a_plain_forward(tmp_path):
     assert not scores.logprobs[~sequences.completion_mask].any()
 
 
-@pytest.mark.parametrize("critic", ["head", "side", "adapter"])
-def test_gradient_of_mixed_episodes_is_the_sum_of_each_alone(tmp_path, critic):
+@pytest.mark.parametrize(("critic", "ratio_level"), [("head", "token"), ("side", "turn"), ("adapter", "sequence")])
+def test_gradient_of_mixed_episodes_is_the_sum_of_each_alone(tmp_path, critic, ratio_level):
     built = moved(tmp_path, critic)
-    together = gradient(built, episodes(), 12)
-    alone = sum(gradient(built, episodes([row]), 12) for row in range(3))
+    together = gradient(built, episodes(), 12, ratio_level)
+    alone = sum(gradient(built, episodes([row]), 12, ratio_level) for row in range(3))
     assert together.norm() > 1e-3
     assert (together - alone).norm() < 1e-6 * together.norm()
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import finished, started
+from ..concurrency import called, finished, started
 from ..data.prompts import (
     NO_PROMPT,
     PROMPT_IDS,
@@ -54,6 +54,7 @@ class Episode:
     rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
     stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
+    critic_prompt_ids: list[int] | None = None  # what the critic reads as the prompt, with the hidden state
     after: list[int] | None = None  # what the policy would have read next, if the value of that state bootstraps
     error: BaseException | None = None  # of the environment; it ends the episode
     place: Place = NOWHERE  # at its end
@@ -234,6 +235,8 @@ class EpisodeSampler:
         self.iterations = sys.maxsize if iterations is None else iterations
         self.args = args
         self.bootstraps = args.bootstrap_truncated
+        self.shows_critic = args.critic == "adapter" and args.critic_prompt is None
+        self.critic_limit = prompt_limit(self.limit, context_length, None)
         self.lent: list[tuple[Kind, Episode]] = []
 
     def _record(self, step: int | None) -> Record:
@@ -264,6 +267,11 @@ class EpisodeSampler:
         observations = self._all(resets, (seeds[0], 0))
         episodes = [self._opened(*x) for x in zip(places, rows, kinds, players, observations)]
         self.lent = [*zip(kinds, episodes)]
+        if self.shows_critic:
+            with_state = [x for x in episodes if hasattr(x.environment, "hidden_state") and x.error is None]
+            shown = [(x.place, "hidden state", partial(called, x.environment.hidden_state), None) for x in with_state]
+            for episode, state in zip(with_state, self._all(shown, (seeds[0], 0))):
+                self._show_critic(episode, state)
 
         active, going_on = episodes, [*range(len(rows))]
         sample_turns = self.generator.conversation()
@@ -335,6 +343,23 @@ class EpisodeSampler:
         except Exception as error:  # the policy answers the row's own prompt, for nothing
             episode.error = error
         return episode
+
+    def _show_critic(self, episode: Episode, state: Any) -> None:
+        """Begin the prompt of the critic with the hidden state of an environment."""
+        tokenizer, room = self.chat.tokenizer, self.critic_limit - len(episode.prompt_ids)
+        try:
+            if isinstance(state, BaseException):
+                raise state
+            if not isinstance(state, str):
+                raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
+            fits = len(state) <= CHARACTERS * room
+            ids = tokenizer(state, add_special_tokens=False)["input_ids"] if fits else []
+            if not fits or len(ids) > room:
+                raise ValueError(f"`hidden_state` returned {len(state)} characters, but {room} tokens fit")
+            start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
+            episode.critic_prompt_ids = [*episode.prompt_ids[:start], *ids, *episode.prompt_ids[start:]]
+        except Exception as error:
+            episode.error = error
 
     def _continues(self, episode: Episode, turn: list[int], answer: Answer | BaseException) -> bool:
         """Add an answer to its episode, unless that ends."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..concurrency import called
 
-_NOT_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward", "hidden_state")
 
 
 class StepResult(str):

@@ -226,6 +226,8 @@ class RolloutCollector:
                 after = [x.after for x in episodes]
         stopped = torch.tensor(ended).to(device, non_blocking=True)
         privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
+        if any(x.critic_prompt_ids for x in episodes):
+            privileged = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
         pad_token_id = self.tokenizer.pad_token_id
         sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged, sampled)
 

@@ -429,3 +429,34 @@ def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
         settings = {"tools": [add], "max_completion_length": length, "bootstrap_truncated": True}
         [episode] = sampled(sampler_of({"alpha": ["x" * 50]}, rows, **settings), rows)
         assert episode.after == after and episode.stopped == (after is None)
+
+
+# ---- a critic that sees more ----
+
+
+class Secret(Counter):
+    """Environment that knows what the policy must find out."""
+
+    def hidden_state(self):
+        return self.resets[-1].get("secret", 7)
+
+
+def test_hidden_state_begins_the_prompt_of_the_critic_only():
+    rows = rows_of("alpha", "beta", secret=["seven", "z" * 100_000])
+    decode = sampler_of({}, rows, factory=Secret).chat.tokenizer.decode
+    for critic in ("adapter", "side"):
+        sampler = sampler_of({"a": ["x"], "b": ["x"]}, rows, factory=Secret, critic=critic)
+        sampler.critic_limit = 1000
+        one, long = sampled(sampler, rows)
+        assert "seven" not in decode(one.ids) and [*one.player.tools] == ["increment"]
+        if critic == "side":
+            assert one.critic_prompt_ids is None and long.error is None
+            continue
+        assert decode(one.critic_prompt_ids) == "seven" + decode(one.prompt_ids)
+        assert "`hidden_state` returned 100000 characters" in str(long.error)
+
+
+def test_hidden_state_must_be_text():
+    rows = rows_of("alpha")
+    [episode] = sampled(sampler_of({"alpha": ["x"]}, rows, factory=Secret, critic="adapter"), rows)
+    assert "`hidden_state` must return text, got int" in str(episode.error)
