@@ -8,6 +8,7 @@ from runs_of_tiny import rollouts_of, trainer
 from tiny import WORDS, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.data.prompts import PromptError
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.sequences import Sequences
@@ -85,6 +86,22 @@ def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, env
         torch.testing.assert_close(rollout.returns[row][starts[row]], expected)
     if bootstraps:
         assert rollout.advantages.abs().max() < 1e-5
+
+
+def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
+    settings = PLAIN | {"normalize_values": True}
+    rollout, _ = first_rollout(episodes_run(tmp_path, Limited, advantage_level="turn", critic="head", **settings))
+    starts, _ = ppo_math.turn_starts(rollout.response_mask)
+    [mean] = rollout.old_values[starts].unique()
+    assert mean > 1
+    _, expected = ppo_math.gae(starts.float(), rollout.old_values, starts, GAMMA, 0.8, mean.expand(len(starts)))
+    torch.testing.assert_close(rollout.returns, expected)
+
+
+def test_value_after_a_limit_has_room_in_the_context(tmp_path):
+    trainer(tmp_path, max_completion_length=59)
+    with pytest.raises(PromptError, match="leaves 4"):
+        trainer(tmp_path, max_completion_length=59, bootstrap_truncated=True)
 
 
 @pytest.mark.parametrize("bootstraps", [False, True])
