@@ -71,10 +71,11 @@ def test_rollout_has_one_mask_unless_critic_and_policy_differ(tmp_path, critic):
 
 def test_values_are_clamped_to_their_range(tmp_path):
     run = trainer(tmp_path, value_range=[0, 0.5], learning_rate=1e-2, max_steps=8)
-    rollouts = rollouts_of(run)
+    rollouts, score_tokens, scored = rollouts_of(run), run.collector.score_tokens, []
+    run.collector.score_tokens = lambda sequences: scored.append(score_tokens(sequences)) or scored[-1]
     run.train()
     rollout, samples = rollouts[1]
-    raw, mask, args = samples.tokens.values, rollout.response_mask, run.args
+    raw, mask, args = scored[1].values, rollout.response_mask, run.args
     assert (raw[mask] > 0.5).any()
     expected, returns = ppo_math.gae(token_rewards(run, samples), raw.clamp(0, 0.5), mask, args.gamma, args.lam)
     torch.testing.assert_close(rollout.advantages, ppo_math.whiten(expected, mask))
