@@ -17,7 +17,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
-from tiny import CHAT_TEMPLATE, WORDS, tokenizer
+from scripted import call, sampler_of
+from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, tokenizer
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -47,6 +48,7 @@ LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = TOKENS | SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": LONG, "initializer_range": 0.1}
+BYTES = GQA | {"vocab_size": 259, "eos_token_id": 2, "max_position_embeddings": 4096}
 NEOX = TOKENS | SHAPE | {"max_position_embeddings": LONG}
 
 
@@ -67,6 +69,7 @@ MODELS = {
     "trl-lib/pythia-1b-deduped-tldr-sft": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)),
     "trl-lib/pythia-1b-deduped-tldr-rm": lambda: GPTNeoXForSequenceClassification(GPTNeoXConfig(num_labels=1, **NEOX)),
     "Qwen/Qwen2.5-0.5B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **GQA)),
+    "Qwen/Qwen2.5-1.5B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **BYTES)),
     "Qwen/Qwen2.5-7B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **GQA)),
     "Skywork/Skywork-Reward-V2-Llama-3.1-8B": lambda: LlamaForSequenceClassification(LlamaConfig(num_labels=1, **GQA)),
 }
@@ -87,6 +90,11 @@ DATASETS = {
         "main",
         ("train", "test"),
         lambda n: {"question": f"w{n} has w{n + 1} w2 ?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"},
+    ),
+    "rajpurkar/squad": (
+        None,
+        ("train", "validation"),
+        lambda n: {"question": f"w{n} ?", "context": f"w{n} is w1.", "answers": {"text": ["w1"], "answer_start": [6]}},
     ),
     "trl-lib/ultrafeedback-prompt": (
         None,
@@ -113,7 +121,8 @@ def hub(tmp_path_factory):
     for name, build in MODELS.items():
         torch.manual_seed(0)
         build().save_pretrained(folder / name)
-        tokenizer(WORDS, CHAT_TEMPLATE if name.startswith(CHAT) else None).save_pretrained(folder / name)
+        words = tokenizer(WORDS, CHAT_TEMPLATE if name.startswith(CHAT) else None)
+        (byte_tokenizer("qwen2_5") if "1.5B" in name else words).save_pretrained(folder / name)
     for name, (config, splits, row) in DATASETS.items():
         (folder / name).mkdir(parents=True)
         save_dataset(folder / name, config, splits, row)
@@ -123,9 +132,10 @@ def hub(tmp_path_factory):
 def stand_ins(file, hub, output_dir, processes=1):
     """What is put in place of a recipe's own: models, dataset, lengths and batch sizes. All else is the file's."""
     given = yaml.safe_load(file.read_text())
+    local = RECIPES.parent / given["dataset_name"]
     ours = {
         "model_name_or_path": hub / given["model_name_or_path"],
-        "dataset_name": hub / given["dataset_name"],
+        "dataset_name": local if local.is_dir() else hub / given["dataset_name"],
         "output_dir": output_dir,
         "max_steps": 2,
         "eval_steps": 2,
@@ -139,7 +149,7 @@ def stand_ins(file, hub, output_dir, processes=1):
         "disable_tqdm": "true",
     }
     assert Path(ours["model_name_or_path"]).is_dir() and Path(ours["dataset_name"]).is_dir()
-    if given["reward_funcs"] in MODELS:
+    if given.get("reward_funcs") in MODELS:
         ours["reward_funcs"] = hub / given["reward_funcs"]
     return given, {name: str(value) for name, value in ours.items()}
 
@@ -161,6 +171,13 @@ def made(monkeypatch):
     search_path = list(sys.path)
     yield seen
     sys.path[:] = search_path
+
+
+@pytest.fixture(autouse=True)
+def corpus(hub, monkeypatch):
+    """The corpus of the search recipe."""
+    monkeypatch.syspath_prepend(str(RECIPES / "search"))
+    monkeypatch.setattr("search.CORPUS", str(hub / "rajpurkar/squad"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
@@ -251,6 +268,95 @@ def test_gsm8k_rewards_parse_answers(monkeypatch):
     assert correct(completions=said, answer=["2+2=<<2+2=4>>4\n#### 4"] * 4, prompts=[]) == [1.0, 0.0, 0.0, 0.0]
     assert correct(completions=said[1:2], answer=["nothing"]) == [0.0]
     assert answered(completions=said) == [1.0, 0.0, 1.0, 0.0]
+
+
+# ---- tools and environments ----
+
+
+def test_calculator_evaluates_arithmetic_and_nothing_else(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES / "calculator"))
+    from calculator import calculate, correct
+
+    expressions = {"(3 + 4) * 2.5": "17.5", "0.1 + 0.2": "0.3", " -7 // 2 % 3 ": "2", "123456 * 1000": "123456000"}
+    assert {text: calculate(text) for text in expressions} == expressions
+    for text in ("__import__('os').getcwd()", "2 ** 9", "'a' * 9", "True + 1", "[1][0]", "x", "1j", "1 if 1 else 2"):
+        with pytest.raises(ValueError, match="only numbers"):
+            calculate(text)
+    for text in ("1 +", "1 / 0", "1" * 201):
+        with pytest.raises((SyntaxError, ArithmeticError, ValueError)):
+            calculate(text)
+    said = [[{"content": "#### 4"}, {"content": text}] for text in ("so #### 4", "so 4", "#### 5", "")]
+    assert correct(completions=said, answer=["2+2=<<2+2=4>>4\n#### 4"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_wordle_marks_letters_and_rewards_each_guess(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES / "wordle"))
+    from wordle import Wordle, marks
+
+    assert marks("crane", "crane") == "GGGGG"
+    assert marks("eerie", "there") == "Y-Y-G" and marks("llama", "hello") == "YY---"
+    game = Wordle()
+    game.reset({"secret": "crane"}, seed=0)
+    assert game.step("<guess>Crown</guess>") == ("c r o w n\nG G - - Y", 0.2, False)
+    assert game.step("<guess>crown</guess> <guess>crimp</guess>")[1:] == (0.0, False)  # places are paid once
+    assert game.step("crane")[1:] == (-0.1, False)
+    assert game.step("<guess> crane </guess>")[1:] == (1.0, True)
+    game.reset({"secret": "crane"}, seed=0)
+    assert [game.step("")[2] for _ in range(6)] == [False] * 5 + [True]
+    words = {
+        split: (RECIPES / "wordle" / "words" / f"{split}.csv").read_text().split()[1:] for split in ("train", "test")
+    }
+    assert all(re.fullmatch("[a-z]{5}", word) for split in words.values() for word in split)
+    assert not {*words["train"]} & {*words["test"]}
+
+
+PASSAGES = ["Lima is the capital of Peru.", "The capital of Chad is N'Djamena.", "A capital is a city of a country."]
+
+
+def test_search_ranks_passages_and_rewards_turns(monkeypatch):
+    import search
+
+    index = search.BM25(PASSAGES)
+    assert index.top("Capital of Peru", 1) == PASSAGES[:1] and index.top("nothing known", 2) == []
+    monkeypatch.setattr(search, "index", lambda: index)
+    monkeypatch.setattr(search, "PASSAGES", 1)
+    find, right = call("search", query="Peru"), call("answer", text="the lima!")
+    turns = {"Chad": [find, call("answer", text="Lima")], "Peru": [find, find, right, "too late"]}
+    answers = [{"text": ["N'Djamena"]}, {"text": ["Lima"]}]
+    rows = [
+        search.to_prompt({"question": f"The capital of {name}?"}) | {"answers": x} for name, x in zip(turns, answers)
+    ]
+    chad, peru = sampler_of(turns, rows, factory=search.Search).sample(rows, [7, 7])
+    assert [reward for _, reward in peru.rewards] == [0.2, 0.0, 1.0] and peru.messages[1]["content"] == PASSAGES[0]
+    assert [reward for _, reward in chad.rewards] == [0.0, 0.0] and peru.turns == 3
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(RECIPES)])
+    import offline
+
+    return offline
+
+
+@pytest.mark.parametrize("name", ["calculator", "wordle", "search"])
+def test_offline_twin_samples_turns_from_beginning_to_end(name, offline, tmp_path):
+    twin = offline.build(name, str(tmp_path), max_steps=2, num_mini_batches=1, num_ppo_epochs=1)
+    twin.train()
+    logs = twin.state.log_history[0]
+    assert logs["ratio/max"] == 1 and logs["episodes/turns"] > 1
+    assert name == "wordle" or (logs["tools/call_frequency"] > 0 and logs["tools/failure_frequency"] == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["calculator", "wordle", "search"])
+def test_offline_twin_learns_what_its_readme_says(name, offline, tmp_path):
+    twin = offline.build(name, str(tmp_path))
+    twin.train()
+    text = (RECIPES / name / "README.md").read_text()
+    first, last = map(float, re.search(r"from ([\d.-]+)\s+to ([\d.]+\d)", text).groups())
+    rewards = [entry["reward"] for entry in twin.state.log_history if "reward" in entry]
+    assert rewards[0] == pytest.approx(first, abs=0.15) and rewards[-1] > last - 0.2
 
 
 QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}

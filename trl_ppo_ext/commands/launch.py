@@ -57,11 +57,15 @@ class PPOScriptArguments(trl.ScriptArguments):
         f"path of a function, such as my_rewards.brevity; of trl.rewards {', '.join(TRL_REWARDS)}.",
     )
     monitor_funcs: list[str] | None = HfArg(default=None, help="Rewards that are logged, but not optimized.")
+    tools: list[str] | None = HfArg(default=None, help="Dotted paths of functions that the policy may call.")
+    environment_factory: str | None = HfArg(
+        default=None, help="Dotted path of the class of an environment, such as my_game.Wordle."
+    )
     ptx_dataset_name: str | None = HfArg(default=None, help="Dataset with supervised data in its split 'train'.")
     directory: str | None = field(default=None, init=False)  # of the config file, with functions beside it
 
     def __post_init__(self):
-        _check(self, "reward_funcs", "monitor_funcs")
+        _check(self, "reward_funcs", "monitor_funcs", "tools")
         if self.eval_rows is not None and self.eval_rows < 1:
             raise ValueError(f"`eval_rows` must be at least 1, got {self.eval_rows}; omit it for all rows.")
 
@@ -338,6 +342,9 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
     kwargs, split = model_arguments(script, args, model), script.dataset_train_split
+    factory, directory = script.environment_factory, script.directory
+    kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
+    kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
     kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
     columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
     if "prompt" not in columns:

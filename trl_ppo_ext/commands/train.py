@@ -18,6 +18,7 @@ from ..config import PPOConfig
 from ..data.loading import get_split, load_splits
 from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
 from ..data.supervised import tokenize_ptx
+from ..environments import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
 from ..ppo.batch_plan import BatchPlan
@@ -126,7 +127,9 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     # 2. Run the trainer's checks, up to the weights.
     arguments = trainer_arguments(script, args, model, splits)
     evaluation, name, start = arguments.pop("eval_dataset", None), arguments["model"], args.critic_init
-    check_trainer_arguments(**arguments, reward_processing_classes=[], optimizer=None, eval_dataset=evaluation)
+    environments = Environments(arguments.pop("tools"), arguments.pop("environment_factory"))
+    checked = {"eval_dataset": evaluation, "environments": environments}
+    check_trainer_arguments(**arguments, **checked, reward_processing_classes=[], optimizer=None)
     check_trackers(args)
     check_target(str(args.output_dir), name)
     try:
@@ -136,6 +139,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         raise ValueError(f"`critic_init={start!r}` cannot be used: {error}") from error
     tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
     length, template_kwargs = args.max_completion_length, cast(dict, args.chat_template_kwargs)
+    _, prompt_kwargs = environments.prepare(arguments["train_dataset"], tokenizer, template_kwargs, args, 1)
     limit, overlong = prompt_limit(length, context, args.max_prompt_length), args.overlong_prompts
     for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
@@ -145,7 +149,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
                 argument,
                 length,
                 None,
-                template_kwargs,
+                prompt_kwargs,
                 critic_prompt=args.critic_prompt,
                 vocab_size=vocab_size,
             )
@@ -162,10 +166,10 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         return
 
     # 3. Print sizes, memory, and one prompt.
-    device = args.device
+    device, rewards = args.device, [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
     print(
         f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
-        f"rewards: {', '.join(script.reward_funcs or [])}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
+        f"rewards: {', '.join(rewards)}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, and up to {length} per completion, "
         f"in a context of {context or 'unknown length'}{f'; {too_long} ({overlong})' * (max(lengths) > limit)}\n"
         f"{BatchPlan.from_config(args, args.world_size).summary(args.max_steps, args.num_train_epochs)}"
