@@ -111,6 +111,8 @@ class Environments:
         self.by_name = isinstance(factory, dict)
         factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
+        tools = {name: tool for kind in self.kinds.values() for name, tool in kind.pool[0].tools.items()}
+        self.tools = list(tools.values())
         self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in self.kinds.values())]
         self.has_instances = bool(factory)  # which reward functions receive
         self.give_rewards = any(
@@ -126,7 +128,7 @@ class Environments:
         name = row.get("environment") if self.by_name else None
         if name not in self.kinds:
             names = ", ".join(map(repr, self.kinds))
-            raise PromptError(f"The column `environment` must be one of the factories' names, {names}, got {name!r}.")
+            raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
         return self.kinds[name]
 
     def prepare(
@@ -135,6 +137,11 @@ class Environments:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
         if not (self or self.rollout_func):
             return dataset, template_kwargs
+        if dataset is None and self.by_name and args.max_steps > 0:
+            raise ValueError(
+                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` names "
+                "one of them, got None."
+            )
         if self.has_instances and (dataset is not None or args.max_steps > 0):
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))

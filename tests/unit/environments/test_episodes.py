@@ -260,7 +260,7 @@ def test_row_chooses_its_environment():
         "decrement" in sampler.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
     )
     assert "decrement" not in sampler.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
-    with pytest.raises(PromptError, match="must be one of the factories' names, 'a', 'b', got 'c'"):
+    with pytest.raises(PromptError, match="has 'c', which is not among the environments 'a', 'b'"):
         sampled(sampler, [rows[0] | {"environment": "c"}])
 
 
