@@ -6,6 +6,7 @@ from typing import Any
 
 from ..concurrency import called
 from ..redaction import shortened
+from .chat import encodable
 from .tools import Answer
 
 
@@ -41,5 +42,5 @@ class TextEnvironment:
         ends = bool(done) or truncated
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
-        messages = [] if ends else [{"role": "user", "content": observation}]
+        messages = [] if ends else [{"role": "user", "content": encodable(observation)}]
         return Answer(messages, float(reward), ends, truncated)
