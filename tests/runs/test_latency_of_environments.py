@@ -47,13 +47,13 @@ def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes,
     )
 
     def sampling(seconds):
-        factory.seconds, times = seconds, []
-        for _ in range(3):
-            torch.manual_seed(0)
-            start = time.perf_counter()
-            sampled = run.collector.episodes.sample([*run.train_dataset], [0] * episodes)
-            times.append(time.perf_counter() - start)
-            assert [episode.turns for episode in sampled] == [row["target"] for row in rows]
-        return min(times)
+        factory.seconds = seconds
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        sampled = run.collector.episodes.sample([*run.train_dataset], [0] * episodes)
+        assert [episode.turns for episode in sampled] == [row["target"] for row in rows]
+        return time.perf_counter() - start
 
-    assert sampling(seconds) < 1.5 * (sampling(0) + turns * seconds)
+    own_work = min(sampling(0) for _ in range(3))
+    # other processes make a machine slower, never faster
+    assert any(sampling(seconds) < 1.5 * (own_work + turns * seconds) for _ in range(5))
