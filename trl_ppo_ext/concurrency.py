@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_ENDS_LOOP = (SystemExit, KeyboardInterrupt)  # asyncio raises them in the thread of its loop
 
 
 @cache
@@ -31,8 +32,8 @@ def started(awaitable: Awaitable[T]) -> "Future[T]":
     async def run() -> T:
         try:
             return await awaitable
-        except SystemExit as error:  # would end the loop's thread
-            raise RuntimeError(f"SystemExit({error.code})") from error
+        except _ENDS_LOOP as error:
+            raise RuntimeError(repr(error)) from error
 
     running = None
     with suppress(RuntimeError):
@@ -48,6 +49,8 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             called.set_result(call())
+        except StopIteration as error:  # a future of asyncio that waits for it would never end
+            called.set_exception(RuntimeError(repr(error)))
         except BaseException as error:
             called.set_exception(error)
 
@@ -55,7 +58,7 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     return called
 
 
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Result of a function: of a synchronous one in a thread, of a coroutine function in this event loop."""
     try:
         result = partial(function, *args, **kwargs)
@@ -64,8 +67,8 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         else:
             result = result()
         return await result if inspect.isawaitable(result) else result
-    except SystemExit as error:  # would end the loop's thread
-        raise RuntimeError(f"SystemExit({error.code})") from error
+    except _ENDS_LOOP as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def finished(future: "Future[T]", timeout: float | None = None) -> T:

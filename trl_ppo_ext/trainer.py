@@ -259,6 +259,8 @@ class PPOTrainer(Trainer):
             reward.model if isinstance(reward, ClassifierReward) else entry
             for reward, entry in zip(rewards, reward_list)
         ]
+        self.reward_weights = torch.tensor(self.collector.reward_weights or [1.0] * len(rewards))
+        self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
         if ptx_dataset is not None:
@@ -283,6 +285,12 @@ class PPOTrainer(Trainer):
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
+
+    @property
+    def environments(self) -> list | None:
+        """Environments of the last episodes, as in TRL; `None` without."""
+        lent = getattr(self.collector.episodes, "lent", [])
+        return [episode.environment for _, episode in lent] or None
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
@@ -401,7 +409,10 @@ class PPOTrainer(Trainer):
         """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
         plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
         if dataset is None:
-            raise ValueError("`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer.")
+            raise ValueError(
+                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
+                "if an environment writes the prompts."
+            )
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 

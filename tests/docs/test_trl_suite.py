@@ -18,7 +18,8 @@ TESTS = "tests/test_grpo_trainer.py"
 # patterns of the names of tests and of what they fail with, and the reason
 REASONS = [
     ("VLM", "on the Hub|couldn't connect", "images"),
-    ("rollout_func", "'_generate'", "vLLM and rollout functions"),
+    ("rollout_func", "'_generate'", "the private `_generate` of a trainer made without `__init__`"),
+    ("mixed_environments", "PlainEnvironment", "tools may return rewards, so every environment has a reward function"),
     ("liger", "DID NOT RAISE|lm_head|prompt-learning", "log-probs are fused already, without liger"),
     (
         "compute_entropy|off_policy_mask|bonus|log_extra",
@@ -54,9 +55,9 @@ REASONS = [
         "batches are row numbers; both settings do no harm",
     ),
     ("no_reward_source|all_rewards_none", "No reward", "the message is worded otherwise"),
-    ("dataset_required", "DID NOT RAISE", "a trainer without `train_dataset` can evaluate"),
+    ("dataset_required|data_requires_max_steps", "DID NOT RAISE", "a trainer without `train_dataset` can evaluate"),
 ]
-PASSED = 60  # GRPOTrainer passes 106 of the 131 that run with these stand-ins
+PASSED = 70  # GRPOTrainer passes 106 of the 131 that run with these stand-ins
 
 
 @pytest.fixture(scope="module")

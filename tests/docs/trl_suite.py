@@ -13,7 +13,15 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tiny import byte_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 HUB = "trl-internal-testing"
 SIZES = {
@@ -46,19 +54,47 @@ CLASSIFIERS = {
     "tiny-Qwen3ForSequenceClassification": ("qwen3", {"head_dim": 4}),
     "tiny-LlamaForSequenceClassification-3.2": ("llama", {}),
 }
+# tests of tools write turns with ids of Qwen's vocabulary: bytes come first, then these
+# fmt: off
+QWEN = {
+    " {": 314, " b": 293, ' "': 330, ">\n": 397, "out": 411, "de": 450, '",': 497, "</": 522, "name": 606, '":': 788,
+    " any": 894, "sh": 927, "'t": 944, "text": 1318, " know": 1414, " don": 1513, " won": 2765, '{"': 4913,
+    ' {"': 5212, " tool": 5392, "hi": 6023, "call": 6659, "async": 7692, "step": 9520, "}}\n": 11248,
+    "crement": 13477, "tool": 14172, " increment": 16252, "arguments": 16370, "Done": 17453, "_tool": 22785,
+    "user": 872, "assistant": 77091, "increment": 35744, "multiply": 64648, "_multiply": 93054, '"}}\n': 95642,
+    "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<tool_call>": 151657,
+    "</tool_call>": 151658,
+}
+# fmt: on
+OF_TOOLS = ("tiny-Qwen3ForCausalLM", "tiny-Qwen3MoeForCausalLM")  # policies in tests of tools
 WORDS = "Beautiful is better than ugly, explicit is better than implicit, and simple is better than complex.".split()
+
+
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer with some ids of Qwen's vocabulary, which encodes other words as bytes."""
+    tokenizer, alphabet = byte_tokenizer(), bytes_to_unicode()
+    tokens = {"".join(alphabet[byte] for byte in text.encode()): number for text, number in QWEN.items()}
+    vocabulary = {token: number for number, token in enumerate(alphabet.values())} | tokens
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {name: getattr(tokenizer, name) for name in ("eos_token", "pad_token", "chat_template")}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=["<|im_start|>"], **special)
 
 
 def build_hub(folder: Path) -> None:
     """Write the models and the dataset `zen`."""
-    tokens = byte_tokenizer()
-    # tests use ids up to 2,000, and expect that random models emit no EOS
-    ids = {"vocab_size": 2048, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
+    byte_tokens, qwen_tokens = byte_tokenizer(), qwen_tokenizer()
+
+    def ids(tokens: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, int]:
+        return {"vocab_size": vocab_size, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
+
     for named, load in ((POLICIES, AutoModelForCausalLM), (CLASSIFIERS, AutoModelForSequenceClassification)):
         for name, (kind, settings) in named.items():
             torch.manual_seed(0)
+            # other tests use ids up to 2,000, and expect that random models emit no EOS
+            tokens, size = (qwen_tokens, 151_936) if name in OF_TOOLS else (byte_tokens, 2048)
             labels = {"num_labels": 1} if named is CLASSIFIERS else {}
-            model = load.from_config(AutoConfig.for_model(kind, **SIZES | ids | settings | labels))
+            model = load.from_config(AutoConfig.for_model(kind, **SIZES | ids(tokens, size) | settings | labels))
             for parameter in model.parameters():
                 parameter.data.normal_(std=0.1) if parameter.ndim > 1 else None
             model.save_pretrained(folder / HUB / name)
@@ -93,7 +129,7 @@ def is_ampere_or_newer(*args):
 def require_peft(test):
     return test
 
-require_bitsandbytes = require_vision = require_peft
+require_bitsandbytes = require_vision = require_jmespath = require_peft
 
 def __getattr__(name):
     if name.startswith("require_"):
@@ -102,10 +138,20 @@ def __getattr__(name):
 """
 
 
+# names of GRPOTrainer's inner parts that tests of tools read
+PRIVATE = {
+    r"patch\.object\(trainer\.model,": "patch.object(trainer.model.policy,",
+    r"trainer\._env_tools\[(.*?)\]": r"trainer.collector.episodes.environments.kinds[\1].pool[0].tools.values()",
+    r"trainer\._environment_pool\[(.*?)\]": r"trainer.collector.episodes.environments.kinds[\1].pool",
+}
+
+
 def with_our_names(source: str) -> str:
-    """Change two names and where they come from, and ask only trained weights to change."""
+    """Change two names and where they come from, and those of inner parts; ask only trained weights to change."""
     source = source.replace("from trl import GRPOConfig, GRPOTrainer", "from trl_ppo_ext import PPOConfig, PPOTrainer")
     source = re.sub(r"\bGRPO(Trainer|Config)\b", r"PPO\1", source)
+    for name, ours in PRIVATE.items():
+        source = re.sub(name, ours, source)
     return source.replace(
         "in trainer.model.named_parameters()}", "in trainer.model.named_parameters() if param.requires_grad}"
     )

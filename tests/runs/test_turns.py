@@ -257,6 +257,21 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
 
 
+def test_turns_need_no_cache_of_a_replaced_generate(tmp_path):
+    run = echo_trainer(tmp_path)
+    seen = []
+
+    def replaced(input_ids, **kwargs):
+        seen.append(input_ids.tolist())
+        return torch.cat([input_ids, torch.full((len(input_ids), 2), 17)], 1)
+
+    run.actor_critic.policy.generate = replaced
+    turns = run.collector.generator.conversation()
+    assert turns([[4], [5]], 2, [0, 1]) == [[17], [17]]
+    assert turns([[4, 17, 6, 7], [5, 17, 6]], 2, [0, 1]) == [[17], [17]]
+    assert seen[1] == [[4, 17, 6, 7], [5, 0, 17, 6]]
+
+
 # ---- credit per turn ----
 
 
@@ -364,7 +379,11 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
     run = chat_trainer(tmp_path, turns, brevity, tools=[fail], environment_factory=Calculator, reward_weights=[0.1])
     run.train()
     logs = run.state.log_history[0]
-    assert run.reward_func_names == ["brevity", "Calculator"]
+    assert run.reward_func_names == ["brevity", "Calculator"] and run.reward_weights.tolist() == pytest.approx(
+        [0.1, 1]
+    )
+    assert [tool.__name__ for tool in run.tools] == ["fail", "add"]
+    assert [environment.total for environment in run.environments] == received["totals"]
     assert logs["tools/call_frequency"] == 5 / 4 and logs["tools/failure_frequency"] == pytest.approx(1 / 5)
     assert logs["rewards/Calculator/mean"] == 2 / 4
     assert logs["reward"] == pytest.approx(0.5 - 0.1 * (3 + 6 + 1 + 3) / 4)

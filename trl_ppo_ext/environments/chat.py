@@ -1,5 +1,6 @@
 """Token ids of what an environment writes, and messages of what the policy sampled."""
 
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,11 @@ _QUESTION = {"role": "user", "content": "dummy"}
 _RESPONSE = {"role": "tool", "name": "dummy", "content": "dummy"}
 # of one token: a longer text is not even tokenized if its tokens could not fit
 CHARACTERS = 64
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, e.g. half an emoji in the JSON of a tool call, which no tokenizer encodes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 class ChatFormat:
@@ -99,5 +105,7 @@ class ChatFormat:
     def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
         """The policy's turn as a message, with its tool calls."""
         if schemas:
-            return parse_response(self.tokenizer, turn, prefix=prefix, tools=schemas)
+            # JSON that is nested too deeply is text, as other malformed calls are
+            with suppress(RecursionError):
+                return parse_response(self.tokenizer, turn, prefix=prefix, tools=schemas)
         return {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}

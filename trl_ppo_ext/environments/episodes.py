@@ -34,7 +34,7 @@ from ..rewards import RewardError, ScoringBatch
 from .chat import CHARACTERS, ChatFormat
 from .protocol import TextEnvironment
 from .record import ANSWERS, NOWHERE, Place, Record, forget
-from .tools import Answer, ToolEnvironment
+from .tools import Answer, FailedEnvironment, ToolEnvironment
 
 
 @dataclass
@@ -102,6 +102,13 @@ class Kind:
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
+    def made(self) -> Any:
+        """Make an instance within a run, which a factory that fails does not end, e.g. without a connection."""
+        try:
+            return self.make()
+        except Exception as error:
+            return FailedEnvironment(self.type, error)
+
 
 class Environments:
     """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""
@@ -113,6 +120,8 @@ class Environments:
         self.by_name = isinstance(factory, dict)
         factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
+        by_name = {name: tool for kind in self.kinds.values() for name, tool in kind.pool[0].tools.items()}
+        self.tools = list(by_name.values())
         self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in self.kinds.values())]
         self.has_instances = bool(factory)  # which reward functions receive
         self.give_rewards = any(
@@ -128,7 +137,7 @@ class Environments:
         name = row.get("environment") if self.by_name else None
         if name not in self.kinds:
             names = ", ".join(map(repr, self.kinds))
-            raise PromptError(f"The column `environment` must be one of the factories' names, {names}, got {name!r}.")
+            raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
         return self.kinds[name]
 
     def prepare(
@@ -137,6 +146,13 @@ class Environments:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
         if not (self or self.rollout_func):
             return dataset, template_kwargs
+        if dataset is None and self.by_name and args.max_steps > 0:
+            raise ValueError(
+                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` names "
+                "one of them, got None."
+            )
+        for reward in self.rewards:
+            reward.timeout = args.environment_timeout
         if self.has_instances and (dataset is not None or args.max_steps > 0):
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
@@ -154,29 +170,43 @@ class Environments:
         return EpisodeSampler(self, self.chat, generator, args, context_length) if self else None
 
 
+async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
+    """Result of user code, or an error after `environment_timeout` seconds."""
+    if timeout is None:
+        return await ask()
+    try:
+        return await asyncio.wait_for(ask(), timeout)
+    except TimeoutError:
+        raise TimeoutError(f"no result within environment_timeout={timeout:g} s") from None
+
+
 class EnvironmentReward:
     """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
 
     def __init__(self, type_: type):
         self.type = type_
         self.name = "tools" if type_ is type(None) else type_.__name__
+        self.timeout: float | None = None  # seconds
 
     def score(self, batch: ScoringBatch) -> Awaitable[list]:
         """Score episodes; those of other classes have no such reward."""
         ends = [self._end(episode) for episode in batch.episodes]
 
         async def entries() -> list:
-            return [await self._entry(episode, end) for episode, end in zip(batch.episodes, ends)]
+            return await asyncio.gather(*map(self._entry, batch.episodes, ends))
 
         return entries()
 
     def _end(self, episode: Episode) -> Any:
-        """Result of `get_reward`, in the main thread, or an awaitable of it."""
+        """Result of `get_reward`, in the main thread unless there is a timeout, or an awaitable of it."""
         is_other = type(episode.environment) is not self.type
         if is_other or episode.error is not None or episode.place.has("reward"):
             return None
+        get_reward = getattr(episode.environment, "get_reward", lambda: None)
         try:
-            return getattr(episode.environment, "get_reward", lambda: None)()
+            return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
+        except SystemExit as error:
+            return RuntimeError(repr(error))
         except Exception as error:
             return error
 
@@ -193,7 +223,7 @@ class EnvironmentReward:
         try:
             reward = None if error is not None else await episode.place.answer("reward", awaited)
         except Exception as failure:
-            error = failure
+            episode.error = error = failure
         if error is not None:
             return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
         last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
@@ -255,7 +285,7 @@ class EpisodeSampler:
             if episode.error is None:  # otherwise it may still be running
                 kind.pool.append(episode.player)
         kinds = [self.environments.kind(row) for row in rows]
-        players = [kind.pool.pop(0) if kind.pool else kind.make() for kind in kinds]
+        players = [kind.pool.pop(0) if kind.pool else kind.made() for kind in kinds]
         hidden = {*TOKEN_COLUMNS, *(["environment"] if self.environments.by_name else [])}
         record, resets = self._record(step), []
         places = [Place(record, n).after([seed, *row[PROMPT_IDS]]) for n, (row, seed) in enumerate(zip(rows, seeds))]
@@ -301,17 +331,9 @@ class EpisodeSampler:
     def _all(self, questions: Sequence[tuple], seed: tuple[int, int]) -> list[Any]:
         """Answers to questions that are asked together, or exceptions; sampling draws its random numbers as before."""
 
-        async def bounded(ask: Callable[[], Awaitable[Any]]) -> Any:
-            if self.timeout is None:
-                return await ask()
-            try:
-                return await asyncio.wait_for(ask(), self.timeout)
-            except TimeoutError:
-                raise TimeoutError(f"no result within environment_timeout={self.timeout:g} s") from None
-
         async def together() -> list:
             answers = [
-                place.answer(part, partial(bounded, ask), has_state=instance is not None)
+                place.answer(part, partial(bounded, ask, self.timeout), has_state=instance is not None)
                 for place, part, ask, instance in questions
             ]
             return await asyncio.gather(*answers, return_exceptions=True)

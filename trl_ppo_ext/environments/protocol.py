@@ -6,6 +6,7 @@ from typing import Any
 
 from ..concurrency import called
 from ..redaction import shortened
+from .chat import encodable
 from .tools import Answer
 
 
@@ -42,5 +43,5 @@ class TextEnvironment:
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
         # after a limit, the critic reads it
-        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else []
+        messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
         return Answer(messages, float(reward), ends, truncated)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..concurrency import called
+from .chat import encodable
 
 _NOT_TOOLS = ("reset", "get_reward", "hidden_state")
 
@@ -91,9 +92,22 @@ class ToolEnvironment:
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
             result = await called(tool, **call["function"]["arguments"])
-            text = str.__str__(result) if isinstance(result, str) else str(result)
+            text = str(result)
         except Exception as error:
             text, failed = str({"error": str(error)}), True
-        message = {"role": "tool", "name": call.get("function", call).get("name", "unknown"), "content": text}
+        name = encodable(call.get("function", call).get("name", "unknown"))
+        message = {"role": "tool", "name": name, "content": encodable(text)}
         reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)
         return Answer([message], reward, done, failed=[failed])
+
+
+class FailedEnvironment:
+    """Environment whose factory failed: an instance that was never initialized, and fails to reset."""
+
+    def __init__(self, type_: Any, error: Exception):
+        self.instance = type_.__new__(type_)
+        self.error = error
+
+    async def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Raise the error of the factory."""
+        raise self.error

@@ -250,7 +250,8 @@ class Conversation:
         # 2. Sample; the cache then has all columns but the last.
         with generator._bar(max_new_tokens) as bar:
             turns = generator._generate_batch(inputs, config, bar, self.cache)
-        width, end = inputs[0].shape[1], self.cache.get_seq_length()
+        width = inputs[0].shape[1]
+        end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         lengths = [min(len(turn), end - width) for turn in turns]
         columns = torch.arange(end - width)  # none after turns of one token
         mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)

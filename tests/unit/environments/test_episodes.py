@@ -260,7 +260,7 @@ def test_row_chooses_its_environment():
         "decrement" in sampler.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
     )
     assert "decrement" not in sampler.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
-    with pytest.raises(PromptError, match="must be one of the factories' names, 'a', 'b', got 'c'"):
+    with pytest.raises(PromptError, match="has 'c', which is not among the environments 'a', 'b'"):
         sampled(sampler, [rows[0] | {"environment": "c"}])
 
 
@@ -362,6 +362,29 @@ def test_hanging_tool_fails_the_episode():
     assert isinstance(entry, RewardError) and "environment_timeout=0.05" in str(entry)
 
 
+@pytest.mark.parametrize("argument", ["[" * 2000, "1" * 5000])
+def test_call_that_no_parser_reads_is_text(argument):
+    rows = rows_of("alpha")
+    turn = f'<tool_call>\n{{"name": "slowly", "arguments": {{"a": {argument}}}}}\n</tool_call>'
+    [episode] = sampled(sampler_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows)
+    assert episode.messages == [{"role": "assistant", "content": turn}] and not episode.failed_calls
+
+
+def test_parameters_of_tools_may_have_any_name():
+    def plot(function: str) -> str:
+        """
+        Plot.
+
+        Args:
+            function: A function.
+        """
+        return f"plotted {function}"
+
+    rows = rows_of("alpha")
+    [episode] = sampled(sampler_of({"alpha": [call("plot", function="x"), "so"]}, rows, tools=[plot]), rows)
+    assert episode.messages[1]["content"] == "plotted x"
+
+
 def test_random_numbers_of_environments_are_their_own():
     class Dice(Walk):
         def step(self, text):
@@ -380,6 +403,11 @@ def test_random_numbers_of_environments_are_their_own():
 def test_environment_without_reset_is_refused():
     with pytest.raises(TypeError, match="`environment_factory` must return an object with `reset`"):
         Environments(None, dict)
+
+
+def test_several_environments_need_a_dataset():
+    with pytest.raises(ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"):
+        sampler_of({}, None, factory={"a": Counter, "b": Walk})
 
 
 def test_rollout_function_and_tools_are_apart():

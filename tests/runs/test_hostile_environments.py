@@ -1,0 +1,259 @@
+"""Environments and tools that fail in every way: each is counted and named, and none ends the run."""
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+import torch
+from runs_of_tiny import weights
+from scripted import Script, call
+from tiny import byte_tokenizer, config, llama, prompts, tokenizer
+
+from trl_ppo_ext import PPOTrainer, StepResult
+from trl_ppo_ext.rewards import scoring
+
+TIMEOUT = 0.5
+
+
+def raises(error):
+    raise error
+
+
+def failures_of(run, monkeypatch):
+    """Errors of each batch that a run scores, by the row's column `how`."""
+    seen, collect = [], scoring.collect_scores
+
+    def collected(rewards, batch):
+        results = collect(rewards, batch)
+        seen.append({batch.columns["how"][row]: str(e) for scores in results for row, e in scores.failures.items()})
+        return results
+
+    monkeypatch.setattr(scoring, "collect_scores", collected)
+    before = weights(run)
+    run.train()
+    after = weights(run)
+    assert all(x.isfinite().all() for x in after.values())
+    assert any(not torch.equal(x, before[name]) for name, x in after.items())
+    return seen
+
+
+def check(failures, expected):
+    """Compare the errors of a batch with the beginnings, or parts, of messages."""
+    assert failures.keys() == {how for how, part in expected.items() if part is not None}
+    assert not {how: message for how, message in failures.items() if expected[how] not in message}
+
+
+# ---- plain environments ----
+
+# what the environment does, and a part of the error if there is one
+PLAIN = {
+    "reset raises": "RuntimeError: no reset",
+    "reset returns a number": "`reset` must return text, messages or None, got int",
+    "reset returns 10 MB": "`reset` returned 10000000 characters",
+    "reset returns messages of numbers": "failed with",
+    "reset exits": "SystemExit",
+    "reset hangs": "no result within environment_timeout=0.5 s",
+    "reset changes its row": None,
+    "raises": "ZeroDivisionError: division by zero",
+    "raises without a message": "failed with AssertionError",
+    "returns None": "must return (observation, reward, done), or Gymnasium's",
+    "returns two values": "must return (observation, reward, done), or Gymnasium's",
+    "returns a list": "must return (observation, reward, done), or Gymnasium's",
+    "returns bytes": "`step` must return an observation that is text, got bytes",
+    "returns no observation": "`step` must return an observation that is text, got NoneType",
+    "returns 10 MB": None,
+    "returns half an emoji": None,
+    "rewards NaN": "`step` must return a finite reward, got nan",
+    "rewards inf": "`step` must return a finite reward, got inf",
+    "rewards too much": "at most 1e+09 in size",
+    "rewards text": "TypeError: must be real number, not str",
+    "hangs": "no result within environment_timeout=0.5 s",
+    "exits": "SystemExit",
+    "interrupts": "KeyboardInterrupt",
+    "stops an iteration": "StopIteration",
+    "is cancelled": "CancelledError",
+    "changes its answers": None,
+    "works": None,
+}
+
+
+class Hostile:
+    """Environment that does what its row says."""
+
+    def reset(self, row, seed):
+        self.how = row["how"]
+        starts = {
+            "reset raises": lambda: raises(RuntimeError("no reset")),
+            "reset returns a number": lambda: 5,
+            "reset returns 10 MB": lambda: "w1 " * 3_333_333 + "w",
+            "reset returns messages of numbers": lambda: [1, 2],
+            "reset exits": exit,
+            "reset hangs": lambda: time.sleep(5),
+            "reset changes its row": row.clear,
+        }
+        return starts.get(self.how, lambda: " w1")()
+
+    def step(self, text):
+        steps = {
+            "raises": lambda: 1 / 0,
+            "raises without a message": lambda: raises(AssertionError),
+            "returns None": lambda: None,
+            "returns two values": lambda: ("w1", 1.0),
+            "returns a list": lambda: ["w1", 1.0, False],
+            "returns bytes": lambda: (b"w1", 1.0, False),
+            "returns no observation": lambda: (None, 1.0, False),
+            "returns 10 MB": lambda: ("w1 " * 3_333_333, 1.0, False),
+            "returns half an emoji": lambda: ("\ud83d", 1.0, False),
+            "rewards NaN": lambda: ("w1", float("nan"), False),
+            "rewards inf": lambda: ("w1", float("inf"), True),
+            "rewards too much": lambda: ("w1", 1e30, True),
+            "rewards text": lambda: ("w1", "much", False),
+            "hangs": lambda: time.sleep(5),
+            "exits": exit,
+            "interrupts": lambda: raises(KeyboardInterrupt),
+            "stops an iteration": lambda: next(iter([])),
+            "is cancelled": lambda: raises(asyncio.CancelledError),
+            "changes its answers": lambda: (f" w{random.randrange(9)}", random.random(), random.random() < 0.5),
+        }
+        return steps.get(self.how, lambda: ("w1", float(len(text)), True))()
+
+
+def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatch):
+    rows = [row | {"how": how} for row, how in zip(prompts(len(PLAIN)).to_list(), PLAIN)]
+    settings = {"per_device_train_batch_size": len(PLAIN), "num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 2}
+    failing = {"reward_on_error": "skip", "environment_timeout": TIMEOUT, "max_reward_failures": 1.0}
+    run = PPOTrainer(
+        llama(),
+        args=config(tmp_path, stop_token_ids=[*range(16, 32)], max_completion_length=16, **settings | failing),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        environment_factory=Hostile,
+    )
+    first, second = failures_of(run, monkeypatch)
+    check(first, PLAIN)
+    check(second, PLAIN)
+    logs = [entry for entry in run.state.log_history if "rewards/Hostile/failed" in entry]
+    assert [entry["rewards/Hostile/failed"] for entry in logs] == [len(first), len(second)]
+    assert [entry["episodes/failed"] for entry in logs] == [len(first) - 1] * 2  # "rewards too much" is a score
+    assert all(row["prompt"] for row in run.train_dataset)
+
+
+# ---- environments with tools ----
+
+TOOLS = {
+    "is unknown": (call("gone"), None, "Tool gone not found."),
+    "is called with a list": (call("act").replace("{}", "[1]"), None, "must be a mapping, not list"),
+    "is called without arguments": (call("act"), None, "missing 1 required positional argument: 'how'"),
+    "is called with too many": (call("act", how="x", other=1), None, "unexpected keyword argument 'other'"),
+    "is called with half an emoji": (call("act", how="\ud83d"), None, "'?'"),
+    "raises": (call("act", how="raises"), None, "division by zero"),
+    "exits": (call("act", how="exits"), None, "SystemExit"),
+    "interrupts": (call("act", how="interrupts"), None, "KeyboardInterrupt"),
+    "stops an iteration": (call("act", how="stops"), None, "StopIteration"),
+    "returns None": (call("act", how="none"), None, "None"),
+    "returns bytes": (call("act", how="bytes"), None, "b'\\xff'"),
+    "returns 10 MB": (call("act", how="flood"), None, None),
+    "hangs": (call("act", how="hangs"), "no result within environment_timeout=0.5 s", None),
+    "rewards NaN": (call("act", how="nan"), "returned nan for completion", "x"),
+    "rewards text": (call("act", how="text"), "TypeError", None),
+    "reward raises": ("no", "ZeroDivisionError: division by zero", None),
+    "reward exits": ("no", "SystemExit", None),
+    "reward hangs": ("no", "no result within environment_timeout=0.5 s", None),
+    "reward is NaN": ("no", "returned nan for completion", None),
+    "reward is text": ("no", "returned 'much' for completion", None),
+    "reward is None": ("no", None, None),
+    "works": (call("act", how="works"), None, "'works'"),
+}
+
+
+class HostileTools:
+    """Environment whose tool and reward do what the policy and the row say."""
+
+    def reset(self, how, **row):
+        self.how = how
+        row.clear()
+
+    def act(self, how: str) -> str:
+        """
+        Act.
+
+        Args:
+            how: A way.
+        """
+        ways = {
+            "raises": lambda: 1 / 0,
+            "exits": exit,
+            "interrupts": lambda: raises(KeyboardInterrupt),
+            "stops": lambda: next(iter([])),
+            "none": lambda: None,
+            "bytes": lambda: b"\xff",
+            "flood": lambda: "x" * 10_000_000,
+            "hangs": lambda: time.sleep(5),
+            "nan": lambda: StepResult("x", reward=float("nan")),
+            "text": lambda: StepResult("x", reward="much"),
+        }
+        return ways.get(how, lambda: f"'{how}'")()
+
+    def get_reward(self):
+        rewards = {
+            "reward raises": lambda: 1 / 0,
+            "reward exits": exit,
+            "reward hangs": lambda: time.sleep(5),
+            "reward is NaN": lambda: float("nan"),
+            "reward is text": lambda: "much",
+            "reward is None": lambda: None,
+        }
+        return rewards.get(self.how, lambda: random.random())()
+
+
+def test_hostile_tools_are_read_by_the_policy_or_counted(tmp_path, monkeypatch):
+    rows = [{"prompt": [{"role": "user", "content": f"Q{n:02}"}], "how": how} for n, how in enumerate(TOOLS)]
+    settings = {"max_completion_length": 400, "per_device_train_batch_size": len(TOOLS), "num_mini_batches": 1}
+    failing = {"reward_on_error": "skip", "environment_timeout": TIMEOUT, "max_reward_failures": 1.0}
+    run = PPOTrainer(
+        llama(vocab_size=259, max_position_embeddings=2048),
+        args=config(
+            tmp_path, max_steps=1, num_ppo_epochs=1, log_completions=True, shuffle_dataset=False, **settings | failing
+        ),
+        train_dataset=rows,
+        processing_class=byte_tokenizer(),
+        environment_factory=HostileTools,
+    )
+    turns = {f"Q{n:02}": [turn, "done"] for n, (turn, _, _) in enumerate(TOOLS.values())}
+    run.collector.generator = run.collector.episodes.generator = Script(run.processing_class, turns)
+    [failures] = failures_of(run, monkeypatch)
+    check(failures, {how: failure for how, (_, failure, _) in TOOLS.items()})
+    answers = {}
+    for (_, episode), how in zip(run.collector.episodes.lent, TOOLS):
+        answers[how] = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    for how, (_, _, part) in TOOLS.items():
+        assert [part in answer for answer in answers[how]] == ([True] if part is not None else []), how
+    logs = run.state.log_history[0]
+    assert logs["rewards/HostileTools/failed"] == len(failures)
+    assert logs["tools/failure_frequency"] == pytest.approx(8 / 14)
+    assert json.loads((tmp_path / "run_log.jsonl").read_text().splitlines()[0])
+
+
+def test_factory_that_fails_within_a_run_fails_its_episodes(tmp_path, monkeypatch):
+    class Limited(Hostile):
+        left = 3
+
+        def __init__(self):
+            type(self).left -= 1
+            if self.left < 0:
+                raise ConnectionError("no more connections")
+
+    rows = [row | {"how": "works"} for row in prompts(4).to_list()]
+    settings = {"reward_on_error": "skip", "max_reward_failures": 1.0, "num_mini_batches": 1}
+    run = PPOTrainer(
+        llama(),
+        args=config(tmp_path, **settings),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        environment_factory=Limited,
+    )
+    seen = failures_of(run, monkeypatch)
+    assert [*map(len, seen)] == [1, 1] and "ConnectionError: no more connections" in seen[0]["works"]
+    assert run.state.log_history[0]["episodes/failed"] == 1
