@@ -6,6 +6,7 @@ import signal
 import termios
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
     child = os.fork()
     if not child:
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
         fcntl.ioctl(end, termios.TIOCSCTTY, 0)
         for descriptor in (0, 1, 2):
             os.dup2(end, descriptor)
@@ -73,6 +75,8 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
             built.train()
         except SystemExit as stopped:
             os._exit(stopped.code)
+        except BaseException:
+            (tmp_path / "error.txt").write_text(traceback.format_exc())
         finally:  # another error must not go on in pytest
             os._exit(1)
     os.close(end)
@@ -80,7 +84,8 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
     while b"step 3" not in shown and time.monotonic() < until:
         shown += os.read(terminal, 1024)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == PREEMPTED
+    left, error = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tmp_path / "error.txt"
+    assert left == PREEMPTED, error.read_text() if error.exists() else left
     verify(checkpoints(tmp_path)[0])
 
 

@@ -248,7 +248,13 @@ def test_steps_without_a_token_are_not_taken(tmp_path, aggregation):
 
 def test_steps_of_only_masked_completions_are_not_taken(tmp_path):
     built = trainer(
-        tmp_path, max_completion_length=2, mask_truncated_completions=True, max_steps=4, dataset=prompts(8)
+        tmp_path,
+        max_completion_length=2,
+        mask_truncated_completions=True,
+        max_steps=4,
+        dataset=prompts(8),
+        critic="none",  # a critic learns from truncated completions
+        advantage_estimator="reinforce",
     )
     built.collector.generator.generate = lambda prompts: [[5, 6]] * 4 + [[5, 1]] * (len(prompts) - 4)
     built.train()

@@ -40,7 +40,8 @@ ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
 def collecting(**settings):
     """As much of a collector as advantages need."""
     args = SimpleNamespace(**ARGS | settings)
-    return SimpleNamespace(args=args, accelerator=ONE_RANK, normalizer=None, value_trust=None)
+    rest = {"normalizer": None, "value_trust": None, "_values_after": lambda samples: None}
+    return SimpleNamespace(args=args, accelerator=ONE_RANK, **rest)
 
 
 @property_test
@@ -75,7 +76,7 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
     for alpha in (None, 0.05):
         collector = collecting(lam_length_alpha=alpha)
-        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask, Metrics())
+        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask, None, Metrics())
         white = ppo_math.whiten(advantages, mask)
         assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
         assert (white[~mask] == 0).all()
