@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all lint bench docs clean
+.PHONY: demo duel test test-all test-vllm lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/docstrings/run.py
@@ -15,6 +15,15 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# against the real engine and a real server, in an environment of their own (3.4 GB)
+test-vllm: $(VENV)-vllm/.test
+	$(VENV)-vllm/bin/python -m pytest tests/vllm
+
+$(VENV)-vllm/.test: setup.cfg constraints.txt tests/vllm/install.py
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python tests/vllm/install.py
+	@touch $@
 
 duel: $(VENV)/.test
 	$(BIN)/python benchmarks/duel.py
@@ -39,4 +48,4 @@ $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-vllm runs

@@ -91,6 +91,13 @@ def check_trainer_arguments(
             "`tools` and `environment_factory` are not supported with FSDP or ZeRO-3, which gather weights for all "
             "ranks in step, but episodes of one rank have more turns than those of another; use DDP, or ZeRO-1 or 2."
         )
+    if args.generation_backend == "vllm" and sharded:
+        raise ValueError(
+            "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads; "
+            "use DDP, or ZeRO-1 or 2."
+        )
+    if args.generation_backend == "vllm" and environments is not None and environments.rollout_func is not None:
+        raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     others = ["environments"] if environments is not None and environments.has_instances else []

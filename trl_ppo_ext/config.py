@@ -26,6 +26,8 @@ from .trl_fields import TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
+# of the distribution that is sampled; at these values it is the policy's
+FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 
@@ -78,9 +80,35 @@ class PPOConfig(TRLFields, TrainingArguments):
         min_p (`float`, *optional*): Lowest probability to sample, relative to the most likely token's.
         repetition_penalty (`float`, *optional*, defaults to `1.0`): Penalty on tokens that have already occurred.
         generation_backend (`str`, *optional*, defaults to `"transformers"`):
-            `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching.
+            `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching, `"vllm"`
+            with vLLM. See docs/generation.md.
         generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching.
+            Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching, or arguments
+            of vLLM's `LLM`.
+        vllm_mode (`str`, *optional*, defaults to `"colocate"`):
+            `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
+        vllm_base_model (`str`, *optional*):
+            Name or path of the base that vLLM serves, if it is not `model`. Its weights must be the same.
+        vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`): Address of the server.
+        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Seconds to wait for an answer of the server, also while it starts or is restarted.
+        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
+            Share of the GPU's memory for a colocated vLLM, with its copy of the base.
+        vllm_max_model_length (`int`, *optional*):
+            Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context.
+        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
+            Whether a colocated vLLM frees its keys and values on the GPU between rollouts.
+        vllm_sleep_level (`int`, *optional*, defaults to `0`): 1 moves its base to CPU memory meanwhile, too.
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
+            Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels.
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
+            The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"`
+            clamps it to the two limits, `"..._mask"` sets it to 0 outside.
+        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`): Largest ratio.
+        vllm_importance_sampling_clip_min (`float`, *optional*): Smallest ratio.
+        vllm_max_logp_difference (`float`, *optional*):
+            End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then
+            vLLM samples from other weights. Default: 0.1 nats, and 0.01 in float32.
         max_tool_calling_iterations (`int`, *optional*):
             Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
         environment_timeout (`float`, *optional*):
@@ -227,8 +255,28 @@ class PPOConfig(TRLFields, TrainingArguments):
     top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    generation_backend: Literal["transformers", "continuous_batching"] = "transformers"
+    generation_backend: Literal["transformers", "continuous_batching", "vllm"] = "transformers"
     generation_kwargs: dict[str, Any] | str | None = None
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    vllm_base_model: str | None = None
+    vllm_server_base_url: str = "http://127.0.0.1:8000"
+    vllm_server_timeout: float = 240.0
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_max_model_length: int | None = None
+    vllm_enable_sleep_mode: bool = False
+    vllm_sleep_level: Literal[0, 1] = 0
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "token_truncate"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_max_logp_difference: float | None = None
 
     max_tool_calling_iterations: int | None = None
     environment_timeout: float | None = None
@@ -392,6 +440,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._check_reward_on_error()
         self._check_coefficients()
         self._check_critic()
+        self._check_vllm()
 
     def _check_mappings(self) -> None:
         """Raise for text that is not a JSON object, in fields that hold a mapping."""
@@ -474,8 +523,38 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.critic == "adapter" and not self.critic_backprop:
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
 
+    def _check_vllm(self) -> None:
+        if self.generation_backend != "vllm":
+            unread = [name for name in self.changed_fields if name.startswith("vllm_")]
+            if unread:
+                logger.warning("Without `use_vllm=True` these fields have no effect: %s.", ", ".join(unread))
+            return
+        if self.stop_strings:
+            raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
+        if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
+            raise ValueError(
+                "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; remove them, and "
+                "configure the server where you start it."
+            )
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` ({high})."
+            )
+        changed = {name: getattr(self, name) for name in FILTERS if getattr(self, name) not in (None, FILTERS[name])}
+        if changed and self.vllm_importance_sampling_correction:
+            given = ", ".join(f"`{name}={value}`" for name, value in changed.items())
+            raise ValueError(
+                f"{given} changes the distribution that vLLM samples from, but not that of the policy, so the ratio of "
+                "the two would be biased; remove it, or set `vllm_importance_sampling_correction=False`."
+            )
+
     def _check_generation_kwargs(self) -> None:
         names = set(self.generation_kwargs or {})
+        if self.generation_backend == "vllm":
+            for name in names & _OF_THE_ENGINE:
+                raise ValueError(f"`generation_kwargs` holds `{name}`, which follows from the run; remove it.")
+            return
         if self.generation_backend == "continuous_batching":
             if self.repetition_penalty != 1:
                 raise ValueError(
@@ -564,13 +643,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
         "max_prompt_length "
         "per_device_reward_batch_size num_ppo_epochs num_mini_batches total_episodes kl_horizon "
-        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps",
+        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps "
+        "vllm_max_model_length",
     ),
     "above 0": (
         lambda x: x > 0,
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
         "target_kl critic_learning_rate lam_length_alpha reward_timeout "
-        "environment_timeout",
+        "environment_timeout vllm_server_timeout vllm_importance_sampling_clip_max vllm_max_logp_difference",
     ),
     "at least 0": (
         lambda x: x >= 0,
@@ -580,7 +660,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
-    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p"),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p vllm_gpu_memory_utilization"),
     "above 1": (lambda x: x > 1, "dual_clip"),
     "at least 2": (lambda x: x >= 2, "ptx_max_length"),
     "at least 1, or -1 to use `num_train_epochs`": (lambda x: x == -1 or x >= 1, "max_steps"),
@@ -622,6 +702,11 @@ _OF_THE_POLICY = set(
 _CONTINUOUS_BATCHING = set(
     "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "
     "use_async_batching default_compile_level auto_switch_to_flash".split()
+)
+# arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
+_OF_THE_ENGINE = set(
+    "model enable_lora max_loras max_lora_rank skip_tokenizer_init generation_config logprobs_mode seed "
+    "gpu_memory_utilization max_model_len trust_remote_code enable_sleep_mode tensor_parallel_size".split()
 )
 # values that are valid despite their annotations
 _TYPES: dict[str, Any] = {

@@ -180,6 +180,8 @@ class PPOTrainer(Trainer):
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
+        if args.generation_backend == "vllm" and args.vllm_max_model_length is not None:
+            context_length = min(context_length or args.vllm_max_model_length, args.vllm_max_model_length)
         if context_length is not None and (environments or args.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string

@@ -72,8 +72,8 @@ def _entropy_target(config: Any, adaptive: bool) -> Settings:
     return {}
 
 
-def _backend(config: Any, batching: bool) -> Settings:
-    return {"generation_backend": "continuous_batching" if batching else "transformers"}
+def _backend(name: str) -> Callable[[Any, bool], Settings]:
+    return lambda _, on: {"generation_backend": name if on else "transformers"}
 
 
 # type, and the field of PPOConfig, or a function from config and value to fields of PPOConfig
@@ -89,8 +89,10 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
     # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
     "use_bias_correction_kl": (bool, lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}),
     "use_adaptive_entropy": (bool, _entropy_target),
-    "use_transformers_continuous_batching": (bool, _backend),
-    "use_transformers_paged": (bool, _backend),
+    "use_vllm": (bool, _backend("vllm")),
+    "use_transformers_continuous_batching": (bool, _backend("continuous_batching")),
+    "use_transformers_paged": (bool, _backend("continuous_batching")),
+    "vllm_importance_sampling_cap": (float, "vllm_importance_sampling_clip_max"),
     "transformers_continuous_batching_config": (dict, "generation_kwargs"),
     "cache_implementation": (str, lambda _, name: {"generation_kwargs": {"cache_implementation": name}}),
     "response_length": (int, "max_completion_length"),
@@ -107,7 +109,11 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
 _DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
 # the only value besides None (a type if there is none), and why
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "use_vllm": (False, "vLLM is not supported; `use_transformers_continuous_batching=True` is the fast backend"),
+    "vllm_server_host": (str, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_server_port": (int, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_tensor_parallel_size": (1, "each process has an engine; start a server with `--tensor-parallel-size`"),
+    "vllm_model_impl": ("vllm", "set `generation_kwargs={'model_impl': ...}`"),
+    "vllm_structured_outputs_regex": (str, "the policy would not have sampled such completions"),
     "sync_ref_model": (False, "the reference is the frozen base; a trained adapter can be that of the next run"),
     "cast_lm_head_to_fp32": (False, "the head has the base's dtype; set `model_init_kwargs={'dtype': 'float32'}`"),
     "num_generations_eval": (1, "an evaluation samples one completion per row; repeat rows of `eval_dataset`"),
@@ -129,26 +135,18 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "local_mini_batch_size": (int, _DERIVED),
     "num_total_batches": (int, "set `max_steps`"),
 }
-# read by GRPO only beside a value that is refused above, such as `use_vllm=True`, or for speed and memory
+# read by GRPO only beside a value that is refused above, or for speed and memory
 _NO_EFFECT: dict[Any, str] = {
-    bool: "disable_dropout ds3_gather_for_generation log_multimodal vllm_enable_sleep_mode "
-    "vllm_importance_sampling_correction",
-    int: "dataset_num_proc ref_model_sync_steps vllm_group_port vllm_max_model_length "
-    "vllm_server_port vllm_tensor_parallel_size",
+    bool: "disable_dropout ds3_gather_for_generation log_multimodal",
+    int: "dataset_num_proc ref_model_sync_steps vllm_group_port",
     float: "entropy_coef_delta entropy_coef_max entropy_coef_min ref_model_mixup_alpha sapo_temperature_neg "
-    "sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_gpu_memory_utilization "
-    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-    "vllm_server_timeout",
+    "sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
     int | str: "pad_to_multiple_of",
-    str: "vllm_importance_sampling_mode vllm_model_impl vllm_mode vllm_server_base_url vllm_server_host "
-    "vllm_structured_outputs_regex",
 }
 NO_EFFECT = "Already the case, or without effect."
 _OF_PPO = {"local_rollout_forward_batch_size", "stop_token", "stop_token_id", "total_episodes"}  # of TRL's PPOConfig
 # True by default, which adds the flags --no_NAME
-_ON = set(
-    "ds3_gather_for_generation log_multimodal use_bias_correction_kl vllm_importance_sampling_correction".split()
-)
+_ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 TYPES: dict[str, Any] = {
     **{name: kind for name, (kind, _) in _SAME.items()},
     **{name: value if isinstance(value, type) else type(value) for name, (value, _) in _NEUTRAL.items()},

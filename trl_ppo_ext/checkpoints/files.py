@@ -161,7 +161,8 @@ TRAINER_SETTINGS = (
 NOT_COMPARED = set(
     "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures max_skipped_steps "
     "model_init_kwargs num_completions_to_print offload_rewards offload_rollout per_device_reward_batch_size "
-    "resume_with_changed_settings reward_timeout trust_remote_code".split()
+    "resume_with_changed_settings reward_timeout trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization "
+    "vllm_max_logp_difference vllm_server_base_url vllm_server_timeout vllm_sleep_level".split()
 )
 
 

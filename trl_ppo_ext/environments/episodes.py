@@ -50,6 +50,7 @@ class Episode:
     completion_ids: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # 1 at each token that the policy sampled
     starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
+    logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy; 0 if not sampled
     messages: list[dict] = field(default_factory=list)  # those of the policy and, in between, the answers
     rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
@@ -74,11 +75,12 @@ class Episode:
         """The user's object."""
         return getattr(self.player, "instance", None)
 
-    def add(self, ids: list[int], sampled: bool) -> None:
+    def add(self, ids: list[int], sampled: bool, logprobs: list[float] | None = None) -> None:
         """Append a turn, or what the environment wrote."""
         if sampled:
             self.starts.append(len(self.completion_ids))
         self.completion_ids += ids
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs[: len(ids)]
         self.sampled += [int(sampled)] * len(ids)
 
 
@@ -310,9 +312,10 @@ class EpisodeSampler:
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
             turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
             turns = [turn[:room] for turn, room in zip(turns, rooms)]
-            for episode, turn in zip(active, turns):
+            logprobs = self.generator.sampled_logprobs or [None] * len(turns)
+            for episode, turn, of_turn in zip(active, turns, logprobs):
                 episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
-                episode.add(turn, sampled=True)
+                episode.add(turn, True, of_turn)
                 episode.place = episode.place.after(episode.ids)
                 episode.stopped = self.generator.has_stopped(turn)
                 episode.after = [] if self.bootstraps and not episode.stopped else None

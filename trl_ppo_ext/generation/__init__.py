@@ -1,4 +1,4 @@
-"""Generators: transformers' `generate`, and its continuous batching."""
+"""Generators: transformers' `generate`, its continuous batching, and vLLM."""
 
 from typing import Any
 
@@ -11,12 +11,17 @@ from .transformers import Generator as Generator
 from .transformers import TransformersGenerator as TransformersGenerator
 from .transformers import ensure_pad_token as ensure_pad_token
 from .transformers import stop_token_ids as stop_token_ids
+from .vllm import VLLMError as VLLMError
+from .vllm import VLLMGenerator as VLLMGenerator
 
 
 def build_generator(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
 ) -> Generator:
     """The generator of `generation_backend`."""
-    if args.generation_backend == "continuous_batching":
-        return ContinuousBatchingGenerator(actor_critic, tokenizer, args, accelerator)
-    return TransformersGenerator(actor_critic, tokenizer, args, accelerator)
+    kinds: dict[str, type[Any]] = {
+        "transformers": TransformersGenerator,
+        "continuous_batching": ContinuousBatchingGenerator,
+        "vllm": VLLMGenerator,
+    }
+    return kinds[args.generation_backend](actor_critic, tokenizer, args, accelerator)

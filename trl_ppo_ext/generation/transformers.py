@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any, Protocol
 
@@ -39,6 +39,12 @@ class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
+    # of the completions of the last call, per token; None if the policy itself samples
+    sampled_logprobs: list[list[float]] | None = None
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Context of a rollout, in which the policy does not change."""
+        return nullcontext()
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample completions of at most `max_completion_length` tokens, or fewer."""

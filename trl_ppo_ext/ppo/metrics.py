@@ -17,7 +17,7 @@ from . import math as ppo_math
 RESERVED = frozenset(
     "approx_kl clip_ratio completions empty_steps entropy entropy_coef episodes epoch frac_reward_zero_std grad_norm "
     "kl kl_coef kl_per_completion learning_rate loss monitor nonfinite_completions num_tokens objective ratio reward "
-    "reward_std rewards skipped_steps step stopped_early time tokens_per_second tools total_flos "
+    "reward_std rewards sampling skipped_steps step stopped_early time tokens_per_second tools total_flos "
     "unscored_completions value".split()
 )
 

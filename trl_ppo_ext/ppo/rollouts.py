@@ -37,6 +37,7 @@ from .metrics import (
     log_reward_hacking,
     log_rewards,
 )
+from .sampler import SamplerComparison
 
 logger = logging.get_logger(__name__)
 
@@ -63,6 +64,7 @@ class Samples(NamedTuple):
     tokens: TokenScores  # [batch, response]
     excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
     after: Sequence[list[int] | None] = ()  # what followed a completion if the value of that state bootstraps
+    sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
 
@@ -182,6 +184,9 @@ class RolloutCollector:
         if args.critic == "side":
             self.earned = EarnedRewards(cast(SideCritic, actor_critic.value_head), self.all_sum)
         of_values = {"returns": self.normalizer, "value_trust": self.value_trust, "earned": self.earned}
+        self.sampler = None
+        if generator.sampled_logprobs is not None:
+            self.sampler = SamplerComparison(args, actor_critic.dtype, self.all_sum)
         self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
         self.logits_are_checked = False
         is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
@@ -213,9 +218,10 @@ class RolloutCollector:
         # 1. Sample a completion for each prompt: one turn, or an episode of several.
         prompt_ids, sampled, episodes = [row[PROMPT_IDS] for row in rows], None, list[Episode]()
         after: list[list[int] | None]
-        with self._timed("generate", metrics):
+        with self._timed("generate", metrics), self.generator.awake():
             if self.episodes is None:
                 completion_ids = self.generator.generate(prompt_ids)
+                sampled_logprobs = self.generator.sampled_logprobs
                 ended = [*map(self.generator.has_stopped, completion_ids)]
                 after = [[] if args.bootstrap_truncated and not x else None for x in ended]
             else:
@@ -224,6 +230,7 @@ class RolloutCollector:
                 prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
                 sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
                 after = [x.after for x in episodes]
+                sampled_logprobs = [x.logprobs for x in episodes]
         stopped = torch.tensor(ended).to(device, non_blocking=True)
         privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
         if any(x.critic_prompt_ids for x in episodes):
@@ -269,7 +276,10 @@ class RolloutCollector:
         metrics.total("unscored_completions", scored.unscored & valid)
         log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
         valid = valid & scored.usable
-        completion_mask = sequences.completion_mask
+        completion_mask, weights = sequences.completion_mask, None
+        if self.sampler is not None:
+            logprobs = nn.utils.rnn.pad_sequence([*map(torch.tensor, sampled_logprobs)], batch_first=True).to(device)
+            weights = self.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
         log_completions(metrics, tokens, completion_mask, stopped, valid)
         if self.episodes is not None:
             log_episodes(metrics, episodes[:num_valid])
@@ -283,7 +293,7 @@ class RolloutCollector:
             self.all_sum,
             self.accelerator.gather,
         )
-        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, after)
+        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, after, weights)
 
     # ---- all five steps ----
 
@@ -330,6 +340,8 @@ class RolloutCollector:
             advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
         elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
             advantages = advantages / self.normalizer.deviation
+        if samples.sampler_weights is not None:  # the clipped objective is linear in them
+            advantages = advantages * samples.sampler_weights
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)

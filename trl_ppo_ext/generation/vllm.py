@@ -1,0 +1,307 @@
+"""Sampling with vLLM, to which only the policy's adapter travels: the base never moves."""
+
+import os
+import random
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..distributed import on_every_rank
+from ..modeling import ActorCritic
+from ..randomness import capture_random_state
+from .continuous import distinct
+from .transformers import SAMPLING, Generator, stop_token_ids
+
+logger = logging.get_logger(__name__)
+
+CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
+INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run it in an environment of its own"
+
+
+class VLLMError(RuntimeError):
+    """Raised when vLLM cannot be reached, refuses the adapter, or does not sample from the policy."""
+
+
+class Request(NamedTuple):
+    """Completions of one prompt."""
+
+    prompt_ids: list[int]
+    copies: int
+    seed: int
+    max_tokens: int
+
+
+class Sampled(NamedTuple):
+    """A completion, with the log-prob of each token under the sampler."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+class Engine(Protocol):
+    """Protocol of vLLM in this process, or behind a server."""
+
+    def load(self, name: str, directory: Path) -> None:
+        """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+
+    def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
+        """Sample the completions of each request."""
+
+    def wake(self) -> None:
+        """Allocate what only sampling needs."""
+
+    def sleep(self) -> None:
+        """Free it."""
+
+
+class VLLMGenerator(Generator):
+    """Samples with the policy's adapter as it is at the start of a rollout.
+
+    Each request has a seed from the run's stream, so that its completions do not depend on the others, and a resumed
+    run repeats them. Log-probs under the sampler are kept beside the completions.
+    """
+
+    def __init__(
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+    ):
+        self.actor_critic = actor_critic
+        self.limit = args.max_completion_length
+        stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
+        self.stop_token_ids = frozenset(stops)
+        self.sampled_logprobs: list[list[float]] = []
+        settings = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+        settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
+        base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
+        self.engine: Engine
+        if args.vllm_mode == "server":
+            from .vllm_server import VLLMServer  # with its HTTP client
+
+            # all ranks sample with one adapter, which the first one writes
+            run = [random.SystemRandom().randbytes(6).hex()]
+            broadcast_object_list(run)
+            self.folder, self.writes = Path(args.output_dir, ".vllm").absolute(), accelerator.is_main_process
+            self.engine = VLLMServer(args.vllm_server_base_url, args.vllm_server_timeout, base, settings, rank)
+            on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
+        else:
+            run, self.writes = ["policy"], True
+            in_memory = Path("/dev/shm")
+            self.folder = Path(tempfile.mkdtemp(dir=in_memory if os.access(in_memory, os.W_OK) else None))
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            self.engine = ColocatedEngine(base, actor_critic.dtype, rank, args, accelerator, settings)
+        self.versions = (f"{run[0]}-{number}" for number in count(1))
+        self.version: str | None = None
+        with self.awake():  # an adapter that vLLM refuses ends the run now
+            pass
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Sample from the policy of this moment within a context."""
+        self.engine.wake()
+        try:
+            # 1. Write the adapter beside, then rename: a server never reads half of it.
+            last, self.version = self.version, next(self.versions)
+            on_every_rank(partial(self._write, self.version), OSError, ValueError, runs=self.writes)
+            # 2. Load it on every rank, which is a no-op for a server that has it.
+            load = partial(self.engine.load, self.version, self.folder / self.version)
+            on_every_rank(load, VLLMError)
+            # 3. Forget the one before: every rank has sampled its rollout.
+            if last is not None and self.writes:
+                self.engine.unload(last)
+                shutil.rmtree(self.folder / last, ignore_errors=True)
+            yield
+        finally:
+            self.engine.sleep()
+
+    def _write(self, version: str) -> None:
+        from ..checkpoints.files import save_adapter
+
+        policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+        aside = self.folder / f"{version}.tmp"
+        try:
+            save_adapter(policy, name, str(aside), dict(self.actor_critic.policy_parameters()))
+            aside.rename(self.folder / version)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(
+                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); the run can be resumed from its "
+                "last checkpoint when there is space."
+            ) from error
+
+    def _forget_last_run(self) -> None:
+        """Unload what an earlier run in this directory has left, e.g. because it was killed."""
+        for directory in self.folder.glob("*"):
+            self.engine.unload(directory.name)
+            shutil.rmtree(directory)
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
+        """Sample a completion for each prompt."""
+        first_rows, groups = distinct(prompts)
+        copies, longest = Counter(groups), max_new_tokens or self.limit
+        seeds = torch.randint(2**31, (len(first_rows),)).tolist()
+        requests = [Request(prompts[row], copies[n], seeds[n], longest) for n, row in enumerate(first_rows)]
+        sampled = [iter(copies) for copies in self.engine.sample(str(self.version), requests)]
+        completions = [next(sampled[group]) for group in groups]
+        self.sampled_logprobs = [completion.logprobs for completion in completions]
+        return [completion.ids for completion in completions]
+
+    def has_stopped(self, completion: list[int]) -> bool:
+        """Check for a stop token at the end."""
+        return completion[-1] in self.stop_token_ids
+
+
+def served_base(actor_critic: ActorCritic, args: Any) -> str:
+    """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
+    config = actor_critic.policy.get_base_model().config
+    base = args.vllm_base_model or config._name_or_path
+    quantizes = "quantization" in (args.generation_kwargs or {})
+    if args.vllm_base_model is None and getattr(config, "quantization_config", None) is not None and not quantizes:
+        raise ValueError(
+            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: completions would come from "
+            "another policy (0.25 nats off per token with NF4). Write the quantized weights with `trl-ppo dequantize` "
+            "and set `vllm_base_model` to that directory, or, with vLLM's plugin for bitsandbytes, set "
+            "`generation_kwargs={'quantization': 'bitsandbytes'}`. `vllm_base_model` allows any base by its name."
+        )
+    if not base:
+        raise ValueError("`model` has no name or path that vLLM could load; save it, or set `vllm_base_model`.")
+    return base
+
+
+def reserved_rank(actor_critic: ActorCritic) -> int:
+    """Rank of the slot that an engine reserves for the policy's adapter, if vLLM can sample with it at all."""
+    policy = actor_critic.policy
+    config, base = policy.peft_config[actor_critic.policy_adapter], policy.get_base_model()
+    # vLLM raises for other unsupported kinds when it loads them; these would be ignored
+    embeddings = (base.get_input_embeddings(), base.get_output_embeddings())
+    if not isinstance(config, LoraConfig) or any(isinstance(x, BaseTunerLayer) for x in embeddings):
+        raise ValueError(
+            "`generation_backend='vllm'` samples with LoRA on linear layers inside the model, not with other adapters "
+            "or one on the embeddings; change `peft_config`, or use 'transformers'."
+        )
+    largest = max([config.r, *config.rank_pattern.values()])
+    if largest > RANKS[-1]:
+        raise ValueError(f"vLLM loads adapters of rank up to {RANKS[-1]}, got {largest}; lower `r` of `peft_config`.")
+    return next(rank for rank in RANKS if rank >= largest)
+
+
+# ---- vLLM in this process ----
+
+
+@contextmanager
+def contained(device: torch.device) -> Iterator[None]:
+    """Undo what the construction of an engine does to the process: seeds, environment, number of threads."""
+    restore, environment, set_num_threads = capture_random_state(device), dict(os.environ), torch.set_num_threads
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: nothing is left when it ends
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads, too, would be bound
+    } | environment
+    try:
+        yield
+    finally:
+        restore()
+        torch.set_num_threads = set_num_threads
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class ColocatedEngine(Engine):
+    """vLLM in this process, with a copy of the base."""
+
+    def __init__(
+        self, base: str, dtype: torch.dtype, rank: int, args: Any, accelerator: Accelerator, settings: dict[str, Any]
+    ):
+        if find_spec("vllm") is None:
+            raise ImportError(f"`generation_backend='vllm'` needs vLLM, which is not installed; {INSTALL}.")
+        on_cpu = accelerator.device.type == "cpu"
+        if on_cpu and args.vllm_enable_sleep_mode:
+            raise ValueError("`vllm_enable_sleep_mode` frees GPU memory, and this run has no GPU; remove it.")
+        defaults: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "max_model_len": args.vllm_max_model_length,
+            "trust_remote_code": args.trust_remote_code,
+            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        }
+        if on_cpu:
+            defaults |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
+        if accelerator.num_processes > 1:  # vLLM then uses the process group of the run
+            defaults["distributed_executor_backend"] = "external_launcher"
+        with contained(accelerator.device):
+            import vllm
+            from vllm.lora.request import LoRARequest
+
+            self.llm = vllm.LLM(
+                base,
+                **defaults | (args.generation_kwargs or {}),
+                enable_lora=True,
+                max_loras=1,
+                max_lora_rank=rank,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # that of the model would change the sampling
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+                seed=args.seed,
+            )
+        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
+        self.sleep_level = args.vllm_sleep_level if args.vllm_enable_sleep_mode else None
+        self.requests: dict[str, Any] = {}
+        quiet = args.disable_tqdm or not accelerator.is_main_process
+        # vLLM divides by the time of its bar, which is 0 if it is disabled
+        self.bar = False if quiet else partial(tqdm, leave=False, delay=3)
+
+    def load(self, name: str, directory: Path) -> None:
+        """Load an adapter into memory; its directory is not needed afterwards."""
+        request = self.adapter(name, int(name.rpartition("-")[2]), str(directory))
+        try:
+            self.llm.llm_engine.add_lora(request)
+        except (ValueError, RuntimeError) as error:
+            raise VLLMError(f"vLLM does not support this adapter: {error}; change `peft_config`.") from error
+        self.requests = {name: request}
+        shutil.rmtree(directory)
+
+    def unload(self, name: str) -> None:
+        """Nothing to do: the only slot has been taken by the next adapter."""
+
+    def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
+        """Sample the completions of each request."""
+        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
+        prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
+        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=self.bar)
+        return [[_sampled(completion) for completion in output.outputs] for output in outputs]
+
+    def wake(self) -> None:
+        """Allocate what the engine freed. The adapter of the rollout before may be lost, but the next one follows."""
+        if self.sleep_level is not None and self.requests:
+            self.llm.wake_up()
+
+    def sleep(self) -> None:
+        """Free keys and values. Base and adapter stay on the GPU, unless the level is 1."""
+        if self.sleep_level is not None:
+            self.llm.sleep(level=self.sleep_level)
+        if self.sleep_level == 0:
+            self.llm.release_kv_cache_memory()
+
+
+def _sampled(completion: Any) -> Sampled:
+    ids = [*completion.token_ids]
+    return Sampled(ids, [entry[token].logprob for token, entry in zip(ids, completion.logprobs)])

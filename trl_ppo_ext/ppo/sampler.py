@@ -1,0 +1,65 @@
+"""Comparison of the policy with another program that samples for it, such as vLLM."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..modeling import TokenScores
+from . import math as ppo_math
+from .metrics import Metrics
+
+ROUNDING = {torch.float32: 0.01}  # nats per token; other dtypes:
+COARSE = 0.1
+
+
+class SamplerError(RuntimeError):
+    """Raised when completions were not sampled from the policy."""
+
+
+class SamplerComparison:
+    """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
+
+    def __init__(self, args: Any, dtype: torch.dtype, all_sum: Callable[[Tensor], Tensor]):
+        names = ("correction", "mode", "clip_max", "clip_min")
+        self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
+        self.all_sum = all_sum
+        self.tolerance = args.vllm_max_logp_difference
+        filtered = args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1
+        if self.tolerance is None and not filtered:  # filtered log-probs differ by the mass that was kept
+            half = args.bf16 or args.fp16
+            self.tolerance = COARSE if half else ROUNDING.get(dtype, COARSE)
+
+    def weights(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor | None:
+        """Weights of the advantages, `[batch, response]`; `None` without a correction.
+
+        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding.
+        """
+        differences = (tokens.logprobs - sampler_logprobs).abs()
+        metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
+        metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
+        mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
+        if self.tolerance is not None and mean > self.tolerance:
+            raise SamplerError(
+                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and rounding "
+                f"explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "
+                "`vllm_max_logp_difference` accepts the difference."
+            )
+        if not self.corrects:
+            return None
+        weights = ppo_math.sampler_weights(tokens.logprobs, sampler_logprobs, mask, *self.limits)
+        metrics.mean("sampling/importance_sampling_ratio/mean", weights, mask)
+        metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
+        metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
+        return weights
+
+    def _cause(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> str:
+        if tokens.ref_logprobs is not None:
+            from_reference = (tokens.ref_logprobs - sampler_logprobs).abs()
+            if ppo_math.masked_mean(from_reference, mask, self.all_sum).item() <= self.tolerance:
+                return "It sampled from the reference: the policy's adapter is not applied."
+        return (
+            "It has another base than the policy (see `vllm_base_model`), or samples with an older adapter, or its "
+            "`--logprobs-mode` is not processed_logprobs."
+        )
