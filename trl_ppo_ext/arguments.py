@@ -93,8 +93,8 @@ def check_trainer_arguments(
         )
     if args.generation_backend == "vllm" and sharded:
         raise ValueError(
-            "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads; "
-            "use DDP, or ZeRO-1 or 2."
+            "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM "
+            "loads; use DDP, or ZeRO-1 or 2."
         )
     if args.generation_backend == "vllm" and environments is not None and environments.rollout_func is not None:
         raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")

@@ -539,14 +539,15 @@ class PPOConfig(TRLFields, TrainingArguments):
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(
-                f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` ({high})."
+                f"`vllm_importance_sampling_clip_min` must be below `vllm_importance_sampling_clip_max` ({high}), got "
+                f"{low}."
             )
         changed = {name: getattr(self, name) for name in FILTERS if getattr(self, name) not in (None, FILTERS[name])}
         if changed and self.vllm_importance_sampling_correction:
             given = ", ".join(f"`{name}={value}`" for name, value in changed.items())
             raise ValueError(
-                f"{given} changes the distribution that vLLM samples from, but not that of the policy, so the ratio of "
-                "the two would be biased; remove it, or set `vllm_importance_sampling_correction=False`."
+                f"{given} changes the distribution that vLLM samples from, but not that of the policy, so the ratio "
+                "of the two would be biased; remove it, or set `vllm_importance_sampling_correction=False`."
             )
 
     def _check_generation_kwargs(self) -> None:

@@ -80,7 +80,7 @@ class Episode:
         if sampled:
             self.starts.append(len(self.completion_ids))
         self.completion_ids += ids
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs[: len(ids)]
+        self.logprobs += (logprobs or [0.0] * len(ids))[: len(ids)]
         self.sampled += [int(sampled)] * len(ids)
 
 
@@ -312,7 +312,7 @@ class EpisodeSampler:
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
             turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
             turns = [turn[:room] for turn, room in zip(turns, rooms)]
-            logprobs = self.generator.sampled_logprobs or [None] * len(turns)
+            logprobs = self.generator.sampled_logprobs or [[0.0] * len(turn) for turn in turns]
             for episode, turn, of_turn in zip(active, turns, logprobs):
                 episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
                 episode.add(turn, True, of_turn)

@@ -144,8 +144,8 @@ class VLLMGenerator(Generator):
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
-                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); the run can be resumed from its "
-                "last checkpoint when there is space."
+                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); when there is space, the run "
+                "can be resumed from its last checkpoint."
             ) from error
 
     def _forget_last_run(self) -> None:

@@ -277,7 +277,7 @@ class RolloutCollector:
         log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
         valid = valid & scored.usable
         completion_mask, weights = sequences.completion_mask, None
-        if self.sampler is not None:
+        if self.sampler is not None and sampled_logprobs is not None:
             logprobs = nn.utils.rnn.pad_sequence([*map(torch.tensor, sampled_logprobs)], batch_first=True).to(device)
             weights = self.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
         log_completions(metrics, tokens, completion_mask, stopped, valid)
@@ -336,12 +336,7 @@ class RolloutCollector:
             advantages = self._over_groups(args.advantage_estimator, rewards.sum(1), usable)[:, None] * response_mask
         if args.advantage_level == "turn":
             advantages = advantages.gather(1, first) * response_mask
-        if args.whiten_advantages:
-            advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
-        elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
-            advantages = advantages / self.normalizer.deviation
-        if samples.sampler_weights is not None:  # the clipped objective is linear in them
-            advantages = advantages * samples.sampler_weights
+        advantages = self._scaled(advantages, policy_mask, samples.sampler_weights)
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
@@ -546,6 +541,15 @@ class RolloutCollector:
         if self.normalizer is not None:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns
+
+    def _scaled(self, advantages: Tensor, policy_mask: Tensor, weights: Tensor | None) -> Tensor:
+        """Advantages as the policy learns from them."""
+        if self.args.whiten_advantages:
+            advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
+        elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
+            advantages = advantages / self.normalizer.deviation
+        # PPO's clipped objective is linear in a factor that is not negative
+        return advantages if weights is None else advantages * weights
 
     def _over_groups(self, name: str, scores: Tensor, usable: Tensor) -> Tensor:
         """Advantages or weights of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""

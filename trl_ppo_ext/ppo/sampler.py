@@ -42,8 +42,8 @@ class SamplerComparison:
         mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
         if self.tolerance is not None and mean > self.tolerance:
             raise SamplerError(
-                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and rounding "
-                f"explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "
+                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
+                f"rounding explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "
                 "`vllm_max_logp_difference` accepts the difference."
             )
         if not self.corrects:
