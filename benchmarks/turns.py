@@ -1,7 +1,8 @@
 """Tasks of the arena with turns: text environments with chance, whose optimum is known by dynamic programming.
 
 `reset(row, seed)` returns the first observation, and `step(text)` an observation, a reward and whether the episode
-ends. A secret belongs to the row, so that the episodes of a group share it; chance within an episode follows the seed.
+ends. A secret belongs to the row, so that the episodes of a group share it. Chance follows the seed and all actions so
+far: episodes of a group share it until their actions differ, as two runs of a real environment would.
 An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `length` is that of an episode in
 tokens, and `optimum()` the expected sum of rewards of the best policy.
 """
@@ -19,21 +20,34 @@ def number(text: str) -> int:
     return int(words[0][1:]) if words and words[0][1:].isdigit() else -1
 
 
+class Chance:
+    """Dice of an episode."""
+
+    def __init__(self, seed: int):
+        self.past = str(seed)
+
+    def after(self, text: str) -> random.Random:
+        """Dice of the turn that an action begins."""
+        self.past += f" {number(text)}"
+        return random.Random(self.past)
+
+
 class Cues:
     """16 turns with a random cue; its right answer pays 1, and N(0, 1) is added to each turn's reward."""
 
     turns, length = 16, 32
 
     def reset(self, row: dict, seed: int) -> str:
-        self.random, self.turn = random.Random(seed), 0
-        self.cue = self.random.randrange(KINDS)
+        self.chance, self.turn = Chance(seed), 0
+        self.cue = self.chance.after("").randrange(KINDS)
         return f" w{self.cue}"
 
     def step(self, text: str) -> tuple[str, float, bool]:
         right = number(text) == (5 * self.cue + 1) % KINDS
+        dice = self.chance.after(text)
         self.turn += 1
-        self.cue = self.random.randrange(KINDS)
-        return f" w{self.cue}", right + self.random.gauss(0, 1), self.turn == self.turns
+        self.cue = dice.randrange(KINDS)
+        return f" w{self.cue}", right + dice.gauss(0, 1), self.turn == self.turns
 
     @classmethod
     def optimum(cls) -> float:
@@ -51,7 +65,7 @@ class Lake:
     moves = ((0, -1), (1, 0), (0, 1), (-1, 0))
 
     def reset(self, row: dict, seed: int) -> str:
-        self.random, self.turn, self.cell = random.Random(seed), 0, 0
+        self.chance, self.turn, self.cell = Chance(seed), 0, 0
         return self.seen()
 
     def seen(self) -> str:
@@ -72,7 +86,7 @@ class Lake:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         outcomes = self.outcomes(self.cell, number(text))
-        _, self.cell, reward = self.random.choices(outcomes, [chance for chance, *_ in outcomes])[0]
+        _, self.cell, reward = self.chance.after(text).choices(outcomes, [chance for chance, *_ in outcomes])[0]
         self.turn += 1
         return self.seen(), reward, self.turn == self.turns
 
@@ -146,14 +160,14 @@ class Mistake:
     turns, length = 12, 24
 
     def reset(self, row: dict, seed: int) -> str:
-        self.random, self.turn, self.alive = random.Random(seed), 0, True
-        self.cue = self.random.randrange(4)
+        self.chance, self.turn, self.alive = Chance(seed), 0, True
+        self.cue = self.chance.after("").randrange(4)
         return f" w{self.cue}"
 
     def step(self, text: str) -> tuple[str, float, bool]:
         self.alive = self.alive and number(text) == (self.cue + 1) % 4
         self.turn += 1
-        self.cue = self.random.randrange(4)
+        self.cue = self.chance.after(text).randrange(4)
         return f" w{self.cue}", float(self.alive), self.turn == self.turns
 
     @classmethod
@@ -191,14 +205,14 @@ class Stop:
     turns, length = 8, 16
 
     def reset(self, row: dict, seed: int) -> str:
-        self.random, self.turn, self.sum = random.Random(seed), 0, 0
+        self.chance, self.turn, self.sum = Chance(seed), 0, 0
         return " w0"
 
     def step(self, text: str) -> tuple[str, float, bool]:
         self.turn += 1
         if number(text) != 0:
             return " w11", float(self.sum) if number(text) == 1 else 0.0, True
-        if self.random.random() < 0.25:
+        if self.chance.after(text).random() < 0.25:
             return " w11", 0.2, True
         self.sum += 1
         return f" w{self.sum}", 0.2, self.turn == self.turns
