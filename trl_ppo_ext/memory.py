@@ -163,6 +163,7 @@ class MemoryEstimate:
             "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
             "policy adapter": 4 * adapter.parameters,
             "critic": 4 * (trained - adapter.parameters),
+            "base of vLLM": self.base_of_vllm,
             "averaged weights": 4 * adapter.parameters if args.ema_decay is not None else 0,
             "optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained,
         }
@@ -207,7 +208,10 @@ class MemoryEstimate:
 
         moments: dict[str, list[dict[str, float]]] = {
             "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
-            "generate": [
+            # vLLM has keys and values of its own
+            "generate": [{"autocast copies": copies}]
+            if args.generation_backend == "vllm"
+            else [
                 {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
                 {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
             ],
@@ -222,6 +226,24 @@ class MemoryEstimate:
         }
         peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}
         return tuple(Phase(name, {x: y for x, y in (resident | parts).items() if y}) for name, parts in peaks.items())
+
+    @property
+    def base_of_vllm(self) -> float:
+        """Bytes of the base in a colocated vLLM, which quantizes it only if it is told to."""
+        if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
+            return 0
+        quantizes = "quantization" in cast(dict, self.args.generation_kwargs or {})
+        return self.base.bytes if quantizes else (self.base.linear + self.base.others) * self.base.width
+
+    def cache_of_vllm(self, memory: float) -> float:
+        """Bytes that a colocated vLLM adds to the peak for keys and values, on a device of `memory` GiB."""
+        if not self.base_of_vllm:
+            return 0
+        cache = max(0, self.args.vllm_gpu_memory_utilization * memory * GIB - self.base_of_vllm)
+        if not self.args.vllm_enable_sleep_mode:
+            return cache
+        generate = next(phase for phase in self.phases if phase.name == "generate")
+        return max(0, generate.bytes + cache - self.peak)
 
     @property
     def peak_phase(self) -> Phase:
@@ -239,8 +261,9 @@ class MemoryEstimate:
         return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT if self.on_gpu else self.peak
 
     def fits(self, memory: float) -> bool:
-        """Return `True` if the run fits in `memory` GiB."""
-        return self.needed <= memory * GIB
+        """Return `True` if the run fits in `memory` GiB, and vLLM's base in its share."""
+        share = self.args.vllm_gpu_memory_utilization * memory * GIB
+        return self.needed + self.cache_of_vllm(memory) <= memory * GIB and self.base_of_vllm <= share
 
     def proposals(self, memory: float) -> list["MemoryEstimate"]:
         """Add changes in their order, each of which lowers the peak, until the run fits in `memory` GiB."""
@@ -332,7 +355,7 @@ def estimate_memory(
     dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
     supported: dict[str, tuple[Any, Collection]] = {
         "device": (device, ("cuda", "cpu")),
-        "generation_backend": (args.generation_backend, ("transformers",)),
+        "generation_backend": (args.generation_backend, ("transformers", "vllm")),
         "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
         "attn_implementation": (attention, MASKED),
         "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),

@@ -84,6 +84,14 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     print(f"peak: {peak.bytes / GIB:.2f} GiB in {peak.name}; {needed:.2f} GiB {where}")
     if memory is None:
         return True
+    if estimate.base_of_vllm:
+        base, share = estimate.base_of_vllm / GIB, estimate.args.vllm_gpu_memory_utilization * memory
+        if base > share:
+            print(f"vLLM needs {base:.1f} GiB for its base, and has {share:.1f}: raise `vllm_gpu_memory_utilization`")
+            return False
+        cache = estimate.cache_of_vllm(memory) / GIB
+        needed += cache
+        print(f"vLLM adds {cache:.2f} GiB of keys and values to the peak, of its share of {memory:g} GiB")
     if estimate.fits(memory):
         print(f"fits in {memory:g} GiB, with {memory - needed:.1f} GiB to spare")
         return True
