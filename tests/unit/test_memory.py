@@ -235,7 +235,9 @@ def test_colocated_vllm_takes_its_share_with_a_copy_of_the_base(tmp_path):
     memory = 4 * vllm.needed / 2**30
     assert vllm.cache_of_vllm(memory) == pytest.approx(0.4 * memory * 2**30 - vllm.base_of_vllm)
     assert vllm.fits(memory) and not vllm.fits(1.5 * vllm.needed / 2**30)
-    asleep = estimate(tmp_path, generation_backend="vllm", vllm_gpu_memory_utilization=0.4, vllm_enable_sleep_mode=True)
+    asleep = estimate(
+        tmp_path, generation_backend="vllm", vllm_gpu_memory_utilization=0.4, vllm_enable_sleep_mode=True
+    )
     assert asleep.cache_of_vllm(memory) < vllm.cache_of_vllm(memory)  # freed when the others are needed
     server = estimate(tmp_path, generation_backend="vllm", vllm_mode="server")
     assert server.base_of_vllm == server.cache_of_vllm(memory) == 0
