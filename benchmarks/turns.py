@@ -55,7 +55,7 @@ class Cues:
 
 
 class Lake:
-    """FrozenLake 4×4, 16 moves: w0 to w3 go left, down, right, up, and slip to either side with 1/10 each.
+    """FrozenLake 4×4, 16 moves: w0 to w3, and so on, go left, down, right, up, and slip to either side with 1/10 each.
 
     The goal pays 1; goal and holes lead back to the first cell.
     """
@@ -85,7 +85,8 @@ class Lake:
         return reached
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        outcomes = self.outcomes(self.cell, number(text))
+        action = number(text)
+        outcomes = self.outcomes(self.cell, action % 4 if action >= 0 else action)
         _, self.cell, reward = self.chance.after(text).choices(outcomes, [chance for chance, *_ in outcomes])[0]
         self.turn += 1
         return self.seen(), reward, self.turn == self.turns
