@@ -36,6 +36,12 @@ def _weights(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+def quantized_weights(model: nn.Module) -> str:
+    """Digest of weights in 4 bits and their scales: the same for a base, and for adapters on it."""
+    quantized: Any = (x for x in model.parameters() if getattr(x, "quant_state", None) is not None)
+    return _weights(tensor for x in quantized for tensor in (x, x.quant_state.absmax))
+
+
 def _rows(dataset: Any) -> str | None:
     if dataset is None:
         return None

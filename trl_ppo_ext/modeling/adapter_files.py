@@ -2,7 +2,8 @@
 
 import json
 import os
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -22,6 +23,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
+DEQUANTIZED = "dequantized.json"  # in a base that was dequantized: what it was made from
 SCORE_HEADS = ("score", "classifier")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 
@@ -29,6 +31,12 @@ _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 def public_name(base: str) -> str:
     """Name of a base model for a shared file: only the last part of a path."""
     return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
+
+
+def dequantized_from(path: str) -> dict[str, Any] | None:
+    """Base and quantization of a checkpoint that `trl-ppo dequantize` wrote; `None` for others."""
+    file = find_file(path, DEQUANTIZED)
+    return None if file is None else json.loads(Path(file).read_text())
 
 
 class AdapterFileError(ValueError):

@@ -168,9 +168,10 @@ def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
             ) from None
 
 
-def _load_base(
+def load_base(
     model_id: str, args: Any, quantization_config: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
+    """Load a base for a run, quantized on its device."""
     kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
     if quantization_config is not None:
         quantization_config, dtype = copy(quantization_config), (args.model_init_kwargs or {}).get("dtype", "auto")
@@ -260,7 +261,7 @@ def load_actor_critic(
 ) -> ActorCritic:
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
     if isinstance(model, str):
-        model = _load_base(model, args, quantization_config, torch.device(device))
+        model = load_base(model, args, quantization_config, torch.device(device))
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if not hasattr(base, base.base_model_prefix):
         raise ValueError(

@@ -1,0 +1,172 @@
+"""`trl-ppo dequantize`: the weights of a 4-bit base in a plain checkpoint, verified, or nothing at all."""
+
+import json
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, has_avx512bf16
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny import CHAT_TEMPLATE, llama, qwen2, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+
+from trl_ppo_ext.checkpoints.fingerprints import quantized_weights
+from trl_ppo_ext.commands import dequantize as command
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.memory import on_meta
+from trl_ppo_ext.modeling.adapter_files import dequantized_from
+
+IDS = torch.arange(2, 26).reshape(2, 12)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 2, "eos_token_id": 1}
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, initializer_range=0.2))  # its layers are `Conv1D`
+
+
+def load(path, nf4=True, double=False):
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    kwargs = {"quantization_config": config, "device_map": {"": "cpu"}} if nf4 else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
+
+
+def expected(base):
+    """Weights of a 4-bit Llama or Qwen2, read before any forward."""
+    weights = {name: x for name, x in base.named_parameters() if x.dtype != torch.uint8}
+    layers = {name: x.weight for name, x in base.named_modules() if isinstance(x, Linear4bit)}
+    assert len(layers) == 14
+    return weights | {f"{name}.weight": dequantize_4bit(x.data, x.quant_state) for name, x in layers.items()}
+
+
+@pytest.fixture
+def base(tmp_path):
+    llama(hidden_size=64).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def run(base, *more):
+    return cli.main(["dequantize", str(base), str(base.parent / "plain"), "--device", "cpu", *more])
+
+
+def check_nothing_is_left(base):
+    assert [path.name for path in base.parent.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("model", [llama, qwen2])
+def test_weights_equal_those_of_the_4_bit_base(tmp_path, model, double):
+    model().save_pretrained(tmp_path / "base")
+    assert run(tmp_path / "base", *["--use_bnb_nested_quant", "true"][: 2 * double]) == 0
+    written, weights = (
+        load_file(tmp_path / "plain" / "model.safetensors"),
+        expected(load(tmp_path / "base", True, double)),
+    )
+    assert written.keys() == weights.keys()  # tied embeddings once
+    for name, x in written.items():
+        assert x.dtype == torch.bfloat16 and torch.equal(x, weights[name]), name
+    assert dequantized_from(str(tmp_path / "plain"))["double_quant"] is double
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("model", [llama, qwen2, gpt2])
+def test_logits_equal_those_of_the_4_bit_base(tmp_path, model):
+    model().save_pretrained(tmp_path / "base")
+    assert run(tmp_path / "base") == 0
+    models = load(tmp_path / "base"), load(tmp_path / "plain", False), load(tmp_path / "base", False)
+    with torch.no_grad():
+        # in eval mode the 4-bit layers would use a kernel with rounded scales
+        quantized, plain, original = (model.train()(IDS).logits.float().log_softmax(-1) for model in models)
+    noise, error = ((x - quantized).abs().mean() for x in (plain, original))
+    assert noise < 0.01 and error > 10 * noise
+
+
+def test_base_that_is_saved_in_4_bits_keeps_its_weights(base):
+    quantized = load(base, double=True)
+    quantized.save_pretrained(base.parent / "nf4")
+    weights = expected(quantized)
+    assert cli.main(["dequantize", str(base.parent / "nf4"), str(base.parent / "plain"), "--device", "cpu"]) == 0
+    written = load_file(base.parent / "plain" / "model.safetensors")
+    assert written.keys() == weights.keys() and all(torch.equal(x, weights[name]) for name, x in written.items())
+    assert dequantized_from(str(base.parent / "plain"))["double_quant"] is True
+
+
+def test_tokenizer_and_origin_are_kept(base):
+    tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(base)
+    (base / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')  # would not be saved
+    assert run(base, "--bnb_4bit_quant_type", "fp4", "--dtype", "float32") == 0
+    plain = base.parent / "plain"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (plain / name).read_bytes() == (base / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(plain).chat_template == CHAT_TEMPLATE
+    assert json.loads((plain / "config.json").read_text())["dtype"] == "float32"
+    record = dequantized_from(str(plain))
+    weights = record.pop("weights")
+    settings = {"quant_type": "fp4", "double_quant": False, "dtype": "float32"}
+    assert record == {"base_model": "base", "revision": None} | settings
+    assert dequantized_from(str(base)) is None and len(weights) == 16
+
+
+def test_recorded_digest_is_that_of_a_policy_on_the_base(base):
+    assert run(base) == 0
+    recorded = dequantized_from(str(base.parent / "plain"))["weights"]
+    policy = get_peft_model(load(base), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert quantized_weights(policy) == recorded != quantized_weights(load(base, double=True))
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="needs a CPU with AVX512-BF16")
+def test_repacked_weights_raise(base):
+    quantized = load(base).eval()
+    with torch.no_grad():
+        quantized(IDS)
+    with pytest.raises(ValueError, match=r"down_proj.weight` must be as loaded, but a forward has repacked it"):
+        dict(command.plain_weights(quantized, on_meta(quantized.config)))
+
+
+def test_files_that_differ_are_removed(base, capsys, monkeypatch):
+    load_base = command.load_base
+
+    def damaged(path, args, quantization, device):
+        model = load_base(path, args, quantization, device)
+        if quantization is None:
+            model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1
+        return model
+
+    monkeypatch.setattr(command, "load_base", damaged)
+    assert run(base) == 2 and "`model.layers.1.mlp.up_proj.weight` in the files must equal" in capsys.readouterr().err
+    check_nothing_is_left(base)
+
+
+def test_interrupted_command_leaves_nothing(base, monkeypatch):
+    def interrupt(*_):
+        assert (base.parent / ".saving-plain" / "model.safetensors").is_file()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "publish", interrupt)
+    assert run(base) == 130
+    check_nothing_is_left(base)
+
+
+def test_files_of_a_killed_command_are_not_kept(base):
+    (base.parent / ".saving-plain").mkdir()
+    (base.parent / ".saving-plain" / "vocab.json").touch()
+    (base.parent / "plain").mkdir()
+    assert run(base) == 0
+    files = {"config.json", "dequantized.json", "generation_config.json", "manifest.json", "model.safetensors"}
+    assert {path.name for path in (base.parent / "plain").iterdir()} == files
+
+
+def test_invalid_arguments_raise(base, capsys):
+    assert cli.main(["dequantize", str(base), str(base)]) == 2
+    assert "`OUTPUT_DIR` must be empty or missing" in capsys.readouterr().err
+    (base / "adapter_config.json").write_text("{}")
+    assert run(base) == 2 and "is a saved adapter" in capsys.readouterr().err
+    assert run(base.parent / "missing") == 2 and "`MODEL` must be a directory or" in capsys.readouterr().err
+    check_nothing_is_left(base)

@@ -1,0 +1,106 @@
+"""`trl-ppo dequantize MODEL OUTPUT_DIR`: write a 4-bit base as a plain checkpoint, e.g. for vLLM."""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from huggingface_hub import snapshot_download
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.hf_argparser import string_to_bool
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import CONFIG_NAME
+
+from ..checkpoints.atomic import STAGING, publish
+from ..checkpoints.files import CheckpointError
+from ..checkpoints.fingerprints import quantized_weights
+from ..memory import on_meta
+from ..modeling.adapter_files import DEQUANTIZED, public_name
+from ..modeling.loading import check_available, check_model_arguments, hub_kwargs, load_base
+from ..rewards.model import choose_device
+
+FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer, generation config, code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand, named as those of a run."""
+    flag: dict[str, Any] = {"type": string_to_bool, "nargs": "?", "const": True, "default": False}
+    add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
+    add("model", metavar="MODEL", help="id or path of the base")
+    add("output_dir", metavar="OUTPUT_DIR", help="directory of the checkpoint, empty or missing")
+    add("--dtype", choices=dtypes, default="bfloat16", help="dtype in which the run computes")
+    add("--bnb_4bit_quant_type", choices=("nf4", "fp4"), default="nf4", help="quantization type of the run")
+    add("--use_bnb_nested_quant", **flag, help="double quantization, if the run uses it")
+    add("--device", default="auto", help="device that quantizes, e.g. cuda:0; auto is a GPU if there is one")
+    add("--revision", default="main", help="branch, tag or commit of the base on the Hub")
+    add("--trust_remote_code", **flag, help="run the model's own code")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Write the checkpoint, and print its path."""
+    final = Path(options.output_dir).absolute()
+    if final.exists() and any(final.iterdir()):
+        raise ValueError(f"`OUTPUT_DIR` must be empty or missing, got `{final}` with files; use another directory.")
+    staged = final.parent / f"{STAGING}-{final.name}"
+    shutil.rmtree(staged, ignore_errors=True)  # of a command that was killed
+    try:
+        write(options, staged)
+        publish(staged, final)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    print(f"{final} ({sum(file.stat().st_size for file in final.iterdir()) / 1e9:.1f} GB)")
+
+
+def plain_weights(base: PreTrainedModel, plain: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of a 4-bit base for the same model without quantization, one at a time in host memory."""
+    for name in sorted(plain.state_dict().keys() - plain.all_tied_weights_keys.keys()):
+        x: Any = base.get_parameter_or_buffer(name)
+        if (state := getattr(x, "quant_state", None)) is not None:
+            # on CPUs with AVX512-BF16, a forward in eval mode reorders weights in place and rounds their scales
+            if getattr(state, "packing_format_for_cpu", False):
+                raise ValueError(f"`{name}` must be as loaded, but a forward has repacked it; load the base anew.")
+            weight = dequantize_4bit(x.data, state).to(plain.dtype)  # as in the layer's forward
+            x = weight.T if x.module.source_cls is Conv1D else weight
+        yield name, x.detach().cpu()
+
+
+def write(options: argparse.Namespace, directory: Path) -> None:
+    """Quantize a base as a run does, write it dequantized, and compare the files with it."""
+    # 1. Quantize. A base that is saved in 4 bits stays as it is.
+    model, dtype, trusted = options.model, options.dtype, options.trust_remote_code
+    init_kwargs = {"dtype": dtype, "revision": options.revision}
+    args = SimpleNamespace(bf16=False, fp16=False, trust_remote_code=trusted, model_init_kwargs=init_kwargs)
+    kind, is_double = options.bnb_4bit_quant_type, options.use_bnb_nested_quant
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double)
+    check_model_arguments(model, args, config, None)
+    check_available("MODEL", model, hub_kwargs(args))
+    base = load_base(model, args, config, torch.device(choose_device(options.device, dtype)[0]))
+    config = base.config.quantization_config
+    if not config.load_in_4bit:
+        raise ValueError(f"`MODEL` must be unquantized or saved in 4 bits, got `{model}` in 8 bits; use another base.")
+
+    # 2. Write the weights, copy the other files, and record the origin.
+    plain = on_meta(base.config, trust_remote_code=trusted)
+    plain.save_pretrained(directory, state_dict=dict(plain_weights(base, plain)))
+    source = (
+        model if os.path.isdir(model) else snapshot_download(model, revision=options.revision, allow_patterns=FILES)
+    )
+    for file in (file for pattern in FILES for file in Path(source).glob(pattern)):
+        if file.name != CONFIG_NAME and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, directory / file.name)
+    record = {"base_model": public_name(model), "revision": getattr(base.config, "_commit_hash", None), "dtype": dtype}
+    record |= {"quant_type": config.bnb_4bit_quant_type, "double_quant": config.bnb_4bit_use_double_quant}
+    (directory / DEQUANTIZED).write_text(json.dumps(record | {"weights": quantized_weights(base)}, indent=1))
+
+    # 3. Load the files as a server does, and compare.
+    written = load_base(str(directory), args, None, torch.device("cpu"))
+    for name, x in plain_weights(base, written):
+        y = written.get_parameter_or_buffer(name)
+        if x.dtype != y.dtype or not torch.equal(x, y):
+            raise CheckpointError(f"`{name}` in the files must equal that of the 4-bit base, but differs; try again.")
