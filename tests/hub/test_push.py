@@ -251,3 +251,16 @@ result = sorted({"bokeh", "openai", "starlette", "uvicorn", "trl_ppo_ext.rewards
 """
     assert reader.run(loaded) == []
     assert reader.run("from trl_ppo_ext import Judge\nresult = 'trl_ppo_ext.rewards.http' in sys.modules")
+
+
+def test_dequantized_base_of_the_hub_records_its_commit(hub, client):
+    client.run(f"llama().push_to_hub('me/base-4bit', token={TOKEN!r})")
+    client.run(f"tokenizer().push_to_hub('me/base-4bit', token={TOKEN!r})")
+    client.run("from trl_ppo_ext.commands.main import main")
+    client.run("assert main(['dequantize', 'me/base-4bit', 'plain', '--device', 'cpu']) == 0")
+    files = contents(client.home / "plain")
+    record = json.loads((client.home / "plain" / "dequantized.json").read_text())
+    assert record["base_model"] == "me/base-4bit"
+    assert record["revision"] == hub.repositories["me/base-4bit"].commits[-1].oid
+    copied = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert all(files[name] == digest for name, digest in held(hub, "base-4bit").items() if name in copied)

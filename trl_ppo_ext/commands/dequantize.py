@@ -88,13 +88,12 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     # 2. Write the weights, copy the other files, and record the origin.
     plain = on_meta(base.config, trust_remote_code=trusted)
     plain.save_pretrained(directory, state_dict=dict(plain_weights(base, plain)))
-    source = (
-        model if os.path.isdir(model) else snapshot_download(model, revision=options.revision, allow_patterns=FILES)
-    )
-    for file in (file for pattern in FILES for file in Path(source).glob(pattern)):
+    is_local, revision = os.path.isdir(model), options.revision
+    source = Path(model if is_local else snapshot_download(model, revision=revision, allow_patterns=FILES))
+    for file in (file for pattern in FILES for file in source.glob(pattern)):
         if file.name != CONFIG_NAME and not file.name.endswith(".index.json"):
             shutil.copyfile(file, directory / file.name)
-    record = {"base_model": public_name(model), "revision": getattr(base.config, "_commit_hash", None), "dtype": dtype}
+    record = {"base_model": public_name(model), "revision": None if is_local else source.name, "dtype": dtype}
     record |= {"quant_type": config.bnb_4bit_quant_type, "double_quant": config.bnb_4bit_use_double_quant}
     (directory / DEQUANTIZED).write_text(json.dumps(record | {"weights": quantized_weights(base)}, indent=1))
 
