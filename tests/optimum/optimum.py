@@ -103,8 +103,11 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
     return -loss.item()
 
 
-def gap(seed, output_dir, max_steps=1400, length=2, **settings):
-    """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref)."""
+def gap(seed, output_dir, max_steps=1400, length=2, prepare=None, **settings):
+    """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref).
+
+    `prepare` changes the trainer before it trains.
+    """
     problem, base = Problem(seed, length), model(seed)
     with torch.no_grad():
         reference = problem.logprobs(base)
@@ -139,6 +142,8 @@ def gap(seed, output_dir, max_steps=1400, length=2, **settings):
         processing_class=tokenizer(),
         peft_config=lora(),
     )
+    if prepare is not None:
+        prepare(trainer)
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start

@@ -1,0 +1,194 @@
+"""Weights for a sampler that is not the policy: closed forms, and their bias by enumeration.
+
+`python tests/unit/ppo/test_sampler_weights.py` prints the table of docs/generation.md.
+"""
+
+import itertools
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from trl_ppo_ext.ppo_math import LOG_RATIO_BOUND, SamplerCorrection, clipped_policy_loss, gae, sampler_weights
+
+# ---- closed forms
+
+
+def one_by_one(logprobs, sampler_logprobs, mask, mode, clip_max, clip_min):
+    """The definitions, with the standard library, one completion at a time."""
+    level, beyond = mode.split("_")
+    rows = []
+    for new, old, counts in zip(logprobs.tolist(), sampler_logprobs.tolist(), mask.tolist()):
+        ratios = [math.exp(a) / math.exp(b) for a, b, c in zip(new, old, counts) if c]
+        if level != "token":
+            power = 1 if level == "sequence" or not ratios else 1 / len(ratios)
+            ratios = [math.prod(ratios) ** power] * len(ratios)
+        bounded = [min(max(ratio, clip_min or 0), clip_max or math.inf) for ratio in ratios]
+        if beyond == "mask":
+            bounded = [ratio if ratio == bound else 0.0 for ratio, bound in zip(ratios, bounded)]
+        weights = iter(bounded)
+        rows.append([next(weights) if c else 1.0 for c in counts])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+MODES = get_args(SamplerCorrection)
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (1.5, None), (None, 0.8), (1.2, 0.9)])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_equal_those_computed_one_by_one(mode, bounds):
+    generator = torch.Generator().manual_seed(0)
+    logprobs, sampler_logprobs = -torch.rand(2, 40, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(40, 6, generator=generator) < 0.7
+    mask[0] = False
+    expected = one_by_one(logprobs, sampler_logprobs, mask, mode, *bounds)
+    unbounded = one_by_one(logprobs, sampler_logprobs, mask, mode, None, None)
+    assert (expected != unbounded).any() == (bounds != (None, None))
+    torch.testing.assert_close(sampler_weights(logprobs, sampler_logprobs, mask, mode, *bounds), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_the_policy_itself_are_one(mode):
+    logprobs = -torch.rand(3, 4)
+    assert torch.equal(sampler_weights(logprobs, logprobs, torch.ones(3, 4), mode, 1.0, 1.0), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_of_extreme_ratios_are_finite_and_masked_positions_count_nothing(mode, sign):
+    logprobs, mask = torch.tensor([[0.5, 1e4, math.nan]]) * sign, torch.tensor([[1, 1, 0]])
+    weights = sampler_weights(logprobs, torch.zeros(1, 3), mask, mode)
+    assert weights[0, 1] == pytest.approx(math.exp(sign * LOG_RATIO_BOUND)) and weights[0, 2] == 1
+    assert not sampler_weights(logprobs.requires_grad_(), torch.zeros(1, 3), mask, mode).requires_grad
+
+
+def test_weights_on_advantages_scale_the_clipped_loss():
+    logprobs, sampled, advantages = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    weights = sampler_weights(logprobs, sampled, torch.ones(5, 8), "token_truncate", 3.0)
+    loss = clipped_policy_loss(logprobs, logprobs + 0.3 * sampled, advantages, 0.2, 0.2, dual_clip=3.0)
+    weighted = clipped_policy_loss(logprobs, logprobs + 0.3 * sampled, advantages * weights, 0.2, 0.2, dual_clip=3.0)
+    torch.testing.assert_close(weighted, weights * loss)
+
+
+# ---- bias, by enumeration of all completions
+
+# Three tokens, of which the first one ends a completion; 8 tokens at most. The policy is a table of logits, a row per
+# prefix, and a reward comes at every token.
+EOS, VOCABULARY, LENGTH = 0, 3, 8
+PREFIXES = [prefix for n in range(LENGTH) for prefix in itertools.product((1, 2), repeat=n)]
+COMPLETIONS = [(*p, t) for p in PREFIXES for t in range(VOCABULARY) if t == EOS or len(p) == LENGTH - 1]
+WIDTHS = torch.tensor([len(completion) for completion in COMPLETIONS])
+MASK = torch.arange(LENGTH) < WIDTHS[:, None]
+NUMBER = {prefix: number for number, prefix in enumerate(PREFIXES)}
+ENTRIES = torch.zeros(len(COMPLETIONS), LENGTH, dtype=torch.long)  # of the table, for each token
+for row, completion in enumerate(COMPLETIONS):
+    for t, token in enumerate(completion):
+        ENTRIES[row, t] = NUMBER[completion[:t]] * VOCABULARY + token
+NOISES, PROBLEMS = (0.1, 0.3), 10  # std of the sampler's noise in each logit; policies over which the bias is averaged
+ADVANTAGES = ("score", "rewards to go", "exact critic")
+ROWS = {
+    "no correction": None,
+    "token, unbounded": ("token_truncate", None),
+    "`token_truncate`": ("token_truncate", 3.0),
+    "`token_mask`": ("token_mask", 3.0),
+    "`geometric_mask`": ("geometric_mask", 3.0),
+    "sequence, unbounded": ("sequence_truncate", None),
+    "`sequence_truncate`": ("sequence_truncate", 3.0),
+    "`sequence_mask`": ("sequence_mask", 3.0),
+}
+
+
+def tokens(table):
+    """Log-probs of each token of all completions, 0 outside."""
+    return table.log_softmax(1).flatten()[ENTRIES] * MASK
+
+
+def gradient(table, weights):
+    """∇ of the sum of weights·log π over all tokens of all completions."""
+    table = table.clone().requires_grad_()
+    return torch.autograd.grad((weights * tokens(table)).sum(), table)[0]
+
+
+def biases(noise, seed):
+    """Bias of the expected gradient relative to the true one, `[rows, advantages]`."""
+    generator = torch.Generator().manual_seed(seed)
+    table, shift = torch.randn(2, len(PREFIXES), VOCABULARY, generator=generator, dtype=torch.float64)
+    table[:, EOS] -= 1
+    rewards = torch.randn(table.numel(), generator=generator, dtype=torch.float64)[ENTRIES] * MASK
+    logprobs, sampled = tokens(table), tokens(table + noise * shift)
+    policy, sampler = logprobs.sum(1, keepdim=True).exp(), sampled.sum(1, keepdim=True).exp()
+    torch.testing.assert_close(torch.stack([policy.sum(), sampler.sum()]), torch.ones(2).double())
+    _, to_go = gae(rewards, torch.zeros_like(rewards), MASK, 1.0, 1.0)
+    states, score = ENTRIES // VOCABULARY, rewards.sum(1, keepdim=True)
+    sums = [torch.zeros(len(table)).double().index_put((states,), policy * x, True) for x in (to_go, MASK)]
+    advantages = {
+        "score": (score - (sampler * score).sum()) * MASK,
+        "rewards to go": to_go,
+        "exact critic": gae(rewards, (sums[0] / sums[1])[states], MASK, 1.0, 0.0)[0],
+    }
+    leaf = table.clone().requires_grad_()
+    exact = torch.autograd.grad((tokens(leaf).sum(1).exp() * score[:, 0]).sum(), leaf)[0]
+    weights = [mode and sampler_weights(logprobs, sampled, MASK, *mode) for mode in ROWS.values()]
+    result = torch.zeros(len(ROWS), len(ADVANTAGES))
+    for column, advantage in enumerate(advantages.values()):
+        # under the policy itself, each of them gives the true gradient
+        torch.testing.assert_close(gradient(table, policy * advantage), exact, rtol=0, atol=1e-10)
+        for row, weight in enumerate(weights):
+            expected = gradient(table, sampler * (1 if weight is None else weight) * advantage)
+            result[row, column] = (expected - exact).norm() / exact.norm()
+    return result
+
+
+def mean_biases():
+    """Mean over problems, `[rows, advantages, noises]`."""
+    of_noises = [torch.stack([biases(noise, seed) for seed in range(PROBLEMS)]).mean(0) for noise in NOISES]
+    return torch.stack(of_noises, -1)
+
+
+def markdown(means):
+    """Biases in percent, as the table of the docs."""
+    columns = [f"{advantage}, {noise}" for advantage in ADVANTAGES for noise in NOISES]
+    lines = ["| weights | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in zip(ROWS, means.flatten(1).tolist()):
+        lines.append(f"| {name} | " + " | ".join(f"{100 * bias:.1f}" for bias in row) + " |")
+    return "\n".join(lines)
+
+
+TABLE = """\
+| weights | score, 0.1 | score, 0.3 | rewards to go, 0.1 | rewards to go, 0.3 | exact critic, 0.1 | exact critic, 0.3 |
+|---|---|---|---|---|---|---|
+| no correction | 10.6 | 33.2 | 10.6 | 32.7 | 8.4 | 26.0 |
+| token, unbounded | 7.4 | 22.5 | 7.4 | 22.5 | 5.4 | 16.3 |
+| `token_truncate` | 7.4 | 22.5 | 7.4 | 22.5 | 5.4 | 16.3 |
+| `token_mask` | 7.4 | 22.5 | 7.4 | 22.5 | 5.4 | 16.3 |
+| `geometric_mask` | 8.5 | 25.8 | 8.5 | 25.6 | 6.4 | 19.3 |
+| sequence, unbounded | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 |
+| `sequence_truncate` | 0.0 | 0.7 | 0.0 | 0.6 | 0.0 | 0.5 |
+| `sequence_mask` | 0.0 | 3.4 | 0.0 | 3.3 | 0.0 | 3.4 |"""
+
+
+@pytest.fixture(scope="module")
+def means():
+    return mean_biases()
+
+
+def test_biases_are_those_of_the_docs(means):
+    assert markdown(means) == TABLE
+
+
+def test_unbounded_sequence_weight_is_unbiased(means):
+    assert (means[[*ROWS].index("sequence, unbounded")] < 1e-10).all()
+
+
+def test_token_weight_removes_less_than_half_of_the_bias(means):
+    of = dict(zip(ROWS, means))
+    for name in ("`token_truncate`", "`token_mask`"):
+        torch.testing.assert_close(of[name], of["token, unbounded"], rtol=1e-3, atol=0)  # tokens hardly ever reach 3
+    assert (of["token, unbounded"] < of["`geometric_mask`"]).all()
+    assert (of["`geometric_mask`"] < of["no correction"]).all()
+    assert (of["token, unbounded"] > 0.5 * of["no correction"]).all()
+
+
+if __name__ == "__main__":
+    print(markdown(mean_biases()))
