@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import TRUST, AdaptiveKL
+from .ppo.math import TRUST, AdaptiveKL, SamplerCorrection
 from .presets import load_preset
 from .redaction import shown, without_secrets
 from .trl_fields import TYPES as TRL_TYPES
@@ -266,14 +266,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_enable_sleep_mode: bool = False
     vllm_sleep_level: Literal[0, 1] = 0
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate",
-        "token_mask",
-        "sequence_truncate",
-        "sequence_mask",
-        "geometric_truncate",
-        "geometric_mask",
-    ] = "token_truncate"
+    vllm_importance_sampling_mode: SamplerCorrection = "token_truncate"
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
     vllm_max_logp_difference: float | None = None

@@ -23,8 +23,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..checkpoints.files import save_adapter
+from ..checkpoints.fingerprints import quantized_weights
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
+from ..modeling.adapter_files import dequantized_from
 from ..randomness import capture_random_state
 from .continuous import distinct
 from .transformers import SAMPLING, Generator, stop_token_ids
@@ -134,8 +137,6 @@ class VLLMGenerator(Generator):
             self.engine.sleep()
 
     def _write(self, version: str) -> None:
-        from ..checkpoints.files import save_adapter
-
         policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
         aside = self.folder / f"{version}.tmp"
         try:
@@ -172,15 +173,21 @@ class VLLMGenerator(Generator):
 
 def served_base(actor_critic: ActorCritic, args: Any) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
-    config = actor_critic.policy.get_base_model().config
-    base = args.vllm_base_model or config._name_or_path
-    quantizes = "quantization" in (args.generation_kwargs or {})
-    if args.vllm_base_model is None and getattr(config, "quantization_config", None) is not None and not quantizes:
+    config, path = actor_critic.policy.get_base_model().config, args.vllm_base_model
+    base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
+    if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: completions would come from "
             "another policy (0.25 nats off per token with NF4). Write the quantized weights with `trl-ppo dequantize` "
             "and set `vllm_base_model` to that directory, or, with vLLM's plugin for bitsandbytes, set "
             "`generation_kwargs={'quantization': 'bitsandbytes'}`. `vllm_base_model` allows any base by its name."
+        )
+    written = dequantized_from(path) if path and is_quantized and os.path.isdir(path) else None
+    if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
+        raise ValueError(
+            f"`vllm_base_model` was written by `trl-ppo dequantize` from other 4-bit weights (of "
+            f"`{written['base_model']}`) than the policy's; write it again from the base and with the quantization of "
+            "this run."
         )
     if not base:
         raise ValueError("`model` has no name or path that vLLM could load; save it, or set `vllm_base_model`.")
