@@ -20,6 +20,7 @@ from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOL
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
+SERVED = ".vllm"  # in the output directory: the adapter that a vLLM server reads
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
 CRITIC_FILES = {  # by `PPOConfig.critic`

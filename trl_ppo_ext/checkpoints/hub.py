@@ -20,17 +20,17 @@ from ..environments.record import ANSWERS
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
-from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
+from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, SERVED, STATE
 from .resume import EARLIER, LOCK
 
 logger = logging.get_logger(__name__)
 
 _WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
-# names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, answers of tools, input of
+# names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, answers of tools, adapters for vLLM, input of
 # `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token
 CHECKPOINTS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", STAGING, REPLACED)
-NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", ANSWERS, LOCK, RUN_LOG, TRAINING_ARGS_NAME)
+NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", ANSWERS, SERVED, LOCK, RUN_LOG, TRAINING_ARGS_NAME)
 REMEDIES = {
     401: "The token is missing or invalid: log in with `hf auth login`, or set HF_TOKEN or `hub_token`",
     403: "The token has no write access: grant it, or set another repository in `hub_model_id`",

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoints.files import save_adapter
+from ..checkpoints.files import SERVED, save_adapter
 from ..checkpoints.fingerprints import quantized_weights
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
@@ -103,7 +103,7 @@ class VLLMGenerator(Generator):
             # all ranks sample with one adapter, which the first one writes
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
-            self.folder, self.writes = Path(args.output_dir, ".vllm").absolute(), accelerator.is_main_process
+            self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
             self.engine = VLLMServer(args.vllm_server_base_url, args.vllm_server_timeout, base, settings, rank)
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
