@@ -50,6 +50,16 @@ class ChatFormat:
         following = _RESPONSE if with_tools else _QUESTION
         if not self._keeps_prefixes(following):
             self.template_kwargs["chat_template"] = get_training_chat_template(tokenizer)
+        if with_tools:  # else a turn whose beginning is not found would call the tools of earlier turns again
+            conversation = [*self._opened_by(following), following]
+            prefix = self._render(conversation, self.template_kwargs, add_generation_prompt=True)
+            turn = tokenizer("dummy", add_special_tokens=False)["input_ids"]
+            if parse_response(tokenizer, turn, prefix=prefix).get("tool_calls"):
+                anchor, end = tokenizer.response_template.get("start_anchor"), tokenizer.decode(prefix)[-40:]
+                raise ValueError(
+                    "`start_anchor` of `tokenizer.response_template` must match the text with which the chat template "
+                    f"begins a turn, got {anchor!r} for a template that ends with {end!r}; use the end of that text."
+                )
 
     def _render(self, messages: list[dict], template_kwargs: dict[str, Any], **kwargs: Any) -> list[int]:
         kwargs = {"tokenize": True, "return_dict": False, **template_kwargs, **kwargs}

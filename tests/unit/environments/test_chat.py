@@ -2,6 +2,7 @@
 
 import pytest
 from tiny import byte_tokenizer, tokenizer
+from trl.chat_template_utils import qwen3_template
 
 from trl_ppo_ext.environments.chat import ChatFormat
 
@@ -76,3 +77,16 @@ def test_template_without_tool_calls_is_refused():
     plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="that of the tokenizer drops them"):
         ChatFormat(plain, None, conversational=True, with_tools=True)
+
+
+@pytest.mark.parametrize("anchor", ["<|im_start|>assistant\n", "<|im_start|> assistant\n"])
+def test_header_that_the_parser_does_not_find_is_refused(anchor):
+    """Otherwise a turn would call the tools of earlier turns again."""
+    custom = byte_tokenizer("qwen3_training")
+    custom.chat_template = custom.chat_template.replace("<|im_start|>assistant", "<|im_start|> assistant")
+    custom.response_template = qwen3_template | {"start_anchor": anchor}
+    if " " in anchor:
+        ChatFormat(custom, None, conversational=True, with_tools=True)
+        return
+    with pytest.raises(ValueError, match=r"`start_anchor` .* got '<\|im_start\|>assistant\\n' for .* assistant\\n'"):
+        ChatFormat(custom, None, conversational=True, with_tools=True)
