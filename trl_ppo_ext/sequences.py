@@ -21,8 +21,8 @@ class Sequences:
 
     Prompts are padded on the left and completions on the right, so position `prompt` of every row is the first token
     of its completion. A completion holds what the policy sampled and, between its turns, what an environment wrote:
-    the policy reads all of it, and only sampled tokens have log-probs and values. Lengths and `sampled_mask` stay on
-    the CPU: trimming padding never waits for the device.
+    the policy reads all of it, and only sampled tokens have log-probs and values. Lengths and `sampled` stay on the
+    CPU: trimming padding never waits for the device.
     """
 
     prompt_ids: Tensor  # [batch, prompt]
@@ -32,7 +32,7 @@ class Sequences:
     critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
     earned: Tensor | None = None  # [batch, response], rewards before each token, which only the critic reads
-    sampled_mask: Tensor | None = None  # [batch, response], on the CPU; None if the policy sampled every token
+    sampled: Tensor | None = None  # [batch, response], on the CPU, as in `turns`; None if completions are one turn
 
     @classmethod
     def from_token_ids(
@@ -44,13 +44,13 @@ class Sequences:
         critic_prompts: Sequence[Sequence[int]] | None = None,
         sampled: Sequence[Sequence[int]] | None = None,
     ) -> "Sequences":
-        """Pad lists of token ids; `sampled` is 1 at each token of a completion that the policy sampled."""
+        """Pad lists of token ids; `sampled` has the number of the turn at each sampled token, else 0."""
         optional: dict[str, Tensor] = {}
         if critic_prompts is not None:
             optional["critic_prompt_ids"] = _pad(critic_prompts, pad_token_id, left=True, device=device)
             optional["critic_prompt_lengths"] = torch.tensor([len(row) for row in critic_prompts])
         if sampled is not None:
-            optional["sampled_mask"] = _pad(sampled, 0, left=False, device="cpu").bool()
+            optional["sampled"] = _pad(sampled, 0, left=False, device="cpu")
         return cls(
             prompt_ids=_pad(prompts, pad_token_id, left=True, device=device),
             completion_ids=_pad(completions, pad_token_id, left=False, device=device),
@@ -76,11 +76,16 @@ class Sequences:
         return self.prompt_lengths + self.completion_lengths
 
     @property
+    def turns(self) -> Tensor:
+        """Number of the turn at each sampled token, from 1, else 0, `[batch, response]`."""
+        if self.sampled is None:
+            return self._response_mask
+        return self.sampled.to(self.completion_ids.device, non_blocking=True)
+
+    @property
     def completion_mask(self) -> Tensor:
         """1 at sampled tokens, `[batch, response]`."""
-        if self.sampled_mask is None:
-            return self._response_mask
-        return self.sampled_mask.to(self.completion_ids.device, non_blocking=True)
+        return self.turns.bool()
 
     @property
     def _response_mask(self) -> Tensor:
@@ -104,8 +109,8 @@ class Sequences:
     def _sampled(self) -> tuple[Tensor, Tensor]:
         """Rows and positions of the sampled tokens, found on the CPU: on the device, a boolean mask would wait."""
         lengths, device = self.completion_lengths, self.completion_ids.device
-        if self.sampled_mask is not None:
-            rows, positions = self.sampled_mask.nonzero(as_tuple=True)
+        if self.sampled is not None:
+            rows, positions = self.sampled.nonzero(as_tuple=True)
         else:
             rows = torch.arange(len(lengths)).repeat_interleave(lengths)
             positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
@@ -125,7 +130,7 @@ class Sequences:
         return per_token.new_zeros(self.completion_ids.shape).index_put(self._sampled, per_token)
 
     def to(self, device: torch.device | str) -> "Sequences":
-        """Move all tensors except the lengths and `sampled_mask`, which stay on the CPU."""
+        """Move all tensors except the lengths and `sampled`, which stay on the CPU."""
         names = ("prompt_ids", "completion_ids", "critic_prompt_ids", "earned")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
@@ -140,8 +145,8 @@ class Sequences:
         }
         if self.earned is not None:
             selected["earned"] = self.earned[on_device, : int(lengths.max())]
-        if self.sampled_mask is not None:
-            selected["sampled_mask"] = self.sampled_mask[index, : int(lengths.max())]
+        if self.sampled is not None:
+            selected["sampled"] = self.sampled[index, : int(lengths.max())]
         prompts = {"": (self.prompt_ids, self.prompt_lengths)}
         if self.critic_prompt_ids is not None and self.critic_prompt_lengths is not None:
             prompts["critic_"] = self.critic_prompt_ids, self.critic_prompt_lengths

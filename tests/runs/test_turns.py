@@ -145,7 +145,7 @@ def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
     mask = samples.sequences.completion_mask
     assert torch.equal(rollout.response_mask, mask) and 0 < mask.sum() < samples.sequences.completion_lengths.sum()
     for row, episode in enumerate(episodes):
-        assert episode.turns == 3 and episode.sampled[-1] == 1
+        assert episode.turns == 3 and episode.sampled[-1] == 3
         assert samples.scored.tokens[row].nonzero()[:, 0].tolist() == [place for place, r in episode.rewards if r]
         prompt, words = tokenizer().decode(episode.prompt_ids), tokenizer().decode(episode.completion_ids).split()
         assert prompt == episode.prompt and prompt.split()[-1] in WORDS[:8]
@@ -275,24 +275,40 @@ def test_turns_need_no_cache_of_a_replaced_generate(tmp_path):
 # ---- credit per turn ----
 
 
+class Mute(Echo):
+    """Answers with no token, so that one turn follows the other."""
+
+    def step(self, text):
+        return "", *super().step(text)[1:]
+
+
 def test_turns_start_after_what_the_environment_wrote():
     starts, first = ppo_math.turn_starts(episodes().completion_mask)
     assert starts.long().tolist() == [[1, 0, 0, 0, 1, 0, 0, 0], [1] + [0] * 7, [1, 0, 1, 0, 0, 1, 0, 0]]
     assert first[2].tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
 
 
-@pytest.mark.parametrize("estimator", ["gae", "rebn"])
-def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator):
+def test_turns_that_nothing_separates_have_their_own_ratios(tmp_path):
+    sequences = Sequences.from_token_ids(PROMPTS[:1], [[12, 1, 13, 1, 14]], 0, "cpu", sampled=[[1, 1, 2, 2, 3]])
+    ratios = loss_of(moved(tmp_path, "head"), sequences, 12, "turn")[1]["ratio/mean"][0].tolist()
+    assert ratios[0] == pytest.approx(ratios[1]) and ratios[2] == pytest.approx(ratios[3])
+    assert len({f"{ratio:.6g}" for ratio in ratios}) == 3
+
+
+@pytest.mark.parametrize(("estimator", "environment"), [("gae", Echo), ("rebn", Echo), ("gae", Mute)])
+def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator, environment):
     critic = {"critic": "none"} if estimator == "rebn" else {"critic": "head", "normalize_values": False}
     settings = {"whiten_advantages": False, "gamma": 0.9, "lam": 0.8, "kl_coef": 0.0} | critic
-    run = echo_trainer(tmp_path, advantage_level="turn", advantage_estimator=estimator, max_steps=8, **settings)
+    settings |= {"advantage_level": "turn", "advantage_estimator": estimator, "max_steps": 8}
+    run = echo_trainer(tmp_path, environment_factory=environment, **settings)
     seen, batches, sample = rollouts_of(run), [], run.collector.sample
     run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
     run.train()
     [rollout, *_], samples = seen[-1], batches[-1]  # by now, values are not 0
     lam, weights = (1.0, None) if estimator == "rebn" else (0.8, rollout.value_weights)
     for row, episode in enumerate(samples.batch.episodes):
-        starts = [n for n, x in enumerate(episode.sampled) if x and not (n and episode.sampled[n - 1])]
+        starts = episode.starts
+        assert len(starts) == 3
         values = [0.0] * 3 if lam == 1 else samples.tokens.values[row, starts].tolist()
         advantage, expected = 0.0, []
         for (_, reward), value, after in reversed([*zip(episode.rewards, values, [*values[1:], 0.0])]):
@@ -415,7 +431,7 @@ def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
         assert [turn["role"] for turn in turns] == ["assistant", "user"] * 2 + ["assistant"]
         assert [turn["text"] for turn in turns] == [x["content"].strip() for x in episode.messages]
         assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
-        starts = [n for n, x in enumerate(episode.sampled) if x and not (n and episode.sampled[n - 1])]
+        starts = episode.starts
         assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]
         assert [turn["value"] for turn in turns[::2]] == rollout.old_values[row, starts].tolist()
         assert [turn["advantage"] for turn in turns[::2]] == rollout.advantages[row, starts].tolist()

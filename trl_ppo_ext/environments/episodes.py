@@ -48,7 +48,7 @@ class Episode:
     schemas: list[dict] = field(default_factory=list)  # of the tools
     columns: dict[str, Any] = field(default_factory=dict)  # of a rollout function, for rewards
     completion_ids: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # 1 at each token that the policy sampled
+    sampled: list[int] = field(default_factory=list)  # at each token of the policy, number of its turn; else 0
     starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
     logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy; 0 if not sampled
     messages: list[dict] = field(default_factory=list)  # those of the policy and, in between, the answers
@@ -81,7 +81,7 @@ class Episode:
             self.starts.append(len(self.completion_ids))
         self.completion_ids += ids
         self.logprobs += (logprobs or [0.0] * len(ids))[: len(ids)]
-        self.sampled += [int(sampled)] * len(ids)
+        self.sampled += [self.turns if sampled else 0] * len(ids)
 
 
 class Kind:

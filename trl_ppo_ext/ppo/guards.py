@@ -92,10 +92,9 @@ class NonFiniteGuard:
             sequences.completion_lengths.masked_fill(replaced, 1),
             earned=sequences.earned,
         )
-        if sequences.sampled_mask is not None:
+        if sequences.sampled is not None:
             first_only = torch.arange(completion_ids.shape[1]) == 0
-            sampled_mask = torch.where(replaced[:, None], first_only, sequences.sampled_mask)
-            stand_ins = replace(stand_ins, sampled_mask=sampled_mask)
+            stand_ins = replace(stand_ins, sampled=torch.where(replaced[:, None], first_only, sequences.sampled))
         if sequences.critic_prompt_ids is None or sequences.critic_prompt_lengths is None:
             return stand_ins
         ids = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)

@@ -91,21 +91,22 @@ def gae(
     return advantages, returns
 
 
-def turn_starts(completion_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the turns of episodes: runs of sampled tokens between those that an environment wrote.
+def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Find where the turns of episodes start.
 
     With `starts` as the mask of [`gae`], and each turn's reward at its first token, γ and λ count turns.
 
     Args:
-        completion_mask (`Tensor`): 1 at sampled tokens.
+        turns (`Tensor`):
+            Number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. With a
+            mask, each run of sampled tokens is a turn.
 
     Returns:
         `tuple(Tensor, Tensor)`: `starts`, 1 at the first token of each turn; and for each position, the position at
             which its turn starts.
     """
-    mask = completion_mask.bool()
-    starts = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    place = torch.arange(mask.shape[1], device=mask.device)
+    starts = turns.bool() & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0)))
+    place = torch.arange(turns.shape[1], device=turns.device)
     return starts, (place * starts).cummax(1).values
 
 
@@ -152,7 +153,7 @@ def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     return old_logprobs + log_ratio.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
 
 
-def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, turns: Tensor) -> Tensor:
     r"""Log-probs whose ratio to the old ones is the same for all tokens of a turn.
 
     sₜ = log π_oldₜ + mean over the turn's tokens of (log π − log π_old): [`sequence_logprobs`] of each turn, which it
@@ -161,13 +162,13 @@ def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor)
     Args:
         logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their means).
         old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        response_mask (`Tensor`): 1 where a token counts; each run of them is a turn, as in [`turn_starts`].
+        turns (`Tensor`): Number of the turn where a token counts, else 0, as in [`turn_starts`].
 
     Returns:
         `Tensor`: Log-probs with the ratio of the turn.
     """
-    _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, response_mask=response_mask)
-    counts, (_, first) = response_mask.bool(), turn_starts(response_mask)
+    _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, turns=turns)
+    counts, (_, first) = turns.bool(), turn_starts(turns)
     log_ratio = (logprobs - old_logprobs).masked_fill(~counts, 0)
     total, length = (torch.zeros_like(log_ratio).scatter_add(1, first, x) for x in (log_ratio, counts.to(log_ratio)))
     return old_logprobs + (total / length.clamp(min=1)).gather(1, first)

@@ -324,7 +324,7 @@ class RolloutCollector:
         #    and value are at its first token.
         returns, values, steps = None, tokens.values, response_mask
         if args.advantage_level == "turn":
-            starts, first = ppo_math.turn_starts(completion_mask)
+            starts, first = ppo_math.turn_starts(sequences.turns)
             rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
         if values is not None:
             values, advantages, returns = self._gae(rewards, values, steps, samples, metrics)

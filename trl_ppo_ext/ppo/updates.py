@@ -83,9 +83,11 @@ def ppo_loss(
     policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
     aggregate = partial(ppo_math.aggregate_loss, mode=aggregation)
     # 1. Clipped surrogate of the policy, with the ratio per token, turn or sequence.
-    if ratio_level != "token":
-        level = ppo_math.sequence_logprobs if ratio_level == "sequence" else ppo_math.turn_logprobs
-        policy_logprobs = level(policy_logprobs, old_logprobs, rollout.response_mask)
+    if ratio_level == "sequence":
+        policy_logprobs = ppo_math.sequence_logprobs(policy_logprobs, old_logprobs, rollout.response_mask)
+    elif ratio_level == "turn":
+        turns = rollout.sequences.turns * rollout.response_mask
+        policy_logprobs = ppo_math.turn_logprobs(policy_logprobs, old_logprobs, turns)
     policy = ppo_math.clipped_policy_loss(policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip)
     loss, metrics = policy, {"loss/policy": policy}
 

@@ -93,7 +93,7 @@ def written(sampler, episode):
         if not parts or parts[-1][1] != by_policy:
             parts.append(([], by_policy))
         parts[-1][0].append(token)
-    return [(tokenizer.decode(ids), by_policy) for ids, by_policy in parts]
+    return [(tokenizer.decode(ids), by_policy > 0) for ids, by_policy in parts]
 
 
 def scores(sampler, episodes):
@@ -180,7 +180,7 @@ def test_turns_share_the_completion_length():
     assert [len(episode.completion_ids) for episode in episodes] == [200, 200]
     assert not episodes[0].stopped and not episodes[1].stopped
     used = sampler.generator.calls[1][1]
-    assert 0 < used < 200 and sum(episodes[0].sampled) == 200 - episodes[0].sampled.count(0)
+    assert 0 < used < 200 and {*episodes[0].sampled} == {0, 1, 2} and {*episodes[1].sampled} == {1}
 
 
 def test_answer_that_does_not_fit_is_rolled_back():
@@ -274,7 +274,7 @@ def test_plain_environment_steps_and_rewards_every_turn():
     assert [reward for _, reward in episode.rewards] == [1, 0, 1, 1] and episode.turns == 4 and episode.stopped
     assert [m["content"] for m in episode.messages] == ["right", "at 1", "left", "at 1", "right", "at 2", "right"]
     assert episode.prompt[-1]["content"] == "alpha at 0" and episode.environment.seed == 11
-    assert episode.sampled[-1] == 1 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
+    assert episode.sampled[-1] == 4 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
 
 
 def test_plain_environment_of_gymnasium_keeps_truncation_apart():
@@ -439,7 +439,9 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
     following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
     assert sampler.chat.tokenizer.decode(limited.after) == following and not limited.stopped
     assert ended.after is None and ended.stopped
-    assert limited.sampled[-1] == 1 and following not in sampler.chat.tokenizer.decode(limited.completion_ids)
+    assert limited.sampled[-1] == limited.turns and following not in sampler.chat.tokenizer.decode(
+        limited.completion_ids
+    )
 
     room = len(limited.completion_ids) + 1  # too little for the answer
     [cut] = sampled(sampler_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])

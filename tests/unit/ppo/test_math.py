@@ -308,6 +308,12 @@ def test_turn_ratio_is_the_sequence_ratio_of_each_turn():
         close(actual[rows][counts[rows]], expected[rows][counts[rows]])
 
 
+def test_turns_with_numbers_need_no_token_between_them():
+    starts, first = turn_starts(torch.tensor([[1, 1, 2, 0, 3, 4], [0, 1, 2, 2, 0, 0]]))
+    assert starts.long().tolist() == [[1, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
+    assert first.tolist() == [[0, 0, 2, 2, 4, 5], [0, 1, 2, 2, 2, 2]]
+
+
 @pytest.mark.parametrize("mode", ["token", "sequence_mean"])
 def test_sequence_ratios_have_their_closed_form_gradient(mode):
     """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s and one advantage."""
@@ -676,7 +682,7 @@ def test_loss_of_no_token_is_zero(mode):
         (lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2), ["logprobs", "old_logprobs", "advantages"]),
         (lambda a, b: sequence_logprobs(a, b, a), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: sequence_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
-        (lambda a, b: turn_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
+        (lambda a, b: turn_logprobs(a, a, b), ["logprobs", "old_logprobs", "turns"]),
         (lambda a, b: clipped_value_loss(a, b, a, 0.2), ["values", "old_values", "returns"]),
         (lambda a, b: kl_estimate(a, b, "k1"), ["logprobs", "ref_logprobs"]),
         (lambda a, b: masked_mean(a, b), ["x", "mask"]),
