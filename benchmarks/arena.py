@@ -6,11 +6,11 @@
 
 A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed), or plays the turns
 of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and epochs. Each takes the learning rate of
-`RATES` with the best mean over a run on a seed of its own; the results are of `SEEDS`. So a task and a rival take seven
-runs, of one to two minutes on a core each. Writes benchmarks/results/arena.json.
+`RATES` with the best mean over a run on a seed of its own; the results are of `SEEDS`. So each rival takes seven runs
+per task, of one to two minutes on a core. Writes benchmarks/results/arena.json.
 
-Tasks of one turn; right is the token that a fixed permutation assigns to the one before it, so the best policy is always
-right:
+Tasks of one turn; right is the token that a fixed permutation assigns to the one before it, so the best policy is
+always right:
 
 - token: a reward of 1 for each right token. Group baselines see only the sum.
 - noise: the same plus N(0, 1) at each token, times a number from 0.1 to 10 that belongs to the prompt.

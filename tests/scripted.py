@@ -15,6 +15,11 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def fails() -> str:
+    """Fail."""
+    raise RuntimeError("no luck")
+
+
 class Script(Generator):
     """Generator that writes, for each question, one text after another."""
 

@@ -7,7 +7,7 @@ import torch
 from accelerate.state import AcceleratorState
 from processes import finished, start
 from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights
-from scripted import Script, call
+from scripted import Script, call, fails
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
@@ -354,11 +354,6 @@ class Calculator:
         return float(self.total == self.target)
 
 
-def fail() -> str:
-    """Fail."""
-    raise RuntimeError("no luck")
-
-
 QUESTIONS = [{"prompt": [{"role": "user", "content": f"Q{n}"}], "target": 3 * n} for n in range(4)]
 
 
@@ -382,7 +377,7 @@ def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
 def test_run_with_tools_logs_what_trl_logs(tmp_path):
     turns = {
         "Q0": [call("add", number=0), "done"],
-        "Q1": [call("add", number=1), call("add", number=2) + "\n" + call("fail"), "done"],
+        "Q1": [call("add", number=1), call("add", number=2) + "\n" + call("fails"), "done"],
         "Q2": ["none"],
         "Q3": [call("add", number=1), "wrong"],
     }
@@ -392,13 +387,13 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
         received.update(prompts=prompts, completions=completions, totals=[x.total for x in environments])
         return [-float(len(completion)) for completion in completions]
 
-    run = chat_trainer(tmp_path, turns, brevity, tools=[fail], environment_factory=Calculator, reward_weights=[0.1])
+    run = chat_trainer(tmp_path, turns, brevity, tools=[fails], environment_factory=Calculator, reward_weights=[0.1])
     run.train()
     logs = run.state.log_history[0]
     assert run.reward_func_names == ["brevity", "Calculator"] and run.reward_weights.tolist() == pytest.approx(
         [0.1, 1]
     )
-    assert [tool.__name__ for tool in run.tools] == ["fail", "add"]
+    assert [tool.__name__ for tool in run.tools] == ["fails", "add"]
     assert [environment.total for environment in run.environments] == received["totals"]
     assert logs["tools/call_frequency"] == 5 / 4 and logs["tools/failure_frequency"] == pytest.approx(1 / 5)
     assert logs["rewards/Calculator/mean"] == 2 / 4
@@ -447,8 +442,8 @@ def test_evaluation_samples_episodes_and_repeats(tmp_path):
 
 def test_tools_alone_need_reward_functions(tmp_path):
     with pytest.raises(ValueError, match="or an environment with `get_reward` or `step`"):
-        chat_trainer(tmp_path, {}, tools=[fail])
-    run = chat_trainer(tmp_path, {"Q": [call("fail"), "x"]}, lambda completions, **_: [1.0] * 4, tools=[fail])
+        chat_trainer(tmp_path, {}, tools=[fails])
+    run = chat_trainer(tmp_path, {"Q": [call("fails"), "x"]}, lambda completions, **_: [1.0] * 4, tools=[fails])
     run.train()
     assert run.state.log_history[0]["tools/failure_frequency"] == 1
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from scripted import call, rows_of, sampler_of
+from scripted import call, fails, rows_of, sampler_of
 from tiny import tokenizer
 
 from trl_ppo_ext import StepResult
@@ -35,11 +35,6 @@ async def slowly(a: int) -> str:
     """
     await asyncio.sleep(0.3)
     return f"waited {a}"
-
-
-def fails() -> str:
-    """Fail."""
-    raise RuntimeError("no luck")
 
 
 class Counter:
