@@ -1,11 +1,13 @@
 """Train the runs of a list one after the other, and save their results.
 
-Under a launcher, every process is one of the run's. Without one, the processes of each list of runs are forks.
+Under a launcher, every process is one of the run's. Without one, the processes of each list of runs are forks, with
+environment variables such as those of a launcher.
 """
 
 import json
 import os
 import sys
+from functools import partial
 
 import torch
 from datasets import Dataset
@@ -78,7 +80,7 @@ def train(
     defaults = {
         "num_mini_batches": 1,
         "num_ppo_epochs": 2,
-        "max_steps": 8,
+        "max_steps": 6,
         "entropy_coef": 0.01,
         "normalize_rewards": True,
         "reward_baseline": "reference",
@@ -116,7 +118,8 @@ def train(
     return trainer
 
 
-def train_all(runs):
+def train_all(runs, variables=None):
+    os.environ |= variables or {}
     for run in runs:
         last = train(**run)
     last.end()
@@ -131,10 +134,10 @@ def import_deepspeed():
 
 def main(lists):
     """`lists` has the processes and the runs of each way to start them."""
-    if any("deepspeed" in run["settings"] for _, runs in lists for run in runs):
+    if "deepspeed" in json.dumps(lists).lower():
         import_deepspeed()  # once, for all forks
-    for processes, runs in lists:
-        codes = finished(start(lambda runs=runs: train_all(runs), processes), bound=300)
+    for processes, runs, variables in lists:
+        codes = finished(start(partial(train_all, runs, variables), processes), bound=300)
         if codes != [0] * processes:
             sys.exit(f"exit codes {codes}")
 

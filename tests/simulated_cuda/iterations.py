@@ -47,7 +47,8 @@ def build(directory, reward_funcs=length_reward, peft_config=None, **settings):
         model = llama(dtype=torch.bfloat16, attn_implementation="stand_in")
     if reward_funcs == "classifier":
         reward_funcs, processing_classes = llama(classifier=True), tokenizer()
-    args = config(directory, gradient_accumulation_steps=2, per_device_reward_batch_size=8, **settings)
+    settings |= {"gradient_accumulation_steps": 2, "per_device_reward_batch_size": 8, "num_ppo_epochs": 1}
+    args = config(directory, **settings)
     rest = {"processing_class": tokenizer(), "reward_processing_classes": processing_classes}
     return PPOTrainer(model, reward_funcs, args, prompts(), peft_config=peft_config, **rest)
 
