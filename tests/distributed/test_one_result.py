@@ -2,22 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from processes import finished, in_a_fork
 from safetensors.torch import load_file
 from tiny import llama
-from train import FIXED
+from train import FIXED, main
 
 from trl_ppo_ext.modeling import default_peft_config
 
-HERE = Path(__file__).parent
-TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
 TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
 
 CHOICES = {
@@ -108,14 +104,9 @@ def run_of(choice, spread, launch):
     return others | {"settings": settings | SPREADS[spread] | sharding}
 
 
-def launch(runs, config_file=None):
-    """Start `train.py`, under a launcher if there is a file for it."""
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config_file)] if config_file else []
-    command = [sys.executable, *launcher, str(HERE / "train.py"), json.dumps(runs)]
-    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))  # the package that lies beside the tests
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
+def run_all(lists):
+    """Train in forks of a fork, which imports DeepSpeed."""
+    assert finished([in_a_fork(partial(main, lists), {})], 300) == [0]
 
 
 def outcome(output_dir):
@@ -131,7 +122,7 @@ SLOW = {"ZeRO-1", "ZeRO-2", "ZeRO-3, all", "DDP, all", "FSDP2, all"}  # ZeRO-3 d
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Outcomes by launch, choice and spread; all that are not slow are run by one process and its forks."""
+    """Outcomes by launch, choice and spread; all that are not slow are run at once."""
     folder, cache = tmp_path_factory.mktemp("runs"), {}
 
     def get(how, *run):
@@ -142,7 +133,7 @@ def outcomes(tmp_path_factory):
                 names[way] = {each: folder / f"{way} {number}" for number, each in enumerate(runs)}
                 entries = [{"output_dir": str(names[way][each])} | run_of(*each, way) for each in runs]
                 lists.append([1 if way == "one process" else 2, entries, {}])
-            launch(lists)
+            run_all(lists)
             cache.update({way: {x: outcome(path) for x, path in paths.items()} for way, paths in names.items()})
         return cache[how][run]
 

@@ -1,12 +1,20 @@
 """Runs under ZeRO and FSDP2 that sample, save and resume, started by the launcher or as it would start them."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate.commands import launch as launcher
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from test_one_result import CHOICES, SPREADS, TWO_PROCESSES, launch, outcome, stage_of
+from test_one_result import CHOICES, SPREADS, outcome, run_all, stage_of
 from tiny import llama, tokenizer
 
+HERE = Path(__file__).parent
+TWO_PROCESSES = HERE.parent.parent / "recipes" / "accelerate" / "cpu_2_processes.yaml"
 FSDP_FILE = """fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
@@ -52,12 +60,12 @@ def runs_of(tmp_path, how):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of runs with the launcher's variables, all of which are forks of one process."""
+    """Folders of runs with the launcher's variables, all of which are forks."""
     folders, lists = {how: tmp_path_factory.mktemp("runs") for how in ("ZeRO-3", "FSDP2")}, []
     for how, folder in folders.items():
         variables = variables_of(launcher_file(folder / "launch.yaml", stage_of(how)))
         lists.append([2, runs_of(folder, how), variables])
-    launch(lists)
+    run_all(lists)
     return folders
 
 
@@ -83,5 +91,11 @@ def test_sharded_run_resumes_bit_for_bit_within_a_rollout(folders, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_sharded_run_of_the_launcher_resumes_bit_for_bit(tmp_path, how):
-    launch(runs_of(tmp_path, how), launcher_file(tmp_path / "launch.yaml", stage_of(how)))
+    file = launcher_file(tmp_path / "launch.yaml", stage_of(how))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), str(HERE / "train.py")]
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))  # the package that lies beside the tests
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command.append(json.dumps(runs_of(tmp_path, how)))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
     check_resumed(tmp_path, how)

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from processes import finished, start
@@ -120,6 +121,7 @@ def train(
 
 def train_all(runs, variables=None):
     os.environ |= variables or {}
+    AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests
     for run in runs:
         last = train(**run)
     last.end()
@@ -145,4 +147,4 @@ def main(lists):
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import_deepspeed()
-    (train_all if "RANK" in os.environ else main)(json.loads(sys.argv[1]))
+    train_all(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Train on rollouts of which the second of two processes can use nothing; both are forks of this one.
+"""Train on rollouts of which the second of two processes can use nothing.
 
 Of eight rows in a rollout the last four are the second process's. Their rewards fail in the first rollout, and their
 forwards are not finite in the second.
@@ -6,11 +6,9 @@ forwards are not finite in the second.
 
 import json
 import math
-import sys
 
 import torch
 from datasets import Dataset
-from processes import finished, start
 from tiny import SPECIAL, config, llama, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
@@ -56,8 +54,3 @@ def main(output_dir, batch_size):
         with open(f"{output_dir}/log.json", "w") as file:
             json.dump([{"num_processes": trainer.accelerator.num_processes}, *trainer.state.log_history], file)
     return trainer
-
-
-if __name__ == "__main__":
-    codes = finished(start(lambda: main(sys.argv[1], int(sys.argv[2])).end(), processes=2), bound=120)
-    sys.exit(codes != [0, 0])

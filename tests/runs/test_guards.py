@@ -2,17 +2,16 @@
 
 import json
 import math
-import os
 import random
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
+from processes import finished, start
 from runs_of_tiny import rollouts_of, trainer, weights
 from safetensors.torch import load_file
 from tiny import config, length_reward, llama, prompts, tokenizer
@@ -491,13 +490,15 @@ def saved(folder):
 
 def test_rank_without_usable_completions_takes_the_others_step(tmp_path):
     """Its rewards failed, or its forwards were not finite: it learns from the completions of the other rank."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{DRIVER.parents[1]}:{DRIVER.parents[2]}"}
+    train = runpy.run_path(str(DRIVER))["main"]
     (tmp_path / "two").mkdir()
-    command = [sys.executable, str(DRIVER), str(tmp_path / "two"), "4"]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    single = runpy.run_path(str(DRIVER))["main"](str(tmp_path / "one"), 8)
-    _, told = running.communicate(timeout=120)
-    assert running.returncode == 0, told[-4000:]
+    single = train(str(tmp_path / "one"), 8)
+
+    def train_one_of_two():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        train(str(tmp_path / "two"), 4).end()
+
+    assert finished(start(train_one_of_two, 2), 120) == [0, 0]
     assert_close(saved(tmp_path / "two"), saved(tmp_path / "one"))
     processes, *log = json.loads((tmp_path / "two" / "log.json").read_text())
     assert processes["num_processes"] == 2
