@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -142,7 +143,7 @@ class VLLMGenerator(Generator):
         try:
             save_adapter(policy, name, str(aside), dict(self.actor_critic.policy_parameters()))
             aside.rename(self.folder / version)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
                 f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); when there is space, the run "

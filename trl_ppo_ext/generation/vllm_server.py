@@ -37,7 +37,9 @@ class VLLMServer(Engine):
         self.name, self.settings = redacted(self.url), settings | {"return_token_ids": True}
         self.directories: dict[str, Path] = {}
         self.command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {base} --enable-lora --max-loras 2 "
-        self.command += f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm"
+        self.command += f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm "
+        address = httpx2.URL(self.url)
+        self.command += f"--host {address.host} --port {address.port or 80}"  # by default it listens to all networks
         answer = self._run(lambda client: self._answer(client, "GET", "/v1/models"))
         if not answer.is_success:
             raise VLLMError(f"The server at {self.name} is not a vLLM server: {self._shown(answer)}.")
