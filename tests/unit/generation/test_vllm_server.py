@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -129,6 +130,17 @@ def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, m
     loaded.timeout, server.delay = 0.2, 0.5
     assert len(loaded.sample("run-1", REQUESTS)) == 20
     assert paths(server).count("/v1/completions") == 20
+
+
+def test_server_that_shuts_down_under_a_request_is_not_waited_for(server, loaded, monkeypatch):
+    """It no longer listens, and neither answers nor hangs up while a request is in flight."""
+    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+    loaded.timeout, server.delay = 0.2, 4.0
+    threading.Timer(0.3, lambda: setattr(server.server, "should_exit", True)).start()
+    began = time.monotonic()
+    with pytest.raises(VLLMError, match=r"No answer from .*\(ConnectError"):
+        loaded.sample("run-1", REQUESTS[:3])
+    assert time.monotonic() - began < 3
 
 
 # ---- servers that cannot serve the run ----
