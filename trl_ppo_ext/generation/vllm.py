@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
@@ -160,7 +160,8 @@ class VLLMGenerator(Generator):
 
         left = [path.name for path in self.folder.glob("*")]
         if left:
-            with suppress(Timeout), FileLock(self.folder.parent / LOCK, timeout=0):  # not while that run trains
+            # not while that run trains, nor on a disk that cannot be locked
+            with suppress(OSError, NotImplementedError), FileLock(self.folder.parent / LOCK, timeout=0):
                 for version in left:
                     self._forget(version)
 
