@@ -89,9 +89,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
         vllm_base_model (`str`, *optional*):
             Name or path of the base that vLLM serves, if it is not `model`. Its weights must be the same.
-        vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`): Address of the server.
+        vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
+            Address of the server, which must see `output_dir` under the same path. Its key is read from the
+            environment variable `VLLM_API_KEY`.
         vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
-            Seconds to wait for an answer of the server, also while it starts or is restarted.
+            Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
             Share of the GPU's memory for a colocated vLLM, with its copy of the base.
         vllm_max_model_length (`int`, *optional*):
@@ -529,6 +531,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; remove them, and "
                 "configure the server where you start it."
             )
+        if not self.vllm_server_base_url.startswith(("http://", "https://")):
+            url = shown("vllm_server_base_url", self.vllm_server_base_url)
+            raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {url}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -123,15 +125,14 @@ class VLLMGenerator(Generator):
         self.engine.wake()
         try:
             # 1. Write the adapter beside, then rename: a server never reads half of it.
-            last, self.version = self.version, next(self.versions)
-            on_every_rank(partial(self._write, self.version), OSError, ValueError, runs=self.writes)
+            version, last = next(self.versions), self.version
+            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
             # 2. Load it on every rank, which is a no-op for a server that has it.
-            load = partial(self.engine.load, self.version, self.folder / self.version)
-            on_every_rank(load, VLLMError)
+            on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
+            self.version = version
             # 3. Forget the one before: every rank has sampled its rollout.
-            if last is not None and self.writes:
-                self.engine.unload(last)
-                shutil.rmtree(self.folder / last, ignore_errors=True)
+            if last is not None:
+                on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
             yield
         finally:
             self.engine.sleep()
@@ -142,18 +143,27 @@ class VLLMGenerator(Generator):
         try:
             save_adapter(policy, name, str(aside), dict(self.actor_critic.policy_parameters()))
             aside.rename(self.folder / version)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
                 f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); when there is space, the run "
                 "can be resumed from its last checkpoint."
             ) from error
 
+    def _forget(self, version: str) -> None:
+        self.engine.unload(version)
+        shutil.rmtree(self.folder / version, ignore_errors=True)
+
     def _forget_last_run(self) -> None:
         """Unload what an earlier run in this directory has left, e.g. because it was killed."""
-        for directory in self.folder.glob("*"):
-            self.engine.unload(directory.name)
-            shutil.rmtree(directory)
+        from ..checkpoints.resume import LOCK
+
+        left = [path.name for path in self.folder.glob("*")]
+        if left:
+            # not while that run trains, nor on a disk that cannot be locked
+            with suppress(OSError, NotImplementedError), FileLock(self.folder.parent / LOCK, timeout=0):
+                for version in left:
+                    self._forget(version)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""

@@ -3,40 +3,51 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from ..concurrency import finished, started
-from ..redaction import shortened, without_key
-from ..rewards.http import is_loopback
+from ..redaction import redacted, shortened, without_key
+from ..rewards.http import is_loopback, read_key
 from .vllm import Engine, Request, Sampled, VLLMError
 
+T = TypeVar("T")
+KEY = "VLLM_API_KEY"
 CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
+LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
+ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
+_tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each adapter
 
 
 class VLLMServer(Engine):
     """`vllm serve` on this or another machine, which sees the directory of the adapters under the same path.
 
-    Failed connections are tried again for `timeout` seconds, and a server that was restarted gets
-    the adapter again: a request has its seed, so its completions are the same. The key of the server is read from the
-    environment variable VLLM_API_KEY.
+    Requests are repeated for `timeout` seconds while the server cannot be reached, and one that was restarted gets the
+    adapter again: a request has its seed, so its completions are the same.
     """
 
     def __init__(self, url: str, timeout: float, base: str, settings: dict[str, Any], rank: int):
-        self.url, self.timeout, self.settings = url.rstrip("/"), timeout, settings | {"return_token_ids": True}
+        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
+        self.name, self.settings = redacted(self.url), settings | {"return_token_ids": True}
         self.directories: dict[str, Path] = {}
         self.command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {base} --enable-lora --max-loras 2 "
-        self.command += f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm"
-        models = self._ask("GET", "/v1/models").json()["data"]
+        self.command += f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm "
+        address = httpx2.URL(self.url)
+        self.command += f"--host {address.host} --port {address.port or 80}"  # by default it listens to all networks
+        answer = self._run(lambda client: self._answer(client, "GET", "/v1/models"))
+        if not answer.is_success:
+            raise VLLMError(f"The server at {self.name} is not a vLLM server: {self._shown(answer)}.")
+        models = answer.json()["data"]
         served = [name for model in models if not model.get("parent") for name in (model["id"], model.get("root"))]
         if base not in served:
             raise VLLMError(
-                f"The server at {self.url} serves `{served[0]}`, and the policy's base is `{base}`; start it with "
+                f"The server at {self.name} serves `{served[0]}`, and the policy's base is `{base}`; start it with "
                 f"`{self.command}`, or set `vllm_base_model` to what it serves, if the weights are the same."
             )
 
@@ -45,18 +56,24 @@ class VLLMServer(Engine):
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""
         self.directories = {name: directory}
-        answer = self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-        if answer.status_code == 404 and "Not Found" in answer.text and name not in answer.text:
-            raise VLLMError(f"The server at {self.url} takes no adapters; start it with `{self.command}`.")
-        if answer.is_error and "already" not in answer.text:
+        self._run(lambda client: self._load(client, name))
+
+    async def _load(self, client: httpx2.AsyncClient, name: str) -> None:
+        directory = str(self.directories[name])
+        answer = await self._answer(
+            client, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}
+        )
+        if answer.status_code == 404 and '"detail"' in answer.text:  # no such path
+            raise VLLMError(f"The server at {self.name} takes no adapters; start it with `{self.command}`.")
+        if not answer.is_success and "already been loaded" not in answer.text:
             raise VLLMError(
-                f"The server at {self.url} cannot load the adapter in `{directory}`, which it must see under that "
-                f"path: {self._shown(answer)}. Start it with `{self.command}`."
+                f"The server at {self.name} cannot load the adapter: {self._shown(answer)}. It must be started with "
+                f"`{self.command}`, and see `{directory}` under that path."
             )
 
     def unload(self, name: str) -> None:
         """Forget an adapter; a server that was restarted has done so."""
-        self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        self._run(lambda client: self._answer(client, "POST", "/v1/unload_lora_adapter", {"lora_name": name}))
 
     def wake(self) -> None:
         """Nothing to do: the server has its own memory."""
@@ -69,12 +86,11 @@ class VLLMServer(Engine):
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
 
-        async def all_of_them() -> list[list[Sampled]]:
+        async def sample(client: httpx2.AsyncClient) -> list[list[Sampled]]:
             slots = asyncio.Semaphore(CONCURRENCY)
-            async with self._client() as client:
-                return await asyncio.gather(*[self._complete(client, slots, name, x) for x in requests])
+            return await asyncio.gather(*[self._complete(client, slots, name, x) for x in requests])
 
-        return finished(started(all_of_them()))
+        return self._run(sample)
 
     async def _complete(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, name: str, request: Request
@@ -85,52 +101,61 @@ class VLLMServer(Engine):
         async with slots:
             answer = await self._answer(client, "POST", "/v1/completions", body)
             if answer.status_code == 404:  # it was restarted, and has lost the adapter
-                load = {"lora_name": name, "lora_path": str(self.directories[name])}
-                await self._answer(client, "POST", "/v1/load_lora_adapter", load)
+                await self._load(client, name)
                 answer = await self._answer(client, "POST", "/v1/completions", body)
-        if answer.is_error:
-            raise VLLMError(f"The server at {self.url} did not sample: {self._shown(answer)}.")
+        if not answer.is_success:
+            raise VLLMError(f"The server at {self.name} did not sample: {self._shown(answer)}.")
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         return [Sampled(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     # ---- requests ----
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
-        async def ask() -> httpx2.Response:
-            async with self._client() as client:
-                return await self._answer(client, method, path, body)
+    def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
+        key = read_key(KEY) if os.environ.get(KEY) else None
 
-        return finished(started(ask()))
+        async def run() -> T:
+            async with httpx2.AsyncClient(
+                base_url=self.url,
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+                timeout=httpx2.Timeout(None, connect=LIFE),
+                limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
+                verify=_tls(),
+                trust_env=not is_loopback(httpx2.URL(self.url).host),  # requests to this machine go through no proxy
+            ) as client:
+                return await action(client)
 
-    def _client(self) -> httpx2.AsyncClient:
-        key = os.environ.get("VLLM_API_KEY", "").strip()
-        return httpx2.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-            timeout=httpx2.Timeout(self.timeout, connect=min(10.0, self.timeout)),
-            limits=httpx2.Limits(max_connections=CONCURRENCY),
-            trust_env=not is_loopback(httpx2.URL(self.url).host),  # requests to this machine go through no proxy
-        )
+        return finished(started(run()))
 
     async def _answer(
-        self, client: httpx2.AsyncClient, method: str, path: str, body: dict[str, Any] | None
+        self, client: httpx2.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx2.Response:
-        """Answer to a request, which is repeated while the server cannot be reached or fails."""
+        """Answer to a request, which is repeated while the server cannot be reached or starts."""
         end = time.monotonic() + self.timeout
         while True:
+            request = asyncio.create_task(client.request(method, path, json=body))
             try:
-                answer = await client.request(method, path, json=body)
-                if answer.status_code not in UNAVAILABLE or time.monotonic() > end:
-                    return answer
+                # completions may take any time, but a server that is shut down never answers, nor hangs up
+                while not (await asyncio.wait([request], timeout=LIFE))[0]:
+                    await client.get("/v1/models", timeout=LIFE)
+                    end = time.monotonic() + self.timeout
+                answer = request.result()
             except httpx2.TransportError as error:
-                if time.monotonic() > end:
-                    cause = f"{type(error).__name__}: {error}".rstrip(": ")
-                    raise VLLMError(
-                        f"No answer from {self.url} within `vllm_server_timeout={self.timeout:g}` s ({cause}). If the "
-                        f"server does not run, start it with `{self.command}`; the run resumes from its checkpoint."
-                    ) from None
+                cause = f"{type(error).__name__}: {error}".rstrip(": ")
+            else:
+                cause = self._shown(answer)
+                if answer.status_code in (401, 403):
+                    raise VLLMError(f"The server at {self.name} refuses {KEY} of the environment: {cause}.")
+                if answer.status_code not in UNAVAILABLE and ENGINE_DIED not in answer.text[:200]:
+                    return answer
+            finally:
+                request.cancel()
+            if time.monotonic() > end:
+                raise VLLMError(
+                    f"No answer from {self.name} within `vllm_server_timeout={self.timeout:g}` s ({cause}). If the "
+                    f"server does not run, start it with `{self.command}`; the run resumes from its checkpoint."
+                )
             await asyncio.sleep(PAUSE)
 
     def _shown(self, answer: httpx2.Response) -> str:
-        text = without_key(answer.text[:2000], os.environ.get("VLLM_API_KEY", "").strip())
+        text = without_key(answer.text[:2000], os.environ.get(KEY, "").strip())
         return f"{answer.status_code} {shortened(' '.join(text.split()))}"

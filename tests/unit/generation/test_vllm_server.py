@@ -1,0 +1,263 @@
+"""The client of a vLLM server, against one with recorded answers; tests/vllm has the real one."""
+
+import json
+import re
+import threading
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vllm import LOGPROB, serving
+from peft import LoraConfig
+from runs_of_tiny import trainer, weights
+from starlette.responses import PlainTextResponse
+from tiny import llama
+
+from trl_ppo_ext.generation import VLLMError, vllm_server
+from trl_ppo_ext.generation.vllm import Request
+from trl_ppo_ext.generation.vllm_server import VLLMServer
+
+BASE, KEY = "org/base", "tok-0123456789abcdef"
+SETTINGS = {"temperature": 0.7, "stop_token_ids": [1], "logprobs": 0}
+REQUESTS = [Request([4 + row, 5], 1 + row % 3, 100 + row, 6) for row in range(20)]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(vllm_server, "PAUSE", 0.02)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with serving(BASE) as server:
+        yield server
+
+
+def client(server, timeout=5.0, base=BASE, rank=16):
+    return VLLMServer(server.url, timeout, base, SETTINGS, rank)
+
+
+def adapter(directory, rank=4):
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (directory / "adapter_model.safetensors").touch()
+    return directory
+
+
+@pytest.fixture
+def loaded(server, tmp_path):
+    built = client(server)
+    built.load("run-1", adapter(tmp_path / "run-1"))
+    return built
+
+
+def paths(server):
+    return [path for path, *_ in server.asked]
+
+
+def test_requests_have_the_sampling_settings_and_seeds(server, loaded):
+    sampled = loaded.sample("run-1", REQUESTS)
+    asked = [body for path, body, _ in server.asked if path == "/v1/completions"]
+    by_seed = {body["seed"]: body for body in asked}
+    for request, completions in zip(REQUESTS, sampled, strict=True):
+        body = by_seed[request.seed]
+        assert body == SETTINGS | {
+            "model": "run-1",
+            "prompt": request.prompt_ids,
+            "n": request.copies,
+            "seed": request.seed,
+            "max_tokens": 6,
+            "return_token_ids": True,
+        }
+        assert len(completions) == request.copies
+        assert all(x.logprobs == [LOGPROB] * len(x.ids) for x in completions)
+    assert loaded.sample("run-1", REQUESTS[::-1])[::-1] == sampled
+
+
+def test_adapter_that_is_loaded_or_unloaded_twice_is_no_error(server, loaded, tmp_path):
+    loaded.load("run-1", tmp_path / "run-1")
+    loaded.unload("run-1")
+    loaded.unload("run-1")
+    assert not server.adapters
+
+
+# ---- outages ----
+
+
+def test_unavailable_server_is_asked_again(server, loaded):
+    expected = loaded.sample("run-1", REQUESTS)
+    server.asked.clear()
+    server.failures = {"/v1/completions": [429, 502, 503, 504, "engine died"]}
+    assert loaded.sample("run-1", REQUESTS) == expected
+    assert len(server.asked) == len(REQUESTS) + 5
+
+
+def test_other_failures_raise_at_once(server, loaded):
+    server.failures = {"/v1/completions": [500]}
+    with pytest.raises(VLLMError, match=r"did not sample: 500 busy\."):
+        loaded.sample("run-1", REQUESTS[:1])
+    server.failures = {"/v1/completions": ["too long"]}
+    with pytest.raises(VLLMError, match=r"400 .*max_tokens=400 cannot be greater than max_model_len=256"):
+        loaded.sample("run-1", REQUESTS[:1])
+    assert paths(server).count("/v1/completions") == 2
+
+
+def test_restarted_server_gets_the_adapter_again(server, loaded):
+    expected = loaded.sample("run-1", REQUESTS)
+    server.stop()
+    server.start()
+    assert loaded.sample("run-1", REQUESTS) == expected
+    assert server.adapters.keys() == {"run-1"}
+
+
+def test_server_that_is_gone_raises_after_the_timeout(server, loaded):
+    loaded.timeout = 0.3
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises(VLLMError, match=r"No answer .* within `vllm_server_timeout=0.3` s \(ConnectError.*vllm serve"):
+        loaded.sample("run-1", REQUESTS)
+    assert time.monotonic() - began < 2
+    server.start()
+
+
+def test_server_that_stays_unavailable_raises_after_the_timeout(server, loaded):
+    loaded.timeout, server.failures = 0.1, {"/v1/completions": [503] * 1000}
+    with pytest.raises(VLLMError, match=r"No answer from .*\(503 busy\)"):
+        loaded.sample("run-1", REQUESTS[:1])
+
+
+def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, monkeypatch):
+    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+    loaded.timeout, server.delay = 0.2, 0.5
+    assert len(loaded.sample("run-1", REQUESTS)) == 20
+    assert paths(server).count("/v1/completions") == 20
+
+
+def test_server_that_shuts_down_under_a_request_is_not_waited_for(server, loaded, monkeypatch):
+    """It no longer listens, and neither answers nor hangs up while a request is in flight."""
+    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+    loaded.timeout, server.delay = 0.2, 4.0
+    threading.Timer(0.3, lambda: setattr(server.server, "should_exit", True)).start()
+    began = time.monotonic()
+    with pytest.raises(VLLMError, match=r"No answer from .*\(ConnectError"):
+        loaded.sample("run-1", REQUESTS[:3])
+    assert time.monotonic() - began < 3
+
+
+# ---- servers that cannot serve the run ----
+
+
+def command(server, rank=16):
+    return re.escape(
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {BASE} --enable-lora --max-loras 2 --max-lora-rank {rank} "
+        f"--logprobs-mode processed_logprobs --generation-config vllm --host 127.0.0.1 --port {server.port}`"
+    )
+
+
+def test_another_base_raises_with_the_command(server):
+    server.base = "org/other"
+    with pytest.raises(
+        VLLMError, match=rf"serves `org/other`, and the policy's base is `{BASE}`; start.*{command(server)}"
+    ):
+        client(server)
+
+
+@pytest.mark.parametrize("option", ["--enable-lora", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
+def test_server_without_adapters_raises_with_the_command(server, option, tmp_path):
+    server.failures = {"/v1/load_lora_adapter": [f"without {option}"]}
+    with pytest.raises(VLLMError, match=command(server)):
+        client(server).load("run-1", adapter(tmp_path / "run-1"))
+
+
+@pytest.mark.parametrize(
+    "rank, exists, cause",
+    [(20, True, r"500 .*rank 20 is greater than max_lora_rank 16"), (4, False, r"404 .*No adapter found")],
+)
+def test_adapter_that_cannot_be_loaded_raises_with_the_cause(server, rank, exists, cause, tmp_path):
+    directory = adapter(tmp_path / "run-1", rank) if exists else tmp_path / "run-1"
+    with pytest.raises(VLLMError, match=rf"{cause}.*{command(server, 32)}, and see `{directory}` under that path"):
+        client(server, rank=32).load("run-1", directory)
+
+
+def test_address_of_something_else_raises(server):
+    server.failures = {"/v1/models": ["no such path"]}
+    with pytest.raises(VLLMError, match=r"is not a vLLM server: 404 .*Not Found"):
+        client(server)
+
+
+# ---- key and proxy ----
+
+
+def test_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch):
+    server.key = KEY
+    with pytest.raises(VLLMError, match=r"refuses VLLM_API_KEY of the environment: 401 .*Unauthorized"):
+        client(server)
+    monkeypatch.setenv("VLLM_API_KEY", KEY + "\n")
+    built = client(server)
+    assert KEY not in str(vars(built))
+    server.failures = {"/v1/models": [PlainTextResponse(f"I know {KEY}", 418)]}
+    with pytest.raises(VLLMError, match=r"418 \*\*\* \(it repeats a part of the key\)"):
+        client(server)
+    monkeypatch.setenv("VLLM_API_KEY", "wrong key")
+    with pytest.raises(ValueError, match=r"`VLLM_API_KEY` is not set to a key") as raised:
+        client(server)
+    assert "wrong key" not in str(raised.value)
+
+
+def test_requests_to_this_machine_use_no_proxy(server, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client(server, timeout=0.1)
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_address_may_end_as_that_of_openai_clients_do(server, suffix):
+    VLLMServer(server.url + suffix, 1.0, BASE, SETTINGS, 16)
+
+
+# ---- runs ----
+
+
+def run(server, output_dir, **kwargs):
+    settings = {"vllm_base_model": BASE, "vllm_server_base_url": server.url, "vllm_max_logp_difference": 99.0}
+    return trainer(output_dir, llama(), use_vllm=True, vllm_mode="server", max_steps=8, **settings, **kwargs)
+
+
+def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
+    undisturbed = run(server, tmp_path / "undisturbed")
+    undisturbed.train()
+    built, completed = run(server, tmp_path / "run"), count(1)
+    complete = built.collector.generator.engine._complete
+
+    async def disturbed(*args):
+        if next(completed) == 12:  # the fourth of the second rollout
+            server.failures = {"/v1/completions": ["engine died"]}
+            server.adapters.clear()
+        return await complete(*args)
+
+    built.collector.generator.engine._complete = disturbed
+    built.train()
+    assert next(completed) == 17
+    expected = weights(undisturbed)
+    assert all(torch.equal(x, expected[name]) for name, x in weights(built).items())
+
+
+def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_path):
+    built = run(server, tmp_path)
+    built.train()
+    loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
+    unloaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/unload_lora_adapter"]
+    assert len(set(loaded)) == 3 and unloaded == loaded[:-1]
+    assert list(server.adapters) == loaded[-1:] == [path.name for path in Path(tmp_path, ".vllm").iterdir()]
+    used = {body["model"] for path, body, _ in server.asked if path == "/v1/completions"}
+    assert used == set(loaded[1:])  # the first one shows that it can be loaded
+
+
+def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, tmp_path):
+    peft_config = LoraConfig(r=20, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(VLLMError, match=r"rank 20 is greater"):
+        run(server, tmp_path, peft_config=peft_config)
+
+
+def test_address_without_a_scheme_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"`vllm_server_base_url` must start with http:// or https://, got 'local"):
+        trainer(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="localhost:8000")
