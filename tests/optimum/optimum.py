@@ -29,7 +29,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=str(PAD), eos_token=str(EOS))
 
 
-def model(seed):
+def model(seed, **kwargs):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -42,6 +42,7 @@ def model(seed):
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=None,
+        **kwargs,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -103,15 +104,19 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
     return -loss.item()
 
 
-def gap(seed, output_dir, max_steps=1400, length=2, prepare=None, **settings):
+def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=None, **settings):
     """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref).
 
     `prepare` changes the trainer before it trains.
     """
     problem, base = Problem(seed, length), model(seed)
+    if settings.get("use_vllm"):  # which reads the base from disk, and has no kernel for heads of 16
+        base = model(seed, head_dim=32)
+        base.save_pretrained(f"{output_dir}/base")
+        settings["vllm_base_model"] = f"{output_dir}/base"
     with torch.no_grad():
         reference = problem.logprobs(base)
-    exact = exact_ascent(problem, base)
+    exact = exact_ascent(problem, base, ascent_steps)
     defaults = {
         "use_cpu": True,
         "bf16": False,
