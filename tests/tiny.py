@@ -73,22 +73,21 @@ def llama(vocab_size=32, seed=0, dtype=torch.float32, hidden_size=32, classifier
     return model.to(dtype).eval()
 
 
-def qwen2(vocab_size=32, seed=0, **kwargs):
+def qwen2(vocab_size=32, seed=0, hidden_size=32, **kwargs):
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
         initializer_range=0.1,
         tie_word_embeddings=True,
         bos_token_id=2,
         eos_token_id=1,
         pad_token_id=None,
-        **kwargs,
+        **{"max_position_embeddings": 64} | kwargs,
     )
     return Qwen2ForCausalLM(config).eval()
 

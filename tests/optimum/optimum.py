@@ -104,7 +104,7 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
     return -loss.item()
 
 
-def gap(seed, output_dir, max_steps=1400, length=2, prepare=None, **settings):
+def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=None, **settings):
     """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref).
 
     `prepare` changes the trainer before it trains.
@@ -116,7 +116,7 @@ def gap(seed, output_dir, max_steps=1400, length=2, prepare=None, **settings):
         settings["vllm_base_model"] = f"{output_dir}/base"
     with torch.no_grad():
         reference = problem.logprobs(base)
-    exact = exact_ascent(problem, base)
+    exact = exact_ascent(problem, base, ascent_steps)
     defaults = {
         "use_cpu": True,
         "bf16": False,

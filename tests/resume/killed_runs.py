@@ -49,7 +49,7 @@ def train(output_dir, settings):
     patience = settings.pop("patience", None)
     callbacks = [EarlyStoppingCallback(patience)] if patience else None
     rank, fails = int(os.environ.get("RANK", "0")), settings.pop("fails", None)
-    dataset = prompts(settings.pop("rows", 16))
+    model, dataset = settings.pop("model", None) or llama(), prompts(settings.pop("rows", 16))
     if settings.pop("stream", False):
         dataset = dataset.to_iterable_dataset().shuffle(seed=3, buffer_size=5)
     if settings.pop("disk", None) == rank:
@@ -66,7 +66,7 @@ def train(output_dir, settings):
     os.makedirs(output_dir, exist_ok=True)
     args = config(output_dir, **settings)
     evaluated = prompts(4).map(lambda row: {"target": -1})
-    trainer = PPOTrainer(llama(), reward, args, dataset, evaluated, tokenizer(), callbacks=callbacks)
+    trainer = PPOTrainer(model, reward, args, dataset, evaluated, tokenizer(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=bool(checkpoints(output_dir)) or None)
     trainer.save_model(f"{output_dir}/end")
     if rank == 0:
@@ -192,6 +192,8 @@ class Killer:
 def main(folder, scenarios, settings):
     """Print what came of each scenario: processes, the signal or what fails, for whom, how often, own settings."""
     logging.set_verbosity_error()
+    if settings.get("use_vllm"):
+        import vllm  # noqa: F401  once, for all forks
     folder, killers = Path(folder), {}
     for name, (processes, number, whom, times, *own) in scenarios.items():
         kind = f"{processes} {own}"

@@ -1,5 +1,6 @@
 """Sampling with vLLM, to which only the policy's adapter travels: the base never moves."""
 
+import gc
 import os
 import random
 import shutil
@@ -226,7 +227,7 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
 
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
-    """Undo what the construction of an engine does to the process: seeds, environment, number of threads."""
+    """Undo what the construction of an engine does to the process: seeds, environment, threads, garbage collection."""
     restore, environment, set_num_threads = capture_random_state(device), dict(os.environ), torch.set_num_threads
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: nothing is left when it ends
@@ -238,6 +239,7 @@ def contained(device: torch.device) -> Iterator[None]:
     finally:
         restore()
         torch.set_num_threads = set_num_threads
+        gc.unfreeze()  # it was frozen with all that there is, and would not free a trainer that is dropped
         os.environ.clear()
         os.environ.update(environment)
 
@@ -279,9 +281,13 @@ class ColocatedEngine(Engine):
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled
                 seed=args.seed,
             )
+        # its end would destroy the process group, which is that of the run or of the next engine
+        if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
+            finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
         self.sleep_level = args.vllm_sleep_level if args.vllm_enable_sleep_mode else None
         self.requests: dict[str, Any] = {}
+        self.device = accelerator.device
         quiet = args.disable_tqdm or not accelerator.is_main_process
         # vLLM divides by the time of its bar, which is 0 if it is disabled
         self.bar = False if quiet else partial(tqdm, leave=False, delay=3)
@@ -303,7 +309,9 @@ class ColocatedEngine(Engine):
         """Sample the completions of each request."""
         params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
+        restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
         outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=self.bar)
+        restore()
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
 
     def wake(self) -> None:

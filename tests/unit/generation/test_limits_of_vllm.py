@@ -1,0 +1,72 @@
+"""What vLLM could not sample with is refused before it starts; tests/vllm has the tests that start it."""
+
+from types import SimpleNamespace
+
+import pytest
+from peft import LoraConfig
+from runs_of_tiny import trainer
+from tiny import config, llama
+
+from trl_ppo_ext.generation import vllm
+from trl_ppo_ext.modeling import load_actor_critic
+
+
+def lora(**kwargs):
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | kwargs)
+
+
+def policy(tmp_path, **kwargs):
+    return load_actor_critic(llama(), config(tmp_path), peft_config=lora(**kwargs))
+
+
+@pytest.fixture
+def base(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    monkeypatch.setattr(vllm, "ColocatedEngine", lambda *args: pytest.fail("vLLM was started"))
+
+
+def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch):
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):
+        trainer(tmp_path / "run", base, use_vllm=True)
+
+
+@pytest.mark.parametrize("ranks, reserved", [({"r": 1}, 1), ({}, 8), ({"rank_pattern": {"q_proj": 12}}, 16)])
+def test_slot_has_the_next_rank_that_vllm_takes(tmp_path, ranks, reserved):
+    assert vllm.reserved_rank(policy(tmp_path, **ranks)) == reserved
+
+
+@pytest.mark.parametrize(
+    "adapter, message",
+    [
+        ({"r": 513}, "vLLM loads adapters of rank up to 512, got 513; lower `r`"),
+        ({"rank_pattern": {"q_proj": 600}}, "got 600; lower `r`"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "not with other adapters or one on the embeddings"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "must not be on the output projection"),
+    ],
+)
+def test_adapter_that_vllm_cannot_load_is_refused_before_it_starts(tmp_path, base, no_engine, adapter, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path / "run", base, peft_config=lora(**adapter), use_vllm=True)
+
+
+def test_model_without_a_path_is_refused(tmp_path, no_engine):
+    with pytest.raises(ValueError, match="no name or path that vLLM could load; save it, or set `vllm_base_model`"):
+        trainer(tmp_path, use_vllm=True)
+
+
+def test_quantized_base_is_served_only_if_it_is_named(tmp_path):
+    quantized = policy(tmp_path)
+    settings = quantized.policy.get_base_model().config
+    settings._name_or_path, settings.quantization_config = "org/model", SimpleNamespace(load_in_4bit=True)
+    with pytest.raises(ValueError, match=r"vLLM would serve `org/model` unquantized: .*`trl-ppo dequantize`"):
+        vllm.served_base(quantized, config(tmp_path, use_vllm=True))
+    named = config(tmp_path, use_vllm=True, vllm_base_model="org/dequantized")
+    assert vllm.served_base(quantized, named) == "org/dequantized"
+    plugin = config(tmp_path, use_vllm=True, generation_kwargs={"quantization": "bitsandbytes"})
+    assert vllm.served_base(quantized, plugin) == "org/model"

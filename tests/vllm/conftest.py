@@ -1,0 +1,20 @@
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+INSTALLED = getattr(find_spec("vllm"), "origin", None) is not None  # this folder, too, is a package of that name
+if INSTALLED:  # before anything imports it
+    os.environ |= {
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first rollout compiles for seconds
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    } | os.environ
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what starts vLLM, with the reason, where it is not installed."""
+    for item in items:
+        if not INSTALLED and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM, see `make test-vllm`"))

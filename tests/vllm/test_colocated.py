@@ -1,0 +1,253 @@
+"""vLLM in the process of the run samples from the policy as it is, and leaves nothing else behind."""
+
+import gc
+import os
+import random
+import time
+import weakref
+from itertools import count, repeat
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from served import CONTEXT, LONG, SHORT, largest_difference, logged, long_prompts, move, saved, served_trainer
+from served import small_llama as llama
+from tiny import qwen2
+
+from trl_ppo_ext.generation import build_generator
+from trl_ppo_ext.generation.vllm import Request, VLLMError
+from trl_ppo_ext.ppo.sampler import SamplerError
+
+EXACT = 1e-4  # nats; measured 1e-6
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved(llama(), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, base):
+    """A trainer that most tests share: each of them moves its policy."""
+    return served_trainer(tmp_path_factory.mktemp("run"), base, dataset=long_prompts())
+
+
+# ---- the same policy ----
+
+
+def lora(**kwargs):
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | kwargs)
+
+
+VARIANTS = {
+    "default": {},
+    "rsLoRA": {"peft_config": lora(use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"])},
+    "patterns": {
+        "peft_config": lora(
+            rank_pattern={"q_proj": 12, "layers.1.mlp.down_proj": 2}, alpha_pattern={"v_proj": 32, "up_proj": 1}
+        )
+    },
+    "tied embeddings": {"temperature": 0.7, "stop_token_ids": [5, 6, 7], "num_generations": 4},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_of_every_rollout_are_those_of_the_policy(variant, tmp_path, base):
+    if variant == "tied embeddings":
+        model = qwen2(hidden_size=128, max_position_embeddings=CONTEXT)
+        assert model.config.tie_word_embeddings
+        base = saved(model, tmp_path / "base")
+    groups = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        groups.append((prompts, completion_ids))
+        return [sum(ids) / len(ids) for ids in completion_ids]
+
+    settings = {"max_steps": 12, "learning_rate": 0.03, "max_grad_norm": 0.0, "kl_coef": 0.01} | VARIANTS[variant]
+    run = served_trainer(tmp_path / "run", base, reward, long_prompts(), **settings)
+    run.train()
+    differences, kl = logged(run, "sampling/sampling_logp_difference/max"), logged(run, "kl")
+    assert len(differences) == 3 and max(differences) < EXACT, differences
+    assert kl[0] == 0 and kl[2] > 0.02, kl  # so an adapter that is not applied would be seen
+    assert logged(run, "sampling/importance_sampling_ratio/max") == pytest.approx([1, 1, 1], abs=EXACT)
+    assert logged(run, "ratio/max")[0] == 1  # exactly: old log-probs are those of the updates' forward
+    stops = {1, *settings.get("stop_token_ids", [])}
+    for prompts, completions in groups:
+        assert all((ids[-1] in stops or len(ids) == 8) and not stops & {*ids[:-1]} for ids in completions)
+        copies = [[tuple(ids) for x, ids in zip(prompts, completions) if x == prompt] for prompt in {*prompts}]
+        assert {len(x) for x in copies} == {run.args.num_generations}
+        assert run.args.num_generations == 1 or all(len({*x}) > 1 for x in copies)
+
+
+def test_greedy_completions_are_those_of_transformers(tmp_path, base):
+    settings = {"top_k": 1, "vllm_importance_sampling_correction": False, "max_completion_length": 16}
+    run = served_trainer(tmp_path, base, **settings)
+    move(run, 0)
+    prompts = [[(7 * row + 3 * k) % 28 + 4 for k in range(1 + row % 9)] for row in range(56)] + LONG
+    with run.collector.generator.awake():
+        completions = run.collector.generator.generate(prompts)
+    policy = run.actor_critic.policy.eval()
+    for prompt, ids in zip(prompts, completions, strict=True):
+        expected = policy.generate(
+            input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=16, eos_token_id=1
+        )
+        assert ids == expected[0, len(prompt) :].tolist()
+    assert len({tuple(ids) for ids in completions}) > 16
+
+
+def test_completions_do_not_depend_on_the_other_prompts(run):
+    move(run, 1)
+    requests = [Request(ids, 1 + n % 3, 1000 + n, 8) for n, ids in enumerate([*SHORT, *LONG])]
+    generator, shuffled = run.collector.generator, random.Random(0).sample(range(len(requests)), len(requests))
+    with generator.awake():
+        sampled = generator.engine.sample(generator.version, requests)
+        others = generator.engine.sample(generator.version, [requests[n] for n in shuffled])
+        alone = generator.engine.sample(generator.version, requests[3:5])
+    ids = [[copy.ids for copy in copies] for copies in sampled]
+    assert [[copy.ids for copy in copies] for copies in others] == [ids[n] for n in shuffled]
+    assert [[copy.ids for copy in copies] for copies in alone] == ids[3:5]
+
+
+# ---- only the adapter as it is ----
+
+
+def test_update_reaches_the_next_rollout(run):
+    for seed in range(4):
+        move(run, seed)
+        assert largest_difference(run, SHORT + LONG) < EXACT
+
+
+def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
+    generator, seen = run.collector.generator, []
+    add_lora = generator.engine.llm.llm_engine.add_lora
+    monkeypatch.setattr(generator.engine.llm.llm_engine, "add_lora", lambda x: seen.append(x) or add_lora(x))
+    for seed in range(3):
+        move(run, seed)
+        with generator.awake():
+            assert not [*generator.folder.iterdir()]
+            assert not generator.engine.requests[generator.version].load_inplace  # or it is read at every token
+    assert (
+        len({x.lora_name for x in seen}) == len({x.lora_int_id for x in seen}) == len({x.lora_path for x in seen}) == 3
+    )
+
+
+def test_repeated_name_would_serve_stale_keys_and_values(run, monkeypatch):
+    """The trap that new names avoid: new weights on prompts that an old adapter has read."""
+    generator, numbers = run.collector.generator, count(10**6)
+    request = generator.engine.adapter
+    monkeypatch.setattr(generator, "versions", repeat("again-1"))
+    monkeypatch.setattr(generator.engine, "adapter", lambda name, _, path: request(name, next(numbers), path))
+    move(run, 1)
+    assert largest_difference(run, SHORT + LONG) < EXACT
+    move(run, 2)
+    assert largest_difference(run, LONG) > 0.05
+    move(run, 3)
+    assert largest_difference(run, SHORT) < EXACT  # shorter than a block
+
+
+@pytest.mark.parametrize("scale, cause", [(0.0, "the policy's adapter is not applied"), (0.2, "an older adapter")])
+def test_stale_adapter_ends_the_run_with_its_cause(run, monkeypatch, scale, cause):
+    engine = run.collector.generator.engine
+    move(run, 1, scale)
+    with run.collector.generator.awake():
+        pass
+    (stale,) = engine.requests.values()
+    monkeypatch.setattr(engine, "load", lambda name, directory: engine.requests.update({name: stale}))
+    move(run, 2)
+    with pytest.raises(SamplerError, match=cause):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_another_base_ends_the_run_before_training(tmp_path, base):
+    other = saved(llama(seed=1), tmp_path / "other")
+    run = served_trainer(tmp_path / "run", base, vllm_base_model=other)
+    before = {name: x.clone() for name, x in run.actor_critic.trained_weights().items()}
+    with pytest.raises(SamplerError, match=r"differ by .* nats per token.* another base than the policy"):
+        run.train()
+    assert run.state.global_step == 0
+    assert all(torch.equal(x, before[name]) for name, x in run.actor_critic.trained_weights().items())
+
+
+def test_adapter_that_vllm_does_not_apply_is_an_error(tmp_path, base):
+    with pytest.raises(VLLMError, match=r"vLLM does not support this adapter: .*DoRA.*; change `peft_config`"):
+        served_trainer(tmp_path, base, peft_config=lora(use_dora=True))
+
+
+# ---- the process ----
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_engine_leaves_the_process_as_it_was(run):
+    def process():
+        return dict(os.environ), torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
+
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    before, states = process(), random_states()
+    build_generator(run.actor_critic, run.processing_class, run.args, Accelerator())
+    assert process() == before
+    assert random_states() == states
+
+
+def test_rollout_draws_one_number_per_prompt_and_no_other(run, monkeypatch):
+    generator, asked = run.collector.generator, []
+    sample = generator.engine.sample
+    monkeypatch.setattr(generator.engine, "sample", lambda name, x: asked.append(x) or sample(name, x))
+    torch.manual_seed(6)
+    python, numpy, _ = random_states()
+    with generator.awake():
+        completions = generator.generate([*SHORT, *SHORT])
+    drawn = random_states()
+    torch.manual_seed(6)
+    seeds = torch.randint(2**31, (len(SHORT),)).tolist()
+    assert [(x.prompt_ids, x.copies, x.seed) for x in asked[0]] == [(x, 2, y) for x, y in zip(SHORT, seeds)]
+    assert drawn == (python, numpy, torch.get_rng_state().tolist())
+    torch.manual_seed(6)
+    with generator.awake():
+        assert generator.generate([*SHORT, *SHORT]) == completions
+
+
+def test_engine_of_a_dropped_trainer_is_freed_and_harms_no_other(tmp_path, base):
+    first, second = (served_trainer(tmp_path / name, base) for name in "ab")
+    engine = weakref.ref(first.collector.generator.engine.llm.llm_engine.engine_core.engine_core)
+    del first
+    gc.collect()
+    assert engine() is None and torch.distributed.is_initialized()
+    assert largest_difference(second, SHORT) < EXACT
+
+
+# ---- cost ----
+
+
+@pytest.mark.parametrize("rank, megabytes", [(32, 1), (256, 8)])
+def test_only_the_adapter_travels_and_quickly(tmp_path, rank, megabytes):
+    base = saved(llama(hidden_size=256, head_dim=64), tmp_path / "base")
+    peft_config = lora(
+        r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    run = served_trainer(tmp_path / "run", base, peft_config=peft_config)
+    generator, written, seconds = run.collector.generator, [], []
+    load = generator.engine.load
+
+    def measured(name, directory):
+        written.append({path.name: path.stat().st_size for path in directory.iterdir()})
+        load(name, directory)
+
+    generator.engine.load = measured
+    for seed in range(5):
+        move(run, seed)
+        start = time.perf_counter()
+        with generator.awake():
+            seconds.append(time.perf_counter() - start)
+    parameters = sum(x.numel() * x.element_size() for x in run.actor_critic.policy_parameters().values())
+    print(f"\n{parameters / 1e6:.1f} MB: written and loaded in {1000 * sorted(seconds)[2]:.1f} ms")
+    assert parameters > 1e6 * megabytes
+    assert all(x.keys() == {"adapter_config.json", "adapter_model.safetensors"} for x in written)
+    assert all(sum(x.values()) < parameters + 50_000 for x in written)
+    assert sorted(seconds)[2] < 0.05
+    assert largest_difference(run, SHORT) < EXACT

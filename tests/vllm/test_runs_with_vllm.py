@@ -1,0 +1,108 @@
+"""Whole runs whose rollouts vLLM samples: turns, kills, processes, and the optimum that is known."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from served import logged, saved, served_trainer, small_llama
+from tiny import WORDS
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "optimum"))
+from optimum import gap  # noqa: E402
+
+DEFAULTS = {
+    "critic": "side",
+    "cliprange": None,
+    "normalize_values": True,
+    "vf_coef": 0.5,
+    "cliprange_value": None,
+}  # of the config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved(small_llama(), tmp_path_factory.mktemp("base"))
+
+
+def script(path, *arguments):
+    """Run a script of the other tests, whose processes are forks of it; return what it prints."""
+    command = [sys.executable, str(TESTS / path), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+class Echo:
+    """Repeats the last word; three turns make an episode."""
+
+    def reset(self, row, seed):
+        self.turns = 0
+        return f" {WORDS[seed % 8]}"
+
+    def step(self, text):
+        self.turns += 1
+        word = text.split()[-1] if text.split() else "w0"
+        return f" {word} w1", float(int(word.removeprefix("w")) % 2 == 0), self.turns == 3
+
+
+def test_logprobs_of_turns_are_at_their_tokens(tmp_path, base):
+    settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "learning_rate": 0.03}
+    run = served_trainer(tmp_path, base, None, environment_factory=Echo, max_steps=8, **settings)
+    seen, sample = [], run.collector.sample
+    run.collector.sample = lambda *args, **kwargs: seen.append(sample(*args, **kwargs)) or seen[-1]
+    run.train()
+    assert len(seen) == 2
+    assert max(logged(run, "sampling/sampling_logp_difference/max")) < 1e-4
+    for samples in seen:
+        for row, episode in enumerate(samples.batch.episodes):
+            assert len(episode.logprobs) == len(episode.sampled) and 0 in episode.sampled
+            expected = samples.tokens.logprobs[row, : len(episode.logprobs)].tolist()
+            expected = [x if sampled else 0 for x, sampled in zip(expected, episode.sampled)]
+            assert episode.logprobs == pytest.approx(expected, abs=1e-4)
+        assert (samples.sampler_weights[~samples.sequences.completion_mask] == 1).all()
+
+
+def check_kills(folder, base, kills):
+    scenarios = {"killed": (1, "SIGKILL", "all", kills)}
+    settings = {"rows": 20, "use_vllm": True, "model": base}
+    output = script("resume/killed_runs.py", folder, json.dumps(scenarios), json.dumps(settings))
+    runs = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(runs) == kills and any(run["codes"] == [-9] for run in runs)
+    for run in runs:
+        assert run["ended"] == [0] and run["equal"] and run["last"] == ["checkpoint-18"], run
+
+
+def test_killed_run_ends_as_the_uninterrupted_one(tmp_path, base):
+    check_kills(tmp_path, base, 3)
+
+
+@pytest.mark.slow
+def test_run_killed_ten_times_ends_as_the_uninterrupted_one(tmp_path, base):
+    check_kills(tmp_path, base, 10)
+
+
+def test_two_processes_have_an_engine_each(tmp_path, base):
+    run = {"output_dir": str(tmp_path / "run"), "settings": {"use_vllm": True}, "sample": True, "model": base}
+    script("distributed/train.py", json.dumps([[2, [run]]]))
+    about, *logs = json.loads((tmp_path / "run/log.json").read_text())
+    differences = [x for log in logs for name, x in log.items() if name.endswith("logp_difference/max")]
+    assert about["num_processes"] == 2 and len(differences) >= 4 and max(differences) < 1e-4
+
+
+def test_few_rollouts_improve_the_known_objective(tmp_path):
+    result = gap(0, tmp_path, max_steps=60, ascent_steps=1, use_vllm=True)
+    way = result["best"] - result["reference"]
+    assert result["ppo"] - result["reference"] > 0.5 * way, result
+
+
+@pytest.mark.slow
+def test_training_reaches_the_optimum_of_exact_ascent(tmp_path, all_cores):
+    # with the clip of 0.2 that `gap` has, the seed decides whether a run finds the best responses: 0.023 with this one
+    result = gap(0, tmp_path, use_vllm=True, **DEFAULTS)
+    print(result)
+    assert result["gap"] <= 0.02, result
