@@ -263,7 +263,8 @@ class ColocatedEngine(Engine):
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
         }
         if on_cpu:
-            defaults |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
+            # vLLM 0.32 dies when it samples part of a prompt with a seed, on CPUs only
+            defaults |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
         if accelerator.num_processes > 1:  # vLLM then uses the process group of the run
             defaults["distributed_executor_backend"] = "external_launcher"
         with contained(accelerator.device):
