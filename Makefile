@@ -18,11 +18,11 @@ test-all: $(VENV)/.test
 
 # against the real engine and a real server, in an environment of their own (3.4 GB)
 test-vllm: $(VENV)-vllm/.test
-	$(VENV)-vllm/bin/python -m pytest tests/vllm
+	$(VENV)-vllm/bin/python -m pytest tests/with_vllm
 
-$(VENV)-vllm/.test: setup.cfg constraints.txt tests/vllm/install.py
+$(VENV)-vllm/.test: setup.cfg constraints.txt tests/with_vllm/install.py
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python tests/vllm/install.py
+	$(VENV)-vllm/bin/python tests/with_vllm/install.py
 	@touch $@
 
 duel: $(VENV)/.test

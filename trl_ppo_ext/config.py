@@ -89,9 +89,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
         vllm_base_model (`str`, *optional*):
             Name or path of the base that vLLM serves, if it is not `model`. Its weights must be the same.
-        vllm_server_base_url (`str`, *optional*, defaults to `"http://127.0.0.1:8000"`):
-            Address of the server, which must see `output_dir` under the same path. Its key is read from the
-            environment variable `VLLM_API_KEY`.
+        vllm_server_base_url (`str`, *optional*):
+            Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its
+            key is read from the environment variable `VLLM_API_KEY`.
         vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
             Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
@@ -261,7 +261,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     generation_kwargs: dict[str, Any] | str | None = None
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_base_model: str | None = None
-    vllm_server_base_url: str = "http://127.0.0.1:8000"
+    vllm_server_base_url: str | None = None
     vllm_server_timeout: float = 240.0
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_length: int | None = None
@@ -531,7 +531,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; remove them, and "
                 "configure the server where you start it."
             )
-        if not self.vllm_server_base_url.startswith(("http://", "https://")):
+        if not (self.vllm_server_base_url or "http://").startswith(("http://", "https://")):
             url = shown("vllm_server_base_url", self.vllm_server_base_url)
             raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {url}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

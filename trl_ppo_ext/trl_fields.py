@@ -109,8 +109,8 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
 _DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
 # the only value besides None (a type if there is none), and why
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "vllm_server_host": (str, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
-    "vllm_server_port": (int, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_server_host": ("0.0.0.0", "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_server_port": (8000, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
     "vllm_tensor_parallel_size": (1, "each process has an engine; start a server with `--tensor-parallel-size`"),
     "vllm_model_impl": ("vllm", "set `generation_kwargs={'model_impl': ...}`"),
     "vllm_structured_outputs_regex": (str, "the policy would not have sampled such completions"),

@@ -89,7 +89,15 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
         ({"scale_rewards": "batch", "critic": "none", "num_generations": 8}, r"one of 'group', 'none', got 'batch'"),
         ({"transformers_continuous_batching_config": {"page_size": 16}}, r"`transformers_continuous_batching_config`"),
-        ({"use_vllm": True}, r"`use_vllm` must be False or omitted, got True .*not supported; `use_transformers"),
+        (
+            {"use_vllm": True, "use_transformers_paged": True},
+            r"which sets `generation_backend` to 'continuous_batching'",
+        ),
+        (
+            {"vllm_server_port": 9000},
+            r"`vllm_server_port` must be 8000 or omitted, got 9000 .*: set `vllm_server_base_url`",
+        ),
+        ({"use_vllm": True, "top_p": 0.9}, r"`top_p=0.9` changes the distribution that vLLM samples from"),
         ({"use_adaptive_entropy": True}, r"set `entropy_target`"),
         ({"sync_ref_model": True}, r"the reference is the frozen base"),
         ({"cast_lm_head_to_fp32": True}, r"set `model_init_kwargs"),

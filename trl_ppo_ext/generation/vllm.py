@@ -39,6 +39,7 @@ logger = logging.get_logger(__name__)
 
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
+LOCAL = "http://127.0.0.1:8000"
 INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run it in an environment of its own"
 
 
@@ -107,7 +108,9 @@ class VLLMGenerator(Generator):
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
             self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
-            self.engine = VLLMServer(args.vllm_server_base_url, args.vllm_server_timeout, base, settings, rank)
+            self.engine = VLLMServer(
+                args.vllm_server_base_url or LOCAL, args.vllm_server_timeout, base, settings, rank
+            )
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
             run, self.writes = ["policy"], True

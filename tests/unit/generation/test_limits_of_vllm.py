@@ -1,4 +1,4 @@
-"""What vLLM could not sample with is refused before it starts; tests/vllm has the tests that start it."""
+"""What vLLM could not sample with is refused before it starts; tests/with_vllm has the tests that start it."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The client of a vLLM server, against one with recorded answers; tests/vllm has the real one."""
+"""The client of a vLLM server, against one with recorded answers; tests/with_vllm has the real one."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """Answers of the real server, right and wrong, of which `tests/fake_vllm.py` makes a server for the quick tests.
 
-`python tests/vllm/recording.py` records them anew; `test_recording.py` checks that the server still answers so.
+`python tests/with_vllm/recording.py` records them anew; `test_recording.py` checks that the server still answers so.
 """
 
 import json

