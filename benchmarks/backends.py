@@ -1,0 +1,79 @@
+"""Tokens per second of each sampling backend, and milliseconds of an adapter's swap: `python benchmarks/backends.py`.
+
+A Llama of 4 million parameters with random weights, LoRA of rank 16 on all linear layers, and 64 prompts of 17 tokens
+with up to 64 new tokens: once all of 64, once each of a length between 1 and 64, as an EOS would end them. Best of 3.
+Needs vLLM for its row: `make test-vllm` installs it into .venv-vllm.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "backends.json"
+PROMPTS, PROMPT, NEW = 64, 17, 64
+
+
+def measure(backend: str) -> dict[str, float]:
+    """Sample with one backend."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+    from tiny import config, length_reward, prompts, tokenizer
+
+    from trl_ppo_ext import PPOTrainer
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+    words = [f"w{number}" for number in range(2044)]  # and four special tokens
+    results: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        base = f"{directory}/base"
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).save_pretrained(base)
+        settings = {
+            "generation_backend": backend,
+            "max_completion_length": NEW,
+            "use_cpu": not torch.cuda.is_available(),
+        }
+        for name, stops in (("of one length", []), ("of many lengths", list(range(4, 4 + 2048 // 24)))):
+            args = config(f"{directory}/{name}", stop_token_ids=stops or None, **settings)
+            trainer = PPOTrainer(base, length_reward, args, prompts(), processing_class=tokenizer(words))
+            generator = trainer.collector.generator
+            ids = [[4 + (31 * row + k) % 2044 for k in range(PROMPT)] for row in range(PROMPTS)]
+            rates, swaps = [], []
+            for _ in range(4):  # the first warms up
+                start = time.perf_counter()
+                with generator.awake():
+                    loaded = time.perf_counter()
+                    completions = generator.generate(ids)
+                    end = time.perf_counter()
+                rates.append(sum(map(len, completions)) / (end - loaded))
+                swaps.append(1000 * (loaded - start))
+            results[f"tokens/s {name}"] = round(max(rates[1:]))
+            results["swap ms"] = round(min(swaps[1:]), 1)
+    return results
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print("RESULT" + json.dumps(measure(sys.argv[1])))
+        return
+    import subprocess
+
+    results = {}
+    for backend in ("transformers", "continuous_batching", *(["vllm"] if find_spec("vllm") else [])):
+        run = subprocess.run([sys.executable, __file__, backend], capture_output=True, text=True)
+        lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+        results[backend] = json.loads(lines[0].removeprefix("RESULT")) if lines else run.stderr[-500:]
+        print(backend, results[backend], flush=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
