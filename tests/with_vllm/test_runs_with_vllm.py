@@ -28,9 +28,9 @@ def base(tmp_path_factory):
     return saved(small_llama(), tmp_path_factory.mktemp("base"))
 
 
-def script(path, *arguments):
-    """Run a script of the other tests, whose processes are forks of it; return what it prints."""
-    command = [sys.executable, str(TESTS / path), *map(str, arguments)]
+def script(path, *arguments, launcher=()):
+    """Run a script of the other tests; return what it prints."""
+    command = [sys.executable, *launcher, str(TESTS / path), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -88,7 +88,8 @@ def test_run_killed_ten_times_ends_as_the_uninterrupted_one(tmp_path, base):
 
 def test_two_processes_have_an_engine_each(tmp_path, base):
     run = {"output_dir": str(tmp_path / "run"), "settings": {"use_vllm": True}, "sample": True, "model": base}
-    script("distributed/train.py", json.dumps([[2, [run]]]))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script("distributed/train.py", json.dumps([run]), launcher=launcher)
     about, *logs = json.loads((tmp_path / "run/log.json").read_text())
     differences = [x for log in logs for name, x in log.items() if name.endswith("logp_difference/max")]
     assert about["num_processes"] == 2 and len(differences) >= 4 and max(differences) < 1e-4
