@@ -18,7 +18,7 @@ test-all: $(VENV)/.test
 
 # against the real engine and a real server, in an environment of their own (3.4 GB)
 test-vllm: $(VENV)-vllm/.test
-	$(VENV)-vllm/bin/python -m pytest tests/with_vllm
+	$(VENV)-vllm/bin/python -m pytest -m "not slow" tests/with_vllm
 
 $(VENV)-vllm/.test: setup.cfg constraints.txt tests/with_vllm/install.py
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm

@@ -101,9 +101,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
             Whether a colocated vLLM frees its keys and values on the GPU between rollouts.
         vllm_sleep_level (`int`, *optional*, defaults to `0`): 1 moves its base to CPU memory meanwhile, too.
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
             Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels.
-        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`):
+        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_truncate"`):
             The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"`
             clamps it to the two limits, `"..._mask"` sets it to 0 outside.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`): Largest ratio.
@@ -267,8 +267,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_max_model_length: int | None = None
     vllm_enable_sleep_mode: bool = False
     vllm_sleep_level: Literal[0, 1] = 0
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: SamplerCorrection = "token_truncate"
+    vllm_importance_sampling_correction: bool = False
+    vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
     vllm_max_logp_difference: float | None = None

@@ -97,7 +97,10 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
             {"vllm_server_port": 9000},
             r"`vllm_server_port` must be 8000 or omitted, got 9000 .*: set `vllm_server_base_url`",
         ),
-        ({"use_vllm": True, "top_p": 0.9}, r"`top_p=0.9` changes the distribution that vLLM samples from"),
+        (
+            {"use_vllm": True, "top_p": 0.9, "vllm_importance_sampling_correction": True},
+            r"`top_p=0.9` changes the distribution that vLLM samples from",
+        ),
         ({"use_adaptive_entropy": True}, r"set `entropy_target`"),
         ({"sync_ref_model": True}, r"the reference is the frozen base"),
         ({"cast_lm_head_to_fp32": True}, r"set `model_init_kwargs"),

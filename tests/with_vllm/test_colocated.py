@@ -66,6 +66,7 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(variant, tmp_path, ba
         return [sum(ids) / len(ids) for ids in completion_ids]
 
     settings = {"max_steps": 12, "learning_rate": 0.03, "max_grad_norm": 0.0, "kl_coef": 0.01} | VARIANTS[variant]
+    settings["vllm_importance_sampling_correction"] = True
     run = served_trainer(tmp_path / "run", base, reward, long_prompts(), **settings)
     run.train()
     differences, kl = logged(run, "sampling/sampling_logp_difference/max"), logged(run, "kl")

@@ -47,6 +47,7 @@ class Echo:
 
 def test_logprobs_of_turns_are_at_their_tokens(tmp_path, base):
     settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "learning_rate": 0.03}
+    settings["vllm_importance_sampling_correction"] = True
     run = served_trainer(tmp_path, base, None, environment_factory=Echo, max_steps=8, **settings)
     seen, sample = [], run.collector.sample
     run.collector.sample = lambda *args, **kwargs: seen.append(sample(*args, **kwargs)) or seen[-1]
@@ -99,7 +100,8 @@ def test_few_rollouts_improve_the_known_objective(tmp_path):
 
 @pytest.mark.slow
 def test_training_reaches_the_optimum_of_exact_ascent(tmp_path, all_cores):
-    # heads of 32 make other problems than those of tests/optimum: seeds 0 and 1 end at 0.032 and 0.093
+    # heads of 32 make other problems than those of tests/optimum: seeds 0 and 1 end at 0.032 and 0.093 with vLLM, and at
+    # 0.035 and 0.009 with transformers
     result = gap(2, tmp_path, use_vllm=True, **DEFAULTS)
     print(result)
     assert result["gap"] <= 0.02, result
