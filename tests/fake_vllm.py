@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-RECORDED = json.loads((Path(__file__).parent / "vllm/recorded.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "with_vllm/recorded.json").read_text())
 VOCABULARY, LOGPROB = range(4, 32), -3.25
 
 

@@ -28,6 +28,7 @@ logger = logging.get_logger(__name__)
 
 # of the distribution that is sampled; at these values it is the policy's
 FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+LOCK = ".lock"  # in the output directory; a run that trains holds it
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 

@@ -17,7 +17,7 @@ from served import small_llama as llama
 from tiny import qwen2
 
 from trl_ppo_ext.generation import build_generator
-from trl_ppo_ext.generation.vllm import Request, VLLMError
+from trl_ppo_ext.generation.engine import Request, VLLMError
 from trl_ppo_ext.ppo.sampler import SamplerError
 
 EXACT = 1e-4  # nats; measured 1e-6

@@ -4,23 +4,29 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
 
 from ..distributed import set_weights, uses_fsdp
 from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names
-from ..modeling.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CRITIC_FOLDER, VALUE_HEAD, kind_of_critic
+from ..modeling.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CRITIC_FOLDER,
+    VALUE_HEAD,
+    kind_of_critic,
+    save_adapter,
+    write_weights,
+)
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
-SERVED = ".vllm"  # in the output directory: the adapter that a vLLM server reads
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
 CRITIC_FILES = {  # by `PPOConfig.critic`
@@ -47,11 +53,6 @@ def check_target(directory: str, base: str) -> None:
 # ---- adapters and critic ----
 
 
-def _write(tensors: dict[str, Tensor], path: str) -> None:
-    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
-
-
 @contextmanager
 def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
     """Read the weights of a file; a `ValueError` within the context then names the file."""
@@ -73,21 +74,6 @@ def _critic_kind(actor_critic: ActorCritic) -> str:
     return kind_of_critic(actor_critic.value_head.state_dict(), actor_critic.critic_adapter is not None)
 
 
-def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
-    """Write an adapter as PEFT does, with these weights by parameter name."""
-    tensors = adapter_weights(policy, name, weights)
-    if not tensors:
-        raise CheckpointError(
-            "The policy has no adapter any more, because `merge_and_unload()` or `unload()` removed it; call "
-            "`save_model()` before, or save the model that they return."
-        )
-    os.makedirs(output_dir, exist_ok=True)
-    config = copy(policy.peft_config[name])
-    config.inference_mode = True
-    config.save_pretrained(output_dir)
-    _write(tensors, os.path.join(output_dir, ADAPTER_WEIGHTS))
-
-
 def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")}
 
@@ -102,7 +88,7 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, T
         buffers = dict(actor_critic.value_head.named_buffers())
         names = actor_critic.value_head.state_dict().keys() - buffers.keys()
         head = buffers | {key: weights[f"value_head.{key}"] for key in names}
-        _write(head, os.path.join(output_dir, VALUE_HEAD))
+        write_weights(head, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights))

@@ -6,17 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from datasets import IterableDataset
-from torch import Tensor, nn, uint8
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..data.loading import spread_indices
 from ..data.prompts import TOKEN_COLUMNS
-from ..distributed import gathered
 from ..modeling import ActorCritic
+from ..modeling.adapter_files import digest_of_weights
 from ..rewards.model import AdapterReward
 
 SAMPLED_ROWS = 64
-SAMPLED_WEIGHTS = 16  # per tensor
 # fields of an adapter's config that name places, or change nothing
 _NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
@@ -24,22 +23,6 @@ _NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "p
 def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, default=lambda x: type(x).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _weights(tensors: Iterable[Tensor]) -> str:
-    """Digest of a few numbers of each tensor. All ranks must call it."""
-    digest = hashlib.sha256()
-    for x in tensors:
-        with gathered([x]):
-            sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
-            digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def quantized_weights(model: nn.Module) -> str:
-    """Digest of weights in 4 bits and their scales: the same for a base, and for adapters on it."""
-    quantized: Any = (x for x in model.parameters() if getattr(x, "quant_state", None) is not None)
-    return _weights(tensor for x in quantized for tensor in (x, x.quant_state.absmax))
 
 
 def _rows(dataset: Any) -> str | None:
@@ -72,13 +55,13 @@ def fingerprints(
     policy, config = actor_critic.policy, actor_critic.config
     quantization: Any = getattr(config, "quantization_config", None)
     values = {
-        "base weights": _weights(x for x in policy.parameters() if not x.requires_grad),
+        "base weights": digest_of_weights(x for x in policy.parameters() if not x.requires_grad),
         "dtype": actor_critic.dtype,
         "attn_implementation": config._attn_implementation,
         "quantization_config": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
         "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
         "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
-        "rewards": {reward.name: _weights(_frozen(reward)) for reward in rewards},
+        "rewards": {reward.name: digest_of_weights(_frozen(reward)) for reward in rewards},
     }
     adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
     for prefix, name in adapters.items():

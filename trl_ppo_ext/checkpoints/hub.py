@@ -16,12 +16,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
+from ..config import LOCK
 from ..environments.record import ANSWERS
+from ..generation.vllm import SERVED
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
-from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, SERVED, STATE
-from .resume import EARLIER, LOCK
+from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
+from .resume import EARLIER
 
 logger = logging.get_logger(__name__)
 

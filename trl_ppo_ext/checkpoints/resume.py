@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging
 
+from ..config import LOCK
 from ..distributed import on_every_rank
 from .atomic import MANIFEST, STAGING, checkpoints, latest_valid_checkpoint, publish, restore_replaced, verify
 from .files import CheckpointError
 
 logger = logging.get_logger(__name__)
 
-LOCK = ".lock"
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # the last is missing on Windows
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"

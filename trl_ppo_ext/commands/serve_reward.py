@@ -62,8 +62,8 @@ def main(options: argparse.Namespace) -> None:
             "installed from, or pip install uvicorn starlette."
         ) from None
     from ..rewards import ClassifierReward, load_classifier
-    from ..rewards.http import is_loopback, read_key
     from ..rewards.model import choose_device
+    from ..servers import is_loopback, read_key
 
     if options.api_key_env is not None:
         read_key(options.api_key_env)
@@ -111,7 +111,7 @@ def check_sender(request: "Request", api_key_env: str | None) -> None:
     """Raise unless a request has the key or, without one, comes from a program on this machine."""
     from starlette.exceptions import HTTPException
 
-    from ..rewards.http import is_loopback, read_key
+    from ..servers import is_loopback, read_key
 
     if api_key_env is not None:
         authorization = request.headers.get("authorization", "").encode()

@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
 from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
+from .engine import VLLMError as VLLMError
 from .transformers import Generator as Generator
 from .transformers import TransformersGenerator as TransformersGenerator
 from .transformers import ensure_pad_token as ensure_pad_token
 from .transformers import stop_token_ids as stop_token_ids
-from .vllm import VLLMError as VLLMError
 from .vllm import VLLMGenerator as VLLMGenerator
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,60 +26,22 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoints.files import SERVED, save_adapter
-from ..checkpoints.fingerprints import quantized_weights
+from ..config import LOCK
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import dequantized_from
+from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
 from ..randomness import capture_random_state
 from .continuous import distinct
+from .engine import Engine, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
 logger = logging.get_logger(__name__)
 
+SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
 LOCAL = "http://127.0.0.1:8000"
 INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run it in an environment of its own"
-
-
-class VLLMError(RuntimeError):
-    """Raised when vLLM cannot be reached, refuses the adapter, or does not sample from the policy."""
-
-
-class Request(NamedTuple):
-    """Completions of one prompt."""
-
-    prompt_ids: list[int]
-    copies: int
-    seed: int
-    max_tokens: int
-
-
-class Sampled(NamedTuple):
-    """A completion, with the log-prob of each token under the sampler."""
-
-    ids: list[int]
-    logprobs: list[float]
-
-
-class Engine(Protocol):
-    """Protocol of vLLM in this process, or behind a server."""
-
-    def load(self, name: str, directory: Path) -> None:
-        """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
-
-    def unload(self, name: str) -> None:
-        """Forget an adapter."""
-
-    def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
-        """Sample the completions of each request."""
-
-    def wake(self) -> None:
-        """Allocate what only sampling needs."""
-
-    def sleep(self) -> None:
-        """Free it."""
 
 
 class VLLMGenerator(Generator):
@@ -160,8 +122,6 @@ class VLLMGenerator(Generator):
 
     def _forget_last_run(self) -> None:
         """Unload what an earlier run in this directory has left, e.g. because it was killed."""
-        from ..checkpoints.resume import LOCK
-
         left = [path.name for path in self.folder.glob("*")]
         if left:
             # not while that run trains, nor on a disk that cannot be locked

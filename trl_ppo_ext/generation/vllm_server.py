@@ -12,8 +12,8 @@ import httpx2
 
 from ..concurrency import finished, started
 from ..redaction import redacted, shortened, without_key
-from ..rewards.http import is_loopback, read_key
-from .vllm import Engine, Request, Sampled, VLLMError
+from ..servers import is_loopback, read_key
+from .engine import Engine, Request, Sampled, VLLMError
 
 T = TypeVar("T")
 KEY = "VLLM_API_KEY"

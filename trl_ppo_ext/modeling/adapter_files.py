@@ -1,7 +1,10 @@
 """Adapters and critics as files: in a directory or on the Hub, with the head saved next to the adapter."""
 
+import hashlib
 import json
 import os
+from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +16,13 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, uint8
+
+from ..distributed import gathered
+from .adapters import adapter_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -24,6 +30,7 @@ VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 DEQUANTIZED = "dequantized.json"  # in a base that was dequantized: what it was made from
+SAMPLED_WEIGHTS = 16  # per tensor, in a digest
 SCORE_HEADS = ("score", "classifier")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 
@@ -181,3 +188,46 @@ def read_critic(
         )
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward
+
+
+# ---- writing ----
+
+
+def write_weights(tensors: dict[str, Tensor], path: str) -> None:
+    """Write tensors as safetensors."""
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
+def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
+    """Write an adapter as PEFT does, with these weights by parameter name."""
+    tensors = adapter_weights(policy, name, weights)
+    if not tensors:
+        raise AdapterFileError(
+            "The policy has no adapter any more, because `merge_and_unload()` or `unload()` removed it; call "
+            "`save_model()` before, or save the model that they return."
+        )
+    os.makedirs(output_dir, exist_ok=True)
+    config = copy(policy.peft_config[name])
+    config.inference_mode = True
+    config.save_pretrained(output_dir)
+    write_weights(tensors, os.path.join(output_dir, ADAPTER_WEIGHTS))
+
+
+# ---- digests ----
+
+
+def digest_of_weights(tensors: Iterable[Tensor]) -> str:
+    """Digest of a few numbers of each tensor. All ranks must call it."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        with gathered([x]):
+            sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
+            digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def quantized_weights(model: nn.Module) -> str:
+    """Digest of weights in 4 bits and their scales: the same for a base, and for adapters on it."""
+    quantized: Any = (x for x in model.parameters() if getattr(x, "quant_state", None) is not None)
+    return digest_of_weights(tensor for x in quantized for tensor in (x, x.quant_state.absmax))

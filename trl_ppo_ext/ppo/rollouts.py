@@ -185,7 +185,7 @@ class RolloutCollector:
             self.earned = EarnedRewards(cast(SideCritic, actor_critic.value_head), self.all_sum)
         of_values = {"returns": self.normalizer, "value_trust": self.value_trust, "earned": self.earned}
         self.sampler = None
-        if generator.sampled_logprobs is not None:
+        if args.generation_backend == "vllm":
             self.sampler = SamplerComparison(args, actor_critic.dtype, self.all_sum)
         self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
         self.logits_are_checked = False

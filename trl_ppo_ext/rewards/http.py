@@ -5,12 +5,11 @@ Import this module only when it is needed.
 """
 
 import asyncio
-import ipaddress
 import json
 import os
 import re
 import warnings
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from itertools import chain
@@ -22,6 +21,7 @@ import regex
 
 from ..concurrency import finished, started
 from ..redaction import shortened, without_key
+from ..servers import is_loopback, read_key
 from .scoring import RewardError, ScoringBatch
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
@@ -30,26 +30,6 @@ PATTERN_TIMEOUT = 1.0  # seconds that `pattern` may search an answer; nested rep
 _OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 # The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
 NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
-
-
-def read_key(api_key_env: str) -> str:
-    """Read a key from the environment."""
-    key = os.environ.get(api_key_env, "").strip()
-    if not re.fullmatch(r"[!-~]+", key):
-        is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", api_key_env)
-        variable = f"`{api_key_env}`" if is_name else "whose name is `api_key_env` (not shown: it may be a key)"
-        raise ValueError(
-            f"The environment variable {variable} is not set to a key, which has no spaces and only ASCII "
-            "characters; export it with the server's key."
-        )
-    return key
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if a host is this machine."""
-    with suppress(ValueError):  # a name
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 _tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each batch

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, llama, qwen2, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
-from trl_ppo_ext.checkpoints.fingerprints import quantized_weights
 from trl_ppo_ext.commands import dequantize as command
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.memory import on_meta
-from trl_ppo_ext.modeling.adapter_files import dequantized_from
+from trl_ppo_ext.modeling.adapter_files import dequantized_from, quantized_weights
 
 IDS = torch.arange(2, 26).reshape(2, 12)
 

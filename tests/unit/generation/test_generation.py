@@ -377,7 +377,10 @@ def test_a_4bit_base(build, tmp_path, backend):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"generation_backend": "vllm"}, "`generation_backend` must be one of 'transformers', 'continuous_batching'"),
+        ({"generation_backend": "sglang"}, "must be one of 'transformers', 'continuous_batching', 'vllm'"),
+        ({"generation_backend": "vllm", "stop_strings": ["."]}, "`stop_strings` needs"),
+        ({"generation_backend": "vllm", "generation_kwargs": {"seed": 4}}, "holds `seed`, which follows from the run"),
+        ({"generation_backend": "vllm", "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "colocated vLLM"),
         (CONTINUOUS | {"repetition_penalty": 1.2}, "`repetition_penalty` must be 1.0 .*got 1.2; use"),
         (CONTINUOUS | {"generation_kwargs": {"min_new_tokens": 4}}, "holds `min_new_tokens`.*takes .*page_size"),
         (CONTINUOUS | {"generation_kwargs": {"seed": 4}}, "holds `seed`"),

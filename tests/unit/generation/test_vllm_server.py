@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from tiny import llama
 
 from trl_ppo_ext.generation import VLLMError, vllm_server
-from trl_ppo_ext.generation.vllm import Request
+from trl_ppo_ext.generation.engine import Request
 from trl_ppo_ext.generation.vllm_server import VLLMServer
 
 BASE, KEY = "org/base", "tok-0123456789abcdef"
