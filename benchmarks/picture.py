@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 400, 300  # of a panel
+WIDTH, HEIGHT, COLUMNS = 400, 350, 3  # of a panel, and panels per row
 
 
 class Curve(NamedTuple):
@@ -14,17 +14,26 @@ class Curve(NamedTuple):
 
 
 def picture(panels: dict[str, list[Curve]], rollout: int, rollouts: int) -> str:
-    """Draw panels side by side, with the legend in the last one's margin."""
-    size = f"{WIDTH * len(panels) + 200} {HEIGHT + 50}"
+    """Draw panels in rows, with the legend at the right."""
+    columns = min(len(panels), COLUMNS)
+    size = f"{WIDTH * columns + 200} {HEIGHT * -(-len(panels) // COLUMNS)}"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">']
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for number, (title, curves) in enumerate(panels.items()):
-        left, right, top, bottom = WIDTH * number + 70, WIDTH * (number + 1) - 10, 30, HEIGHT
+        row, column = divmod(number, COLUMNS)
+        left, right, top, bottom = (
+            WIDTH * column + 70,
+            WIDTH * (column + 1) - 10,
+            HEIGHT * row + 30,
+            HEIGHT * row + 300,
+        )
 
         def place(step: float, share: float) -> tuple[float, float]:
             return left + (right - left) * step / rollouts, bottom - (bottom - top) * share  # noqa: B023
 
-        parts.append(f'<text x="{(left + right) / 2}" y="18" text-anchor="middle" font-weight="bold">{title}</text>')
+        parts.append(
+            f'<text x="{(left + right) / 2}" y="{top - 12}" text-anchor="middle" font-weight="bold">{title}</text>'
+        )
         for share, label in ((0, "0"), (0.5, "50 %"), (1, "optimum")):
             y = place(0, share)[1]
             parts.append(f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="#cccccc"/>')
@@ -39,7 +48,7 @@ def picture(panels: dict[str, list[Curve]], rollout: int, rollouts: int) -> str:
     names = {curve.name: curve for curves in panels.values() for curve in curves}
     for line, curve in enumerate(names.values()):
         share = f" {curve.shares[-1]:.0%}" if len(panels) == 1 and curve.shares else ""
-        x, y = WIDTH * len(panels) + 10, 50 + 24 * line
+        x, y = WIDTH * columns + 10, 50 + 24 * line
         parts.append(
             f'<line x1="{x}" x2="{x + 24}" y1="{y - 4}" y2="{y - 4}" stroke="{curve.color}" stroke-width="3"/>'
         )
