@@ -13,6 +13,7 @@ from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.checkpoints import resume
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.modeling import adapter_files
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
 REMEDY = r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
@@ -83,7 +84,7 @@ def test_read_only_disk_raises_before_training(small_disk, begun):
 
 
 WRITERS = [
-    (trainers.files, "save_file"),  # adapters and critic
+    (adapter_files, "save_file"),  # adapters and critic
     (trainers.torch, "save"),  # optimizer and scheduler
     (PPOTrainer, "_save_rng_state"),
     (trainers, "save_file"),  # the rank's state
