@@ -4,6 +4,11 @@ import ipaddress
 import os
 import re
 from contextlib import suppress
+from functools import cache
+
+import httpx2
+
+tls = cache(httpx2.create_ssl_context)  # it reads a hundred certificates: once, not for each client
 
 
 def read_key(api_key_env: str) -> str:

@@ -73,7 +73,12 @@ def _entropy_target(config: Any, adaptive: bool) -> Settings:
 
 
 def _backend(name: str) -> Callable[[Any, bool], Settings]:
-    return lambda _, on: {"generation_backend": name if on else "transformers"}
+    def settings(config: Any, on: bool) -> Settings:
+        if not on and config.generation_backend != name:  # as in a file with the defaults of all backends
+            return {}
+        return {"generation_backend": name if on else "transformers"}
+
+    return settings
 
 
 # type, and the field of PPOConfig, or a function from config and value to fields of PPOConfig

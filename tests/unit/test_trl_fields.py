@@ -166,3 +166,21 @@ def test_completions_to_print_are_those_of_grpo(tmp_path, capsys, rows, tables):
 def test_arguments_of_grpo_are_in_its_order():
     ours, grpo = (list(inspect.signature(trainer).parameters) for trainer in (PPOTrainer, trl.GRPOTrainer))
     assert [name for name in ours if name in grpo] == grpo
+
+
+@pytest.mark.parametrize(
+    "given, backend",
+    [
+        ({"use_vllm": True, "use_transformers_continuous_batching": False, "use_transformers_paged": False}, "vllm"),
+        ({"use_vllm": False, "use_transformers_continuous_batching": True}, "continuous_batching"),
+        ({"use_vllm": False, "generation_backend": "continuous_batching"}, "continuous_batching"),
+        ({"use_vllm": False}, "transformers"),
+    ],
+)
+def test_backends_that_are_off_choose_none(given, backend):
+    assert PPOConfig("out", use_cpu=True, **given).generation_backend == backend
+
+
+def test_backend_that_is_chosen_and_off_is_a_conflict():
+    with pytest.raises(ValueError, match="`use_vllm` is False .*sets `generation_backend` to .transformers. "):
+        PPOConfig("out", use_cpu=True, use_vllm=False, generation_backend="vllm")

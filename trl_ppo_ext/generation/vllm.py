@@ -24,7 +24,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..config import LOCK
 from ..distributed import on_every_rank
@@ -34,8 +33,6 @@ from ..randomness import capture_random_state
 from .continuous import distinct
 from .engine import Engine, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
-
-logger = logging.get_logger(__name__)
 
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory

@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ import httpx2
 
 from ..concurrency import finished, started
 from ..redaction import redacted, shortened, without_key
-from ..servers import is_loopback, read_key
+from ..servers import is_loopback, read_key, tls
 from .engine import Engine, Request, Sampled, VLLMError
 
 T = TypeVar("T")
@@ -22,7 +21,6 @@ PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
-_tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each adapter
 
 
 class VLLMServer(Engine):
@@ -119,7 +117,7 @@ class VLLMServer(Engine):
                 headers={"Authorization": f"Bearer {key}"} if key else None,
                 timeout=httpx2.Timeout(None, connect=LIFE),
                 limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
-                verify=_tls(),
+                verify=tls(),
                 trust_env=not is_loopback(httpx2.URL(self.url).host),  # requests to this machine go through no proxy
             ) as client:
                 return await action(client)

@@ -10,8 +10,7 @@ from ..modeling import TokenScores
 from . import math as ppo_math
 from .metrics import Metrics
 
-ROUNDING = {torch.float32: 0.01}  # nats per token; other dtypes:
-COARSE = 0.1
+ROUNDING, ROUNDING_16_BITS = 0.01, 0.1  # nats per token that it may explain in the mean of a rollout
 
 
 class SamplerError(RuntimeError):
@@ -28,8 +27,8 @@ class SamplerComparison:
         self.tolerance = args.vllm_max_logp_difference
         filtered = args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1
         if self.tolerance is None and not filtered:  # filtered log-probs differ by the mass that was kept
-            half = args.bf16 or args.fp16
-            self.tolerance = COARSE if half else ROUNDING.get(dtype, COARSE)
+            in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
+            self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
 
     def weights(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor | None:
         """Weights of the advantages, `[batch, response]`; `None` without a correction.
@@ -40,7 +39,7 @@ class SamplerComparison:
         metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
         metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
         mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
-        if self.tolerance is not None and mean > self.tolerance:
+        if self.tolerance is not None and not mean <= self.tolerance:  # also NaN
             raise SamplerError(
                 f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
                 f"rounding explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "

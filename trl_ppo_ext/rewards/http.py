@@ -11,7 +11,6 @@ import re
 import warnings
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import regex
 
 from ..concurrency import finished, started
 from ..redaction import shortened, without_key
-from ..servers import is_loopback, read_key
+from ..servers import is_loopback, read_key, tls
 from .scoring import RewardError, ScoringBatch
 
 CONNECT_TIMEOUT = 10.0  # seconds; a host that is up accepts at once
@@ -30,9 +29,6 @@ PATTERN_TIMEOUT = 1.0  # seconds that `pattern` may search an answer; nested rep
 _OUTAGE = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
 # The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
 NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
-
-
-_tls = cache(httpx2.create_ssl_context)  # reads a hundred certificates: once, not for each batch
 
 
 class _BoundedClient(httpx2.AsyncClient):
@@ -127,7 +123,7 @@ class HttpReward:
         try:
             http_client = _BoundedClient(
                 follow_redirects=False,
-                verify=_tls(),
+                verify=tls(),
                 limits=httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
                 # requests to this machine never go through a proxy
                 mounts={f"all://{url.host}": None} if is_loopback(url.host) else None,

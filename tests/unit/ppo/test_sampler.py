@@ -1,0 +1,83 @@
+"""A sampler that is not the policy is noticed in the first rollout."""
+
+import math
+
+import pytest
+import torch
+from runs_of_tiny import trainer
+from tiny import config
+
+from trl_ppo_ext.modeling import TokenScores
+from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.sampler import SamplerComparison, SamplerError
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+LOGPROBS = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -1.5, -3.0]])
+
+
+def compared(tmp_path, sampler_logprobs, ref_logprobs=None, dtype=torch.float32, **settings):
+    settings = {"generation_backend": "vllm", "vllm_importance_sampling_correction": True} | settings
+    comparison = SamplerComparison(config(tmp_path, **settings), dtype, lambda x: x)
+    tokens, metrics = TokenScores(LOGPROBS, ref_logprobs=ref_logprobs), Metrics()
+    return comparison.weights(tokens, sampler_logprobs, MASK, metrics), metrics.compute(lambda x: x, lambda x: x)
+
+
+def test_differences_are_logged_over_sampled_tokens_and_weigh(tmp_path):
+    away = torch.tensor([[0.002, -0.004, 9.0], [0.0, 0.0, 0.004]])
+    weights, logged = compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_mode="token_truncate")
+    torch.testing.assert_close(weights, away.masked_fill(~MASK, 0).exp())
+    assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(0.01 / 5, rel=1e-4)
+    assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.004, rel=1e-3)
+    assert compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_correction=False)[0] is None
+
+
+@pytest.mark.parametrize(
+    "away, dtype, settings, ends",
+    [
+        (0.005, torch.float32, {}, False),
+        (0.02, torch.float32, {}, True),
+        (-0.02, torch.float32, {}, True),
+        (0.02, torch.bfloat16, {}, False),
+        (0.2, torch.bfloat16, {}, True),
+        (0.2, torch.bfloat16, {"vllm_max_logp_difference": 0.3}, False),
+        (0.02, torch.float32, {"vllm_max_logp_difference": 0.015}, True),
+        (math.nan, torch.float32, {}, True),
+        # what was filtered out is missing from the policy's log-probs
+        (0.3, torch.float32, {"top_p": 0.7, "vllm_importance_sampling_correction": False}, False),
+    ],
+)
+def test_difference_beyond_rounding_ends_the_run(tmp_path, away, dtype, settings, ends):
+    if not ends:
+        compared(tmp_path, LOGPROBS + away, dtype=dtype, **settings)
+        return
+    with pytest.raises(SamplerError, match=r"differ by .* nats per token in this rollout.*another base .*an older"):
+        compared(tmp_path, LOGPROBS + away, dtype=dtype, **settings)
+
+
+def test_error_says_that_the_adapter_is_not_applied(tmp_path):
+    reference = LOGPROBS - 0.5
+    with pytest.raises(SamplerError, match="It sampled from the reference: the policy's adapter is not applied"):
+        compared(tmp_path, reference + 0.001, reference)
+
+
+def test_weights_multiply_the_advantages_of_a_rollout(tmp_path):
+    def advantages(shift, corrects):
+        settings = {"vllm_importance_sampling_correction": corrects, "vllm_max_logp_difference": 9.0}
+        args = config(tmp_path, generation_backend="vllm", vllm_importance_sampling_mode="token_truncate", **settings)
+        built = trainer(tmp_path, max_steps=1, seed=3)
+        generator, sample = built.collector.generator, built.collector.score_tokens
+        built.collector.sampler = SamplerComparison(args, torch.float32, lambda x: x)
+
+        def scored(sequences, **kwargs):  # the sampler's log-probs are those of the policy, shifted
+            tokens = sample(sequences, **kwargs)
+            rows = zip(tokens.logprobs, sequences.completion_lengths.tolist())
+            generator.sampled_logprobs[:] = [(row[:length] - shift).tolist() for row, length in rows]
+            return tokens
+
+        generator.sampled_logprobs, built.collector.score_tokens = [], scored
+        built.train()
+        return built.updates.rollout.advantages
+
+    plain = advantages(0.5, corrects=False)
+    assert plain.abs().sum() > 0
+    torch.testing.assert_close(advantages(0.5, corrects=True), math.exp(0.5) * plain)
