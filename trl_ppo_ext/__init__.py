@@ -8,6 +8,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig
     from .environments import StepResult as StepResult
+    from .environments import openenv as openenv
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
     from .rewards import RewardAdapter as RewardAdapter
@@ -27,6 +28,7 @@ _MODULES = {
     "RewardError": "rewards",
     "StepResult": "environments",
     "estimate_memory": "memory",
+    "openenv": "environments",
 }
 
 __all__ = [*_MODULES]

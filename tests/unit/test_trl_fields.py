@@ -182,5 +182,5 @@ def test_backends_that_are_off_choose_none(given, backend):
 
 
 def test_backend_that_is_chosen_and_off_is_a_conflict():
-    with pytest.raises(ValueError, match="`use_vllm` is False .*sets `generation_backend` to .transformers. "):
+    with pytest.raises(ValueError, match=r"`use_vllm` is False .*sets `generation_backend` to .transformers. "):
         PPOConfig("out", use_cpu=True, use_vllm=False, generation_backend="vllm")

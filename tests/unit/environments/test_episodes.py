@@ -3,13 +3,15 @@
 import asyncio
 import random
 import time
+from collections import namedtuple
+from operator import attrgetter
 
 import pytest
 import torch
 from scripted import call, fails, rows_of, sampler_of
 from tiny import tokenizer
 
-from trl_ppo_ext import StepResult
+from trl_ppo_ext import StepResult, openenv
 from trl_ppo_ext.data.prompts import PromptError
 from trl_ppo_ext.environments import Environments
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
@@ -286,6 +288,38 @@ def test_plain_environment_of_gymnasium_keeps_truncation_apart():
     sampler = sampler_of({"alpha": ["x", "y", "z"], "beta": ["x", "end"]}, rows, factory=Gym)
     one, two = sampled(sampler, rows)
     assert (one.turns, one.stopped, two.turns, two.stopped) == (3, False, 2, True)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_client_of_openenv_is_a_plain_environment(synchronous):
+    Action, Seen = namedtuple("Action", "said"), namedtuple("Seen", "text")
+    Result = namedtuple("Result", "observation reward done", defaults=[None, False])
+
+    class Client:
+        async def reset(self, **kwargs):
+            assert kwargs == {"seed": 11, "code": "42"}  # all but the prompt
+            self.code = kwargs["code"]
+            return Result(Seen(" locked"))
+
+        async def step(self, action):
+            is_open = action.said == self.code
+            return Result(Seen("open" if is_open else "locked"), 1.0 if is_open else None, is_open)
+
+    class SyncClient(Client):
+        def reset(self, **kwargs):
+            return asyncio.run(super().reset(**kwargs))
+
+        def step(self, action):
+            return asyncio.run(super().step(action))
+
+    factory = openenv(SyncClient if synchronous else Client, Action, attrgetter("text"), name="Door")
+    rows = rows_of("alpha", code=["42"])
+    sampler = sampler_of({"alpha": ["41", "42"]}, rows, factory=factory)
+    [episode] = sampled(sampler, rows, [11])
+    assert episode.error is None and episode.prompt[-1]["content"] == "alpha locked"
+    assert [m["content"] for m in episode.messages] == ["41", "locked", "42"]
+    assert [reward for _, reward in episode.rewards] == [0, 1] and episode.stopped
+    assert sampler.environments.rewards[0].name == "Door"
 
 
 def test_limit_of_iterations_truncates_a_plain_episode_after_its_step():
