@@ -71,7 +71,7 @@ def main() -> None:
         sys.exit("A rival ended with an error; `python benchmarks/arena.py --tasks token` shows it.")
     PICTURE.parent.mkdir(exist_ok=True)
     lines = [Curve(name, RIVALS[name][2], shares) for name, shares in curves.items()]
-    PICTURE.write_text(picture({"token": lines}, arena.ROLLOUT, arena.ROLLOUTS))
+    PICTURE.write_text(picture({"token": lines}, arena.ROLLOUT))
     print(f"\n{time.monotonic() - start:.0f} s; {PICTURE}")
 
 

@@ -13,13 +13,14 @@ class Curve(NamedTuple):
     shares: list[float]
 
 
-def picture(panels: dict[str, list[Curve]], rollout: int, rollouts: int) -> str:
-    """Draw panels in rows, with the legend at the right."""
+def picture(panels: dict[str, list[Curve]], rollout: int) -> str:
+    """Draw panels in rows, each as long as its longest curve, with the legend at the right."""
     columns = min(len(panels), COLUMNS)
     size = f"{WIDTH * columns + 200} {HEIGHT * -(-len(panels) // COLUMNS)}"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">']
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for number, (title, curves) in enumerate(panels.items()):
+        rollouts = max(len(curve.shares) for curve in curves)
         row, column = divmod(number, COLUMNS)
         left, right, top, bottom = (
             WIDTH * column + 70,

@@ -191,6 +191,10 @@ class Guess:
         right = guess == self.secret
         return f" w{2 if right else 0 if guess < self.secret else 1}", float(right), right or self.turn == self.turns
 
+    def hidden_state(self) -> str:
+        """What the critic of "PPO, adapter" sees."""
+        return f"w{self.secret}"
+
     @classmethod
     def optimum(cls) -> float:
         """Bisection finds up to 2^turns - 1 numbers."""

@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_picture_has_a_point_per_rollout_and_a_panel_per_task():
     panels = {"token": [Curve("PPO", "#000000", [0.0, 0.5, 1.0])], "chain": [Curve("PPO", "#000000", [0.5])]}
-    root = ElementTree.fromstring(picture(panels, rollout=256, rollouts=3))
+    root = ElementTree.fromstring(picture(panels, rollout=256))
     first, second = (line.get("points").split() for line in root.findall(f"{SVG}polyline"))
     assert (len(first), len(second)) == (3, 1)
     assert first[-1] == f"{WIDTH - 10:.1f},30.0"  # the optimum, at the end of the run
@@ -23,7 +23,7 @@ def test_picture_has_a_point_per_rollout_and_a_panel_per_task():
 
 def test_more_panels_than_columns_have_rows():
     panels = {f"task {n}": [Curve("PPO", "#000000", [1.0])] for n in range(COLUMNS + 1)}
-    root = ElementTree.fromstring(picture(panels, rollout=256, rollouts=1))
+    root = ElementTree.fromstring(picture(panels, rollout=256))
     assert root.get("viewBox") == f"0 0 {WIDTH * COLUMNS + 200} {2 * HEIGHT}"
     first, *_, last = (line.get("points") for line in root.findall(f"{SVG}polyline"))
     assert (first, last) == (f"{WIDTH - 10:.1f},30.0", f"{WIDTH - 10:.1f},{HEIGHT + 30:.1f}")
