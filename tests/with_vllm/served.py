@@ -30,7 +30,8 @@ def long_prompts():
 
 
 def served_trainer(output_dir, base, reward=length_reward, dataset=None, **settings):
-    extra = {name: settings.pop(name) for name in ("peft_config", "environment_factory") if name in settings}
+    of_trainer = settings.keys() & {"peft_config", "environment_factory", "quantization_config"}
+    extra = {name: settings.pop(name) for name in of_trainer}
     args = config(output_dir, use_vllm=True, **settings)
     return PPOTrainer(base, reward, args, dataset or prompts(), processing_class=tokenizer(), **extra)
 

@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from served import logged, saved, served_trainer, small_llama
 from tiny import WORDS
+from transformers import BitsAndBytesConfig
+
+from trl_ppo_ext.commands.main import main
+from trl_ppo_ext.ppo.sampler import SamplerError
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "optimum"))
@@ -61,6 +66,32 @@ def test_logprobs_of_turns_are_at_their_tokens(tmp_path, base):
             expected = [x if sampled else 0 for x, sampled in zip(expected, episode.sampled)]
             assert episode.logprobs == pytest.approx(expected, abs=1e-4)
         assert (samples.sampler_weights[~samples.sequences.completion_mask] == 1).all()
+
+
+def test_policy_in_4_bits_samples_from_its_dequantized_base(tmp_path):
+    base, plain = saved(small_llama(hidden_size=64), tmp_path / "base"), str(tmp_path / "plain")
+    assert main(["dequantize", base, plain, "--dtype", "float32", "--device", "cpu"]) == 0
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    settings = {"max_steps": 8, "learning_rate": 0.01}
+    run = served_trainer(tmp_path / "run", base, quantization_config=nf4, vllm_base_model=plain, **settings)
+    run.train()
+    differences = logged(run, "sampling/sampling_logp_difference/max")
+    assert len(differences) == 2 and max(differences) < 1e-4
+    # the base that was quantized is another policy
+    run = served_trainer(tmp_path / "other", base, quantization_config=nf4, vllm_base_model=base, **settings)
+    with pytest.raises(SamplerError, match="It has another base than the policy"):
+        run.train()
+
+
+def test_policy_in_4_bits_samples_from_4_bits_in_vllm(tmp_path):
+    base = saved(small_llama(hidden_size=64, dtype=torch.bfloat16), tmp_path / "base")
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    settings = {"bf16": True, "max_steps": 8, "learning_rate": 0.01}
+    settings["generation_kwargs"] = {"quantization": "bitsandbytes"}
+    run = served_trainer(tmp_path / "run", base, quantization_config=nf4, **settings)
+    run.train()
+    differences = logged(run, "sampling/sampling_logp_difference/mean")
+    assert len(differences) == 2 and max(differences) < 0.03
 
 
 def check_kills(folder, base, kills):
