@@ -31,6 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from picture import Curve, picture
 from turns import TASKS, WORDS
@@ -167,37 +168,36 @@ def solve_head(trainer) -> None:
     collector.collect = collect_and_solve
 
 
-def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
-    """Train one rival on one task with one rate and seed, on one thread."""
-    task_name, rival, rate, seed = job
+def model_of(kinds: int) -> tuple[Any, Any]:
+    """Model of numbers, a token that is always wrong, and an EOS that is never sampled; and its tokenizer."""
     import torch
-    from datasets import Dataset
-    from peft import LoraConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from trl_ppo_ext import PPOConfig, PPOTrainer
-
-    torch.set_num_threads(1)
-    # 1. A model of numbers, a token that is always wrong, and an EOS that is never sampled.
-    environment = TASKS.get(task_name)
-    kinds = WORDS if environment else KINDS
     words = {f"w{i}": i for i in range(kinds)} | {"<pad>": kinds, "<eos>": kinds + 1}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(words),
-            **sizes,
-            initializer_range=0.2,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=kinds + 1,
-        )
-    )
+    tokens = {"vocab_size": len(words), "pad_token_id": None, "bos_token_id": None, "eos_token_id": kinds + 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, initializer_range=0.2)), tokenizer
+
+
+def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
+    """Train one rival on one task with one rate and seed, on one thread."""
+    task_name, rival, rate, seed = job
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    # 1. A model and prompts.
+    environment = TASKS.get(task_name)
+    kinds = WORDS if environment else KINDS
+    model, tokenizer = model_of(kinds)
     if environment:
         prompts = Dataset.from_dict({"prompt": ["w20"] * KINDS**2, "number": range(KINDS**2)})
         play = {"environment_factory": environment}
