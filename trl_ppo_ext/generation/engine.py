@@ -1,4 +1,4 @@
-"""What a generator asks of vLLM, in this process or behind a server."""
+"""Interface of vLLM in this process, or behind a server."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +26,13 @@ class Sampled(NamedTuple):
 
 
 class Engine(Protocol):
-    """Protocol of vLLM in this process, or behind a server."""
+    """Protocol of both; they inherit what they need not do."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
+        """Forget an adapter, if the next one has not taken its slot."""
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""

@@ -51,6 +51,7 @@ class Generator(Protocol):
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
+        return completion[-1] in self.stop_token_ids
 
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
         """Function that samples turn after turn of the same episodes.
@@ -194,9 +195,8 @@ class TransformersGenerator(Generator):
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
-        if completion[-1] in self.stop_token_ids or self.stop_strings is None:
-            return completion[-1] in self.stop_token_ids
-        return bool(self.stop_strings(torch.tensor([completion]), None))
+        by_string = self.stop_strings is not None and bool(self.stop_strings(torch.tensor([completion]), None))
+        return by_string or super().has_stopped(completion)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""

@@ -137,10 +137,6 @@ class VLLMGenerator(Generator):
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
 
-    def has_stopped(self, completion: list[int]) -> bool:
-        """Check for a stop token at the end."""
-        return completion[-1] in self.stop_token_ids
-
 
 def served_base(actor_critic: ActorCritic, args: Any) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
@@ -262,9 +258,6 @@ class ColocatedEngine(Engine):
             raise VLLMError(f"vLLM does not support this adapter: {error}; change `peft_config`.") from error
         self.requests = {name: request}
         shutil.rmtree(directory)
-
-    def unload(self, name: str) -> None:
-        """Nothing to do: the only slot has been taken by the next adapter."""
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""

@@ -73,12 +73,6 @@ class VLLMServer(Engine):
         """Forget an adapter; a server that was restarted has done so."""
         self._run(lambda client: self._answer(client, "POST", "/v1/unload_lora_adapter", {"lora_name": name}))
 
-    def wake(self) -> None:
-        """Nothing to do: the server has its own memory."""
-
-    def sleep(self) -> None:
-        """Nothing to do."""
-
     # ---- completions ----
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
