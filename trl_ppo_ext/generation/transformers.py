@@ -112,27 +112,19 @@ def sampling_config(
     )
 
 
-class _Progress(StoppingCriteria):
-    """Advances a progress bar with every token; never stops."""
+class _Criterion(StoppingCriteria):
+    """Advances a progress bar, and ends rows at the token that completes a stop string in the completion."""
 
-    def __init__(self, bar: tqdm):
-        self.bar = bar
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.bar.update()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class _StopStrings(StoppingCriteria):
-    """Ends rows at the token that completes a stop string in the completion, and keeps their lengths."""
-
-    def __init__(self, matches: StopStringCriteria, input_ids: Tensor, max_length: int):
-        self.matches, self.start = matches, input_ids.shape[1]
+    def __init__(self, bar: tqdm, stop_strings: StopStringCriteria | None, input_ids: Tensor, max_length: int):
+        self.bar, self.stop_strings, self.start = bar, stop_strings, input_ids.shape[1]
         self.lengths = input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.bar.update()
+        if self.stop_strings is None:
+            return torch.zeros_like(self.lengths, dtype=torch.bool)
         completions = input_ids[:, self.start :]
-        done = self.matches(completions, None)
+        done = self.stop_strings(completions, None)
         self.lengths = torch.where(done, self.lengths.clamp(max=completions.shape[1]), self.lengths)
         return done
 
@@ -163,40 +155,26 @@ class TransformersGenerator(Generator):
         self, inputs: tuple[Tensor, Tensor], config: GenerationConfig, bar: tqdm, cache: DynamicCache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        criteria: list[StoppingCriteria] = [_Progress(bar)]
-        if self.stop_strings is not None:
-            criteria.append(_StopStrings(self.stop_strings, inputs[0], config.max_new_tokens))
-        with self.accelerator.autocast():
-            ids = self._sample(*inputs, config, criteria, cache)
-        completions = ids[:, inputs[0].shape[1] :].tolist()
-        for ends in criteria[1:]:
-            completions = [ids[:length] for ids, length in zip(completions, ends.lengths.tolist())]
-        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
-
-    def _sample(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        config: GenerationConfig,
-        criteria: list[StoppingCriteria],
-        cache: DynamicCache | None,
-    ) -> Tensor:
-        """Token ids of prompts and completions."""
-        inputs = (input_ids, attention_mask, config, criteria)
+        width = inputs[0].shape[1]
+        criterion = _Criterion(bar, self.stop_strings, inputs[0], config.max_new_tokens)
         # layers are gathered for all processes, so all of them sample until the last one is done
-        options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
-        if not self.grows:
-            return self.actor_critic.sample(*inputs, **options)
-        cache = cache or growing_cache(self.actor_critic, input_ids.shape[1] + config.max_new_tokens)
-        # not with a static cache: transformers would recompile its forward for each rollout
-        policy = self.actor_critic.policy
-        with quick_adapters(policy):
-            return self.actor_critic.sample(*inputs, past_key_values=cache, **options)
+        options: dict[str, Any] = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
+        adapters: AbstractContextManager[None] = nullcontext()
+        if self.grows:
+            options["past_key_values"] = cache or growing_cache(self.actor_critic, width + config.max_new_tokens)
+            # not with a static cache: transformers would recompile its forward for each rollout
+            adapters = quick_adapters(self.actor_critic.policy)
+        with self.accelerator.autocast(), adapters:
+            ids = self.actor_critic.sample(*inputs, config, [criterion], **options)
+        completions = ids[:, width:].tolist()
+        if self.stop_strings is not None:
+            completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
+        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
-        by_string = self.stop_strings is not None and bool(self.stop_strings(torch.tensor([completion]), None))
-        return by_string or super().has_stopped(completion)
+        ended, strings = super().has_stopped(completion), self.stop_strings
+        return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
