@@ -305,29 +305,25 @@ def growing_cache(actor_critic: ActorCritic, longest: int) -> DynamicCache:
 
 # ---- adapters without PEFT's overhead ----
 
-_PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8bitLt") if hasattr(lora, name))
+_PLAIN = (lora.Linear, lora.Linear4bit, lora.Linear8bitLt)
 
 
-def _is_plain(layer: Any) -> bool:
-    """Check if a layer is exactly its base plus one low-rank product."""
+def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor] | None:
+    """Forward of a layer that is exactly its base plus one low-rank product, `None` for others."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
-        return False
-    if "forward" in vars(layer):  # replaced already, e.g. by a hook that moves weights
-        return False
+        return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or names[0] in layer.lora_variant:
-        return False
+    # a forward that is replaced already may be a hook that moves weights
+    if "forward" in vars(layer) or len(names) != 1 or names[0] in layer.lora_variant:
+        return None
     dropout, product = layer.lora_dropout[names[0]], (layer.lora_A[names[0]], layer.lora_B[names[0]])
     if layer.training and not isinstance(dropout, nn.Identity):
-        return False
-    return all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product)
-
-
-def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    name = next(name for name in layer.active_adapters if name in layer.lora_A)
-    base, scaling = layer.base_layer, layer.scaling[name]
-    dtype = autocast_dtype or layer.lora_A[name].weight.dtype
-    down, up = (x[name].weight.to(dtype).T for x in (layer.lora_A, layer.lora_B))
+        return None
+    if not all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product):
+        return None
+    base, scaling = layer.base_layer, layer.scaling[names[0]]
+    dtype = autocast_dtype or product[0].weight.dtype
+    down, up = (x.weight.to(dtype).T for x in product)
 
     def forward(x: Tensor) -> Tensor:
         out = base(x)
@@ -347,11 +343,12 @@ def quick_adapters(policy: PeftModel) -> Iterator[None]:
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    layers: list[Any] = [module for module in policy.modules() if _is_plain(module)]
+    forwards = [(module, _quick_forward(module, autocast_dtype)) for module in policy.modules()]
+    replaced: list[tuple[Any, Callable]] = [(layer, forward) for layer, forward in forwards if forward is not None]
     try:
-        for layer in layers:
-            layer.forward = _quick_forward(layer, autocast_dtype)
+        for layer, forward in replaced:
+            layer.forward = forward
         yield
     finally:
-        for layer in layers:
+        for layer, _ in replaced:
             layer.__dict__.pop("forward", None)
