@@ -3,7 +3,6 @@
 `http` is imported only when it is needed, because it loads an HTTP client.
 """
 
-from .build import REWARD_FIELDS as REWARD_FIELDS
 from .build import RewardFunc as RewardFunc
 from .build import build_rewards as build_rewards
 from .build import check_contexts as check_contexts
