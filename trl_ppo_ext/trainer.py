@@ -264,7 +264,7 @@ class PPOTrainer(Trainer):
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
         if ptx_dataset is not None:
-            ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
+            ptx = PTXSampler(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)

@@ -6,6 +6,7 @@ import reprlib
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,9 @@ PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's
 TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
 _SHORT = reprlib.Repr()  # reads only the ends of long values
 _SHORT.maxstring = _SHORT.maxother = 160
-_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-
-
-# prompt of a row that has none: an environment writes it
-NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]
+# keyword arguments of every reward function, besides the dataset's columns
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
 
 
 class PromptError(ValueError):
@@ -147,12 +146,12 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
         raise PromptError(
             f"`{name}` needs the column that `critic_prompt={critic_prompt!r}` names, got {sorted(columns)}."
         )
-    for column in _REWARD_ARGUMENTS & set(columns):
+    for column in {*REWARD_ARGUMENTS} & {*columns}:
         raise PromptError(
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
-    for column in {"image", "images"} & set(columns):
+    for column in {"image", "images"} & {*columns}:
         raise PromptError(
             f"`{name}` has a column {column!r}, but images are not supported: the policy would answer without seeing "
             f"them. To train on the text, drop it (`dataset.remove_columns({column!r})`)."
@@ -262,6 +261,7 @@ class Rows(UserList):
         return self
 
 
+@dataclass(eq=False)
 class RolloutSampler(Sampler[int]):
     """Row numbers of prompts, rollout by rollout; each rollout is repeated for its micro-batches.
 
@@ -273,20 +273,14 @@ class RolloutSampler(Sampler[int]):
     `max_steps` on, no prompts are drawn.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        plan: BatchPlan,
-        shuffle: bool,
-        seed: int,
-        steps: Callable[[], tuple[int, int]] = lambda: (0, 1),
-    ):
-        self.num_rows = num_rows
-        self.plan = plan
-        self.shuffle = shuffle
-        self.seed = seed
-        self.steps = steps  # returns (global_step, max_steps)
-        self.rollouts = -(-num_rows // plan.prompts)  # per epoch
+    num_rows: int
+    plan: BatchPlan
+    shuffle: bool
+    seed: int
+    steps: Callable[[], tuple[int, int]] = lambda: (0, 1)  # returns (global_step, max_steps)
+
+    def __post_init__(self):
+        self.rollouts = -(-self.num_rows // self.plan.prompts)  # per epoch
 
     def __len__(self) -> int:
         return self.rollouts * self.plan.completions * self.plan.micro_steps

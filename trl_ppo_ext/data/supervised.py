@@ -1,6 +1,5 @@
 """Supervised data of PPO-ptx: texts, completions and chats as token ids, and the rows of each rollout."""
 
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -97,7 +96,6 @@ def tokenize_ptx(
     return map_rows(dataset, encode_row, "the PTX dataset", PTXError, remove_columns=dataset.column_names)
 
 
-@dataclass
 class PTXSampler:
     """Draws the supervised rows of each rollout (https://huggingface.co/papers/2203.02155).
 
@@ -105,26 +103,15 @@ class PTXSampler:
     rollout's number, so no state is saved, and a resumed run continues with the same rows.
     """
 
-    dataset: Dataset
-    rows_per_process: int
-    process_index: int
-    num_processes: int
-    seed: int
-    pad_token_id: int
-    device: torch.device | str
-
-    @classmethod
-    def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
-        """Build a sampler with one row per completion of a rollout."""
-        rows, processes = plan.completions_per_process, plan.num_processes
-        return cls(dataset, rows, args.process_index, processes, args.prompt_seed, pad_token_id, args.device)
+    def __init__(self, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int):
+        self.dataset, self.plan, self.args, self.pad_token_id = dataset, plan, args, pad_token_id
 
     def draw(self, rollout: int) -> Sequences:
-        """Rows of a rollout."""
-        size = len(self.dataset)
-        start = (rollout * self.num_processes + self.process_index) * self.rows_per_process
-        end, first = start + self.rows_per_process, start // size
-        generators = [torch.Generator().manual_seed(self.seed + n) for n in range(first, (end - 1) // size + 1)]
+        """Rows of a rollout, one per completion."""
+        size, count = len(self.dataset), self.plan.completions_per_process
+        start = (rollout * self.plan.num_processes + self.args.process_index) * count
+        passes = range(start // size, (start + count - 1) // size + 1)
+        generators = [torch.Generator().manual_seed(self.args.prompt_seed + number) for number in passes]
         order = torch.cat([torch.randperm(size, generator=generator) for generator in generators])
-        rows = self.dataset[order[start - first * size : end - first * size].tolist()]
-        return Sequences.from_token_ids(rows[PROMPT_IDS], rows[COMPLETION_IDS], self.pad_token_id, self.device)
+        rows = self.dataset[order[start % size : start % size + count].tolist()]
+        return Sequences.from_token_ids(rows[PROMPT_IDS], rows[COMPLETION_IDS], self.pad_token_id, self.args.device)

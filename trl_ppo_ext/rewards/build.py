@@ -11,11 +11,11 @@ from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import PROMPT_IDS, TOKEN_COLUMNS
+from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
-from .scoring import PASSED, FunctionReward, Reward, function_name
+from .scoring import FunctionReward, Reward, function_name
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
@@ -32,13 +32,13 @@ def check_signature(function: Callable, columns: Iterable[str] | None = None, da
         parameters = signature.parameters.values()
         columns = [x.name for x in parameters if x.default is x.empty and x.kind not in collects]
     try:
-        signature.bind(**dict.fromkeys([*PASSED, *columns]))
+        signature.bind(**dict.fromkeys([*REWARD_ARGUMENTS, *columns]))
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
         raise ValueError(
             f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
-            f"{', '.join(PASSED)} and the other columns of {dataset}{available}, all by keyword; end its parameters "
-            "with `**kwargs`, and add a missing column, or rename the parameter."
+            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset}{available}, all by keyword; end its "
+            "parameters with `**kwargs`, and add a missing column, or rename the parameter."
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.data.supervised import PTXError, PTXSampler, tokenize_ptx
+from trl_ppo_ext.ppo.batch_plan import BatchPlan
 
 EOS = 1
 USER, ASSISTANT = 32, 33  # words follow four special tokens
@@ -264,7 +266,9 @@ def numbered(count):
 
 
 def sampler(count=12, rows_per_process=3, process_index=0, num_processes=1, seed=0):
-    return PTXSampler(numbered(count), rows_per_process, process_index, num_processes, seed, 0, "cpu")
+    plan = BatchPlan(rows_per_process, num_processes=num_processes)
+    args = SimpleNamespace(process_index=process_index, prompt_seed=seed, device="cpu")
+    return PTXSampler(numbered(count) if isinstance(count, int) else count, plan, args, pad_token_id=0)
 
 
 def drawn(source, rollouts):
@@ -331,5 +335,5 @@ def test_draw_has_the_tokens_of_its_rows():
 
 def test_tokenized_rows_can_be_drawn():
     dataset = tokenize_ptx(rows("w0 w1", "w2 w3"), tokenizer(), 64)
-    found = PTXSampler(dataset, 2, 0, 1, 0, 0, "cpu").draw(0)
+    found = sampler(dataset, rows_per_process=2).draw(0)
     assert sorted(found.input_ids.tolist()) == [[4, 5, EOS], [6, 7, EOS]]
