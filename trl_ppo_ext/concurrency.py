@@ -60,12 +60,9 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Result of a function: of a synchronous one in a thread, of a coroutine function in this event loop."""
+    call = partial(function, *args, **kwargs)
     try:
-        result = partial(function, *args, **kwargs)
-        if not inspect.iscoroutinefunction(function):
-            result = await asyncio.wrap_future(in_thread(result))
-        else:
-            result = result()
+        result = call() if inspect.iscoroutinefunction(function) else await asyncio.wrap_future(in_thread(call))
         return await result if inspect.isawaitable(result) else result
     except _ENDS_LOOP as error:
         raise RuntimeError(repr(error)) from error

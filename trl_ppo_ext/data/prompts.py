@@ -90,13 +90,7 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def map_rows(
-    dataset: Any,
-    encode_row: Callable[[dict], dict[str, list]],
-    name: str,
-    error_class: type[PromptError] = PromptError,
-    **kwargs: Any,
-) -> Any:
+def map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str, **kwargs: Any) -> Any:
     """Add the columns of token ids that a function returns for each row; its errors name the row."""
 
     # the version invalidates what another one cached: `datasets` identifies `encode` by its name
@@ -104,7 +98,7 @@ def map_rows(
         try:
             return encode_row(row)
         except PromptError as error:
-            raise error_class(f"Row {index} of {name}: {error}") from error.__cause__
+            raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
 
     if isinstance(dataset, IterableDataset):
         return dataset.map(encode_numbered, with_indices=True, **kwargs)
@@ -328,11 +322,8 @@ class StreamedRows:
                 rows += 1
             if rows == 0:
                 raise PromptError("The training stream has no rows; PPO needs at least one prompt.")
-            missing = -rows % self.prompts_per_rollout
-            while missing > 0:
-                for row in itertools.islice(self.dataset, missing):
-                    yield row
-                    missing -= 1
+            again = itertools.chain.from_iterable(itertools.repeat(self.dataset))
+            yield from itertools.islice(again, -rows % self.prompts_per_rollout)
 
     def __getitems__(self, numbers: list[int]) -> list[dict]:
         """Rows of increasing numbers, as of a `datasets.Dataset`."""

@@ -23,26 +23,22 @@ _DIFFERENT_PROMPT = (
 )
 
 
-class PTXError(PromptError):
-    """Raised for an unusable supervised dataset or row, before training."""
-
-
 def _form(dataset: Any) -> tuple[str, ...]:
     """Supervised columns of a dataset: one of `FORMS`."""
     if not isinstance(dataset, Dataset):
-        raise PTXError(
+        raise PromptError(
             "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got "
             f"{type(dataset).__name__}; use `Dataset.from_list(rows)` for a list of dicts, "
             '`Dataset.from_list(list(stream.take(n)))` for a stream, `dataset["train"]` for a `DatasetDict`.'
         )
     if not len(dataset):
-        raise PTXError("The PTX dataset is empty; pass at least one row.")
+        raise PromptError("The PTX dataset is empty; pass at least one row.")
     columns = dataset.column_names
     forms = [form for form in FORMS if set(form) <= set(columns)]
     if len(forms) == 1:
         return forms[0]
     remedy = f"select_columns({list(forms[0])})" if forms else "rename_column('content', 'text')"
-    raise PTXError(
+    raise PromptError(
         'The PTX dataset needs the columns "prompt" and "completion", or "messages", or "text", and only one of these '
         f"forms, got {sorted(columns)}; use e.g. `dataset.{remedy}`."
     )
@@ -65,7 +61,7 @@ def tokenize_ptx(
         entries = [row[column] for column in form]
         if len({*map(type, entries)}) > 1 or not all(x.strip() if isinstance(x, str) else x for x in entries):
             needed = f"its {' and '.join(form)} must not be empty, and all text or all chat messages"
-            raise PTXError(f"{needed}, got {described(entries)}; drop the row.")
+            raise PromptError(f"{needed}, got {described(entries)}; drop the row.")
         # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
         template_kwargs = row_template_kwargs(row, chat_template_kwargs)
         sequence = entries[0] if len(entries) == 1 else entries[0] + entries[1]
@@ -84,16 +80,16 @@ def tokenize_ptx(
         learned = len(ids) - prompt_length
         if learned < 1:
             remedy = f"none to learn after the first {prompt_length}; drop or lengthen it"
-            raise PTXError(f"it has {len(ids)} tokens, {remedy}.")
+            raise PromptError(f"it has {len(ids)} tokens, {remedy}.")
         if prompt_length >= max_length:
-            raise PTXError(
+            raise PromptError(
                 f"its prompt has {prompt_length} tokens, and {max_length=} leaves none of the {learned} tokens of its "
                 f"completion; raise `ptx_max_length` above {prompt_length}, or drop or shorten the row."
             )
         return {PROMPT_IDS: ids[:prompt_length], COMPLETION_IDS: ids[prompt_length:max_length]}
 
     dataset = dataset.with_format(None)
-    return map_rows(dataset, encode_row, "the PTX dataset", PTXError, remove_columns=dataset.column_names)
+    return map_rows(dataset, encode_row, "the PTX dataset", remove_columns=dataset.column_names)
 
 
 class PTXSampler:

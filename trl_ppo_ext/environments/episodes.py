@@ -92,7 +92,7 @@ class Kind:
         self.factory = factory
         self.tools = tools
         self.pool = [self.make()]
-        self.type = type(self.pool[0].instance)
+        self.type: Any = type(self.pool[0].instance)
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
     def make(self) -> ToolEnvironment | TextEnvironment:
@@ -326,7 +326,7 @@ class EpisodeSampler:
             active = [active[number] for number in going_on]
         return episodes
 
-    def _all(self, part: str, episodes: list[Episode], asks: list[Callable], seed: int) -> list[tuple[Episode, Any]]:
+    def _all(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
         """Ask all episodes together, beside the stream of random numbers; an error ends an episode, others return."""
 
         async def together() -> list:

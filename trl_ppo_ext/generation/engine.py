@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class VLLMError(RuntimeError):
@@ -25,8 +25,8 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
-class Engine(Protocol):
-    """Protocol of both; they inherit what they need not do."""
+class Engine:
+    """Base of both, which inherit what they need not do."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
@@ -36,6 +36,7 @@ class Engine(Protocol):
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Allocate what only sampling needs."""
