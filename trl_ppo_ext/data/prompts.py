@@ -120,8 +120,7 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
 def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
-            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
-            f"{type(dataset).__name__}."
+            f"`{name}` must be a `datasets.Dataset`, a stream or a list of dicts, got {type(dataset).__name__}."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise PromptError(
@@ -257,14 +256,10 @@ class Rows(UserList):
 
 @dataclass(eq=False)
 class RolloutSampler(Sampler[int]):
-    """Row numbers of prompts, rollout by rollout; each rollout is repeated for its micro-batches.
+    """Row numbers of prompts, rollout by rollout, each repeated for the micro-batches that the Trainer draws.
 
-    The Trainer draws a batch per micro-batch, but a rollout needs its prompts only once. So each rollout's row numbers
-    are yielded `plan.micro_steps` times. An incomplete last rollout is filled from the next permutation: no
-    prompt is dropped, and a dataset may be smaller than a rollout.
-
-    The epoch follows from the optimizer steps so far (`global_step`), so that resuming needs no state. From
-    `max_steps` on, no prompts are drawn.
+    An incomplete last rollout is filled from the next permutation: no prompt is dropped, and a dataset may be smaller
+    than a rollout. The epoch follows from the optimizer steps so far, so that resuming needs no state.
     """
 
     num_rows: int
@@ -302,10 +297,7 @@ class RolloutSampler(Sampler[int]):
 
 
 class StreamedRows:
-    """Rows of a stream by number, read once and in order.
-
-    A stream that ends within a rollout is read from its beginning to fill it; then its next epoch begins.
-    """
+    """Rows of a stream by number, read once and in order; its beginning fills a rollout within which it ends."""
 
     def __init__(self, dataset: IterableDataset, prompts_per_rollout: int):
         self.dataset = dataset

@@ -156,8 +156,7 @@ class Environments:
             return dataset, template_kwargs
         if dataset is None and self.by_name and args.max_steps > 0:
             raise ValueError(
-                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` names "
-                "one of them, got None."
+                "A dictionary as `environment_factory` requires a `train_dataset` with the column `environment`."
             )
         for reward in self.rewards:
             reward.timeout = args.environment_timeout
@@ -384,9 +383,8 @@ class EpisodeSampler:
         if answer.done and not answer.truncated:
             episode.after = None
             return False
-        is_limited = answer.truncated or (
-            isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
-        )
+        is_last = isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
+        is_limited = answer.truncated or is_last
         ids, room = list[int](), self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.stopped and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids

@@ -54,10 +54,7 @@ class Generator(Protocol):
         return completion[-1] in self.stop_token_ids
 
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
-        """Function that samples turn after turn of the same episodes.
-
-        It takes everything so far, the maximum length of the turn, and the episodes' numbers in the call before.
-        """
+        """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
         return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
 
 
@@ -249,11 +246,7 @@ class Conversation:
 
 
 class GrowingLayer(DynamicLayer):
-    """Layer of [`~transformers.DynamicCache`] that allocates memory for many tokens at a time.
-
-    The original copies all keys and values for every token: up to half of the sampling time on a CPU, and the memory
-    of a second layer everywhere.
-    """
+    """Layer of [`~transformers.DynamicCache`] that is copied once per block, not for every token."""
 
     def __init__(self, longest: int):
         super().__init__()
@@ -336,10 +329,9 @@ def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[
 
 @contextmanager
 def quick_adapters(policy: PeftModel) -> Iterator[None]:
-    """Run plain LoRA layers as two products in autocast's dtype within a context, with weights cast once.
+    """Run plain LoRA layers as two products in autocast's dtype within a context, equal to PEFT's up to rounding.
 
-    A sampled token takes hundreds of small layers, whose calls cost more than their products. The results equal PEFT's
-    up to rounding; log-probs for training are never computed here.
+    A sampled token takes hundreds of small layers, whose calls cost more than their products.
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

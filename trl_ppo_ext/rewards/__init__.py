@@ -1,7 +1,4 @@
-"""Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards.
-
-`http` is imported only when it is needed, because it loads an HTTP client.
-"""
+"""Rewards: functions, classifiers, adapters on the base, and, imported only when needed, those over HTTP."""
 
 from .build import RewardFunc as RewardFunc
 from .build import build_rewards as build_rewards

@@ -95,12 +95,12 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, o
 
 def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
     """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
-    scorers = [reward for reward in rewards if getattr(reward, "context_length", None) is not None]
+    scorers = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
     if scorers and isinstance(dataset, Dataset):
         lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
         longest = dataset[int(lengths.to_numpy().argmax())]["prompt"]
-        for scorer in cast(list[SequenceScorer], scorers):
-            scorer.check_prompt(longest, max_completion_length, cast(int, scorer.context_length))
+        for scorer in scorers:
+            scorer.check_prompt(longest, max_completion_length)
 
 
 def build_rewards(

@@ -261,11 +261,7 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
 
 
 class RunningMoments:
-    """Mean and variance of all values so far, independent of the number of processes.
-
-    Batches are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances" (1979).
-    """
+    """Mean and variance of all values so far, independent of the number of processes (Chan et al., 1979)."""
 
     def __init__(self):
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
