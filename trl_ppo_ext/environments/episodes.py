@@ -212,10 +212,8 @@ class EnvironmentReward:
         get_reward = getattr(episode.environment, "get_reward", lambda: None)
         try:
             return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
-        except SystemExit as error:
-            return RuntimeError(repr(error))
-        except Exception as error:
-            return error
+        except (Exception, SystemExit) as error:
+            return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     async def _entry(self, episode: Episode, end: Any) -> Any:
         if type(episode.environment) is not self.type:

@@ -149,16 +149,17 @@ class TransformersGenerator(Generator):
         self.grows = can_grow(actor_critic, self.config)
 
     def _generate_batch(
-        self, inputs: tuple[Tensor, Tensor], config: GenerationConfig, bar: tqdm, cache: DynamicCache | None = None
+        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, bar: tqdm, cache: DynamicCache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        width = inputs[0].shape[1]
-        criterion = _Criterion(bar, self.stop_strings, inputs[0], config.max_new_tokens)
+        config, width = copy(self.config), inputs[0].shape[1]
+        config.max_new_tokens = max_new_tokens
+        criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
         # layers are gathered for all processes, so all of them sample until the last one is done
         options: dict[str, Any] = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
         adapters: AbstractContextManager[None] = nullcontext()
         if self.grows:
-            options["past_key_values"] = cache or growing_cache(self.actor_critic, width + config.max_new_tokens)
+            options["past_key_values"] = cache or growing_cache(self.actor_critic, width + max_new_tokens)
             # not with a static cache: transformers would recompile its forward for each rollout
             adapters = quick_adapters(self.actor_critic.policy)
         with self.accelerator.autocast(), adapters:
@@ -175,19 +176,14 @@ class TransformersGenerator(Generator):
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        size, config = self.batch_size or len(prompts), self._limited(max_new_tokens)
+        size, longest = self.batch_size or len(prompts), max_new_tokens or self.config.max_new_tokens
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        with self._bar(len(parts) * config.max_new_tokens) as bar:
-            return [ids for part in parts for ids in self._generate_batch(self._padded(part), config, bar)]
+        with self._bar(len(parts) * longest) as bar:
+            return [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
         return Conversation(self)
-
-    def _limited(self, max_new_tokens: int | None) -> GenerationConfig:
-        config = copy(self.config)
-        config.max_new_tokens = max_new_tokens or config.max_new_tokens
-        return config
 
     def _padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         pad, device = self.config.pad_token_id, self.accelerator.device
@@ -214,7 +210,7 @@ class Conversation:
 
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
-        generator, config = self.generator, self.generator._limited(max_new_tokens)
+        generator = self.generator
         if not generator.grows or len(prompts) > (generator.batch_size or len(prompts)):
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
@@ -230,7 +226,7 @@ class Conversation:
 
         # 2. Sample; the cache then has all columns but the last.
         with generator._bar(max_new_tokens) as bar:
-            turns = generator._generate_batch(inputs, config, bar, self.cache)
+            turns = generator._generate_batch(inputs, max_new_tokens, bar, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         lengths = [min(len(turn), end - width) for turn in turns]
