@@ -128,14 +128,11 @@ class Environments:
         self.by_name = isinstance(factory, dict)
         factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
-        by_name = {name: tool for kind in self.kinds.values() for name, tool in kind.pool[0].tools.items()}
-        self.tools = list(by_name.values())
-        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in self.kinds.values())]
+        kinds = self.kinds.values()
+        self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
+        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
         self.has_instances = bool(factory)  # which reward functions receive
-        self.give_rewards = any(
-            isinstance(kind.pool[0], TextEnvironment) or hasattr(kind.type, "get_reward")
-            for kind in self.kinds.values()
-        )
+        self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
