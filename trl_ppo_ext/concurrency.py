@@ -49,10 +49,8 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             called.set_result(call())
-        except StopIteration as error:  # a future of asyncio that waits for it would never end
-            called.set_exception(RuntimeError(repr(error)))
-        except BaseException as error:
-            called.set_exception(error)
+        except BaseException as error:  # a future of asyncio that waits for a StopIteration would never end
+            called.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     Thread(target=run, daemon=True).start()
     return called
