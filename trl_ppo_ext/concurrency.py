@@ -49,10 +49,8 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             called.set_result(call())
-        except StopIteration as error:  # a future of asyncio that waits for it would never end
-            called.set_exception(RuntimeError(repr(error)))
-        except BaseException as error:
-            called.set_exception(error)
+        except BaseException as error:  # a future of asyncio that waits for a StopIteration would never end
+            called.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     Thread(target=run, daemon=True).start()
     return called
@@ -60,12 +58,9 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Result of a function: of a synchronous one in a thread, of a coroutine function in this event loop."""
+    call = partial(function, *args, **kwargs)
     try:
-        result = partial(function, *args, **kwargs)
-        if not inspect.iscoroutinefunction(function):
-            result = await asyncio.wrap_future(in_thread(result))
-        else:
-            result = result()
+        result = call() if inspect.iscoroutinefunction(function) else await asyncio.wrap_future(in_thread(call))
         return await result if inspect.isawaitable(result) else result
     except _ENDS_LOOP as error:
         raise RuntimeError(repr(error)) from error

@@ -54,7 +54,7 @@ from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .randomness import capture_random_state, fixed_seed
-from .rewards import REWARD_FIELDS, ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 from .tracking.terminal import Terminal
@@ -219,12 +219,10 @@ class PPOTrainer(Trainer):
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
-            settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
-            settings["quiet"] = args.disable_tqdm or args.process_index > 0
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
-            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
-            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, **settings)
+            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
+            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
         datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
         self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, datasets)
@@ -266,7 +264,7 @@ class PPOTrainer(Trainer):
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
         if ptx_dataset is not None:
-            ptx = PTXSampler.from_config(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
+            ptx = PTXSampler(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)

@@ -20,7 +20,7 @@ from tiny import SPECIAL, WORDS, config, llama, tokenizer
 from transformers import TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.supervised import PTXError
+from trl_ppo_ext.data.prompts import PromptError
 
 EOS, LONGEST, GROUP = 1, 10, 4
 FEW_WORDS = WORDS[:8]  # so that completions end
@@ -574,11 +574,11 @@ def test_ptx_rows_are_cut_to_ptx_max_length(tmp_path):
 
 
 def test_ptx_rows_that_do_not_fit_raise_before_training(tmp_path):
-    with pytest.raises(PTXError, match=r"Row 1 of the PTX dataset: its prompt has 2 tokens"):
+    with pytest.raises(PromptError, match=r"Row 1 of the PTX dataset: its prompt has 2 tokens"):
         build(tmp_path, ptx_dataset=supervised(), ptx_max_length=2)
-    with pytest.raises(PTXError, match=r"Row 0 .*must not be empty"):
+    with pytest.raises(PromptError, match=r"Row 0 .*must not be empty"):
         build(tmp_path, ptx_dataset=Dataset.from_dict({"text": [""]}))
-    with pytest.raises(PTXError, match="needs the columns"):
+    with pytest.raises(PromptError, match="needs the columns"):
         build(tmp_path, ptx_dataset=questions())
 
 

@@ -6,6 +6,7 @@ import reprlib
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,9 @@ PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's
 TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
 _SHORT = reprlib.Repr()  # reads only the ends of long values
 _SHORT.maxstring = _SHORT.maxother = 160
-_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-
-
-# prompt of a row that has none: an environment writes it
-NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]
+# keyword arguments of every reward function, besides the dataset's columns
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
 
 
 class PromptError(ValueError):
@@ -91,13 +90,7 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def map_rows(
-    dataset: Any,
-    encode_row: Callable[[dict], dict[str, list]],
-    name: str,
-    error_class: type[PromptError] = PromptError,
-    **kwargs: Any,
-) -> Any:
+def map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str, **kwargs: Any) -> Any:
     """Add the columns of token ids that a function returns for each row; its errors name the row."""
 
     # the version invalidates what another one cached: `datasets` identifies `encode` by its name
@@ -105,7 +98,7 @@ def map_rows(
         try:
             return encode_row(row)
         except PromptError as error:
-            raise error_class(f"Row {index} of {name}: {error}") from error.__cause__
+            raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
 
     if isinstance(dataset, IterableDataset):
         return dataset.map(encode_numbered, with_indices=True, **kwargs)
@@ -127,8 +120,7 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
 def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
-            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
-            f"{type(dataset).__name__}."
+            f"`{name}` must be a `datasets.Dataset`, a stream or a list of dicts, got {type(dataset).__name__}."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise PromptError(
@@ -147,12 +139,12 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
         raise PromptError(
             f"`{name}` needs the column that `critic_prompt={critic_prompt!r}` names, got {sorted(columns)}."
         )
-    for column in _REWARD_ARGUMENTS & set(columns):
+    for column in {*REWARD_ARGUMENTS} & {*columns}:
         raise PromptError(
             f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
             f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
         )
-    for column in {"image", "images"} & set(columns):
+    for column in {"image", "images"} & {*columns}:
         raise PromptError(
             f"`{name}` has a column {column!r}, but images are not supported: the policy would answer without seeing "
             f"them. To train on the text, drop it (`dataset.remove_columns({column!r})`)."
@@ -262,31 +254,22 @@ class Rows(UserList):
         return self
 
 
+@dataclass(eq=False)
 class RolloutSampler(Sampler[int]):
-    """Row numbers of prompts, rollout by rollout; each rollout is repeated for its micro-batches.
+    """Row numbers of prompts, rollout by rollout, each repeated for the micro-batches that the Trainer draws.
 
-    The Trainer draws a batch per micro-batch, but a rollout needs its prompts only once. So each rollout's row numbers
-    are yielded `plan.micro_steps` times. An incomplete last rollout is filled from the next permutation: no
-    prompt is dropped, and a dataset may be smaller than a rollout.
-
-    The epoch follows from the optimizer steps so far (`global_step`), so that resuming needs no state. From
-    `max_steps` on, no prompts are drawn.
+    An incomplete last rollout is filled from the next permutation: no prompt is dropped, and a dataset may be smaller
+    than a rollout. The epoch follows from the optimizer steps so far, so that resuming needs no state.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        plan: BatchPlan,
-        shuffle: bool,
-        seed: int,
-        steps: Callable[[], tuple[int, int]] = lambda: (0, 1),
-    ):
-        self.num_rows = num_rows
-        self.plan = plan
-        self.shuffle = shuffle
-        self.seed = seed
-        self.steps = steps  # returns (global_step, max_steps)
-        self.rollouts = -(-num_rows // plan.prompts)  # per epoch
+    num_rows: int
+    plan: BatchPlan
+    shuffle: bool
+    seed: int
+    steps: Callable[[], tuple[int, int]] = lambda: (0, 1)  # returns (global_step, max_steps)
+
+    def __post_init__(self):
+        self.rollouts = -(-self.num_rows // self.plan.prompts)  # per epoch
 
     def __len__(self) -> int:
         return self.rollouts * self.plan.completions * self.plan.micro_steps
@@ -314,10 +297,7 @@ class RolloutSampler(Sampler[int]):
 
 
 class StreamedRows:
-    """Rows of a stream by number, read once and in order.
-
-    A stream that ends within a rollout is read from its beginning to fill it; then its next epoch begins.
-    """
+    """Rows of a stream by number, read once and in order; its beginning fills a rollout within which it ends."""
 
     def __init__(self, dataset: IterableDataset, prompts_per_rollout: int):
         self.dataset = dataset
@@ -334,11 +314,8 @@ class StreamedRows:
                 rows += 1
             if rows == 0:
                 raise PromptError("The training stream has no rows; PPO needs at least one prompt.")
-            missing = -rows % self.prompts_per_rollout
-            while missing > 0:
-                for row in itertools.islice(self.dataset, missing):
-                    yield row
-                    missing -= 1
+            again = itertools.chain.from_iterable(itertools.repeat(self.dataset))
+            yield from itertools.islice(again, -rows % self.prompts_per_rollout)
 
     def __getitems__(self, numbers: list[int]) -> list[dict]:
         """Rows of increasing numbers, as of a `datasets.Dataset`."""

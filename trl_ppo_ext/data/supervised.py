@@ -1,6 +1,5 @@
 """Supervised data of PPO-ptx: texts, completions and chats as token ids, and the rows of each rollout."""
 
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -24,26 +23,22 @@ _DIFFERENT_PROMPT = (
 )
 
 
-class PTXError(PromptError):
-    """Raised for an unusable supervised dataset or row, before training."""
-
-
 def _form(dataset: Any) -> tuple[str, ...]:
     """Supervised columns of a dataset: one of `FORMS`."""
     if not isinstance(dataset, Dataset):
-        raise PTXError(
+        raise PromptError(
             "The PTX dataset must be a `datasets.Dataset`, because its rows are drawn at random, got "
             f"{type(dataset).__name__}; use `Dataset.from_list(rows)` for a list of dicts, "
             '`Dataset.from_list(list(stream.take(n)))` for a stream, `dataset["train"]` for a `DatasetDict`.'
         )
     if not len(dataset):
-        raise PTXError("The PTX dataset is empty; pass at least one row.")
+        raise PromptError("The PTX dataset is empty; pass at least one row.")
     columns = dataset.column_names
     forms = [form for form in FORMS if set(form) <= set(columns)]
     if len(forms) == 1:
         return forms[0]
     remedy = f"select_columns({list(forms[0])})" if forms else "rename_column('content', 'text')"
-    raise PTXError(
+    raise PromptError(
         'The PTX dataset needs the columns "prompt" and "completion", or "messages", or "text", and only one of these '
         f"forms, got {sorted(columns)}; use e.g. `dataset.{remedy}`."
     )
@@ -66,7 +61,7 @@ def tokenize_ptx(
         entries = [row[column] for column in form]
         if len({*map(type, entries)}) > 1 or not all(x.strip() if isinstance(x, str) else x for x in entries):
             needed = f"its {' and '.join(form)} must not be empty, and all text or all chat messages"
-            raise PTXError(f"{needed}, got {described(entries)}; drop the row.")
+            raise PromptError(f"{needed}, got {described(entries)}; drop the row.")
         # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
         template_kwargs = row_template_kwargs(row, chat_template_kwargs)
         sequence = entries[0] if len(entries) == 1 else entries[0] + entries[1]
@@ -85,19 +80,18 @@ def tokenize_ptx(
         learned = len(ids) - prompt_length
         if learned < 1:
             remedy = f"none to learn after the first {prompt_length}; drop or lengthen it"
-            raise PTXError(f"it has {len(ids)} tokens, {remedy}.")
+            raise PromptError(f"it has {len(ids)} tokens, {remedy}.")
         if prompt_length >= max_length:
-            raise PTXError(
+            raise PromptError(
                 f"its prompt has {prompt_length} tokens, and {max_length=} leaves none of the {learned} tokens of its "
                 f"completion; raise `ptx_max_length` above {prompt_length}, or drop or shorten the row."
             )
         return {PROMPT_IDS: ids[:prompt_length], COMPLETION_IDS: ids[prompt_length:max_length]}
 
     dataset = dataset.with_format(None)
-    return map_rows(dataset, encode_row, "the PTX dataset", PTXError, remove_columns=dataset.column_names)
+    return map_rows(dataset, encode_row, "the PTX dataset", remove_columns=dataset.column_names)
 
 
-@dataclass
 class PTXSampler:
     """Draws the supervised rows of each rollout (https://huggingface.co/papers/2203.02155).
 
@@ -105,26 +99,15 @@ class PTXSampler:
     rollout's number, so no state is saved, and a resumed run continues with the same rows.
     """
 
-    dataset: Dataset
-    rows_per_process: int
-    process_index: int
-    num_processes: int
-    seed: int
-    pad_token_id: int
-    device: torch.device | str
-
-    @classmethod
-    def from_config(cls, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int) -> "PTXSampler":
-        """Build a sampler with one row per completion of a rollout."""
-        rows, processes = plan.completions_per_process, plan.num_processes
-        return cls(dataset, rows, args.process_index, processes, args.prompt_seed, pad_token_id, args.device)
+    def __init__(self, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int):
+        self.dataset, self.plan, self.args, self.pad_token_id = dataset, plan, args, pad_token_id
 
     def draw(self, rollout: int) -> Sequences:
-        """Rows of a rollout."""
-        size = len(self.dataset)
-        start = (rollout * self.num_processes + self.process_index) * self.rows_per_process
-        end, first = start + self.rows_per_process, start // size
-        generators = [torch.Generator().manual_seed(self.seed + n) for n in range(first, (end - 1) // size + 1)]
+        """Rows of a rollout, one per completion."""
+        size, count = len(self.dataset), self.plan.completions_per_process
+        start = (rollout * self.plan.num_processes + self.args.process_index) * count
+        passes = range(start // size, (start + count - 1) // size + 1)
+        generators = [torch.Generator().manual_seed(self.args.prompt_seed + number) for number in passes]
         order = torch.cat([torch.randperm(size, generator=generator) for generator in generators])
-        rows = self.dataset[order[start - first * size : end - first * size].tolist()]
-        return Sequences.from_token_ids(rows[PROMPT_IDS], rows[COMPLETION_IDS], self.pad_token_id, self.device)
+        rows = self.dataset[order[start % size : start % size + count].tolist()]
+        return Sequences.from_token_ids(rows[PROMPT_IDS], rows[COMPLETION_IDS], self.pad_token_id, self.args.device)

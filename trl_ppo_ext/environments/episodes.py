@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ from ..rewards import RewardError, ScoringBatch
 from .chat import CHARACTERS, ChatFormat
 from .protocol import TextEnvironment
 from .record import ANSWERS, NOWHERE, Place, Record, forget
-from .tools import Answer, FailedEnvironment, ToolEnvironment
+from .tools import Answer, ToolEnvironment
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Kind:
         self.factory = factory
         self.tools = tools
         self.pool = [self.make()]
-        self.type = type(self.pool[0].instance)
+        self.type: Any = type(self.pool[0].instance)
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
     def make(self) -> ToolEnvironment | TextEnvironment:
@@ -104,12 +105,17 @@ class Kind:
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
-    def made(self) -> Any:
-        """Make an instance within a run, which a factory that fails does not end, e.g. without a connection."""
+    def lend(self) -> Any:
+        """Free instance, or a new one; within a run, a factory that fails gives one that fails to reset."""
         try:
-            return self.make()
+            return self.pool.pop(0) if self.pool else self.make()
         except Exception as error:
-            return FailedEnvironment(self.type, error)
+            failure = error
+
+        async def reset(row: dict[str, Any], seed: int) -> None:
+            raise failure
+
+        return SimpleNamespace(instance=self.type.__new__(self.type), reset=reset)
 
 
 class Environments:
@@ -122,14 +128,11 @@ class Environments:
         self.by_name = isinstance(factory, dict)
         factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
-        by_name = {name: tool for kind in self.kinds.values() for name, tool in kind.pool[0].tools.items()}
-        self.tools = list(by_name.values())
-        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in self.kinds.values())]
+        kinds = self.kinds.values()
+        self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
+        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
         self.has_instances = bool(factory)  # which reward functions receive
-        self.give_rewards = any(
-            isinstance(kind.pool[0], TextEnvironment) or hasattr(kind.type, "get_reward")
-            for kind in self.kinds.values()
-        )
+        self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
@@ -150,8 +153,7 @@ class Environments:
             return dataset, template_kwargs
         if dataset is None and self.by_name and args.max_steps > 0:
             raise ValueError(
-                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` names "
-                "one of them, got None."
+                "A dictionary as `environment_factory` requires a `train_dataset` with the column `environment`."
             )
         for reward in self.rewards:
             reward.timeout = args.environment_timeout
@@ -169,7 +171,7 @@ class Environments:
         """What samples episodes; `None` if a completion is one turn."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer, self.chat, generator, args.bootstrap_truncated)
-        return EpisodeSampler(self, self.chat, generator, args, context_length) if self else None
+        return EpisodeSampler(self, generator, args, context_length) if self else None
 
 
 async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
@@ -207,10 +209,8 @@ class EnvironmentReward:
         get_reward = getattr(episode.environment, "get_reward", lambda: None)
         try:
             return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
-        except SystemExit as error:
-            return RuntimeError(repr(error))
-        except Exception as error:
-            return error
+        except (Exception, SystemExit) as error:
+            return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     async def _entry(self, episode: Episode, end: Any) -> Any:
         if type(episode.environment) is not self.type:
@@ -248,27 +248,14 @@ def with_observation(prompt: Any, observation: Any) -> Any:
 class EpisodeSampler:
     """Samples an episode for each row: turns of all unfinished episodes in one batch, and answers in between."""
 
-    def __init__(
-        self,
-        environments: Environments,
-        chat: ChatFormat,
-        generator: Generator,
-        args: Any,
-        context_length: int | None,
-    ):
-        self.environments = environments
-        self.chat = chat
-        self.generator = generator
+    def __init__(self, environments: Environments, generator: Generator, args: Any, context_length: int | None):
+        self.environments, self.chat = environments, environments.chat
+        self.generator, self.args = generator, args
         self.limit = args.max_completion_length
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
-        self.truncates_prompts = args.overlong_prompts == "truncate"
-        self.timeout = args.environment_timeout
+        self.critic_limit = prompt_limit(self.limit, context_length, None)
         iterations = args.max_tool_calling_iterations
         self.iterations = sys.maxsize if iterations is None else iterations
-        self.args = args
-        self.bootstraps = args.bootstrap_truncated
-        self.shows_critic = args.critic == "adapter" and args.critic_prompt is None
-        self.critic_limit = prompt_limit(self.limit, context_length, None)
         self.lent: list[tuple[Kind, Episode]] = []
 
     def _record(self, step: int | None) -> Record:
@@ -286,23 +273,27 @@ class EpisodeSampler:
         for kind, episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
                 kind.pool.append(episode.player)
-        kinds = [self.environments.kind(row) for row in rows]
-        players = [kind.pool.pop(0) if kind.pool else kind.made() for kind in kinds]
-        hidden = {*TOKEN_COLUMNS, *(["environment"] if self.environments.by_name else [])}
-        record, resets = self._record(step), []
-        places = [Place(record, n).after([seed, *row[PROMPT_IDS]]) for n, (row, seed) in enumerate(zip(rows, seeds))]
-        for row, player, seed, place in zip(rows, players, seeds, places):
-            columns = {name: x for name, x in row.items() if name not in hidden}
+        record, seed, by_name = self._record(step), seeds[0], self.environments.by_name
+        hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
+        self.lent, resets = [], []
+        for number, row in enumerate(rows):
+            kind = self.environments.kind(row)
+            kwargs = None if isinstance(row["prompt"], str) else row_template_kwargs(row, self.chat.template_kwargs)
+            place = Place(record, number).after([seeds[number], *row[PROMPT_IDS]])
+            episode = Episode(row["prompt"], row[PROMPT_IDS], kind.lend(), kwargs, kind.schemas, place=place)
+            columns = {name: deepcopy(x) for name, x in row.items() if name not in hidden}
             if columns["prompt"] == NO_PROMPT:
                 del columns["prompt"]
-            resets.append((place, "reset", partial(player.reset, deepcopy(columns), seed), player.instance))
-        observations = self._all(resets, (seeds[0], 0))
-        episodes = [self._opened(*x) for x in zip(places, rows, kinds, players, observations)]
-        self.lent = [*zip(kinds, episodes)]
-        if self.shows_critic:
-            with_state = [x for x in episodes if hasattr(x.environment, "hidden_state") and x.error is None]
-            shown = [(x.place, "hidden state", partial(called, x.environment.hidden_state), None) for x in with_state]
-            for episode, state in zip(with_state, self._all(shown, (seeds[0], 0))):
+            resets.append(partial(episode.player.reset, columns, seeds[number]))
+            self.lent.append((kind, episode))
+        episodes = [episode for _, episode in self.lent]
+        for episode, observation in self._all("reset", episodes, resets, seed):
+            if by_name or observation is not None:  # otherwise the ids of the dataset stay
+                self._observe(episode, observation)
+        if self.args.critic == "adapter" and self.args.critic_prompt is None:
+            with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
+            states = [partial(called, x.environment.hidden_state) for x in with_state]
+            for episode, state in self._all("hidden state", with_state, states, seed):
                 self._show_critic(episode, state)
 
         active, going_on = episodes, [*range(len(rows))]
@@ -318,63 +309,56 @@ class EpisodeSampler:
                 episode.add(turn, True, of_turn)
                 episode.place = episode.place.after(episode.ids)
                 episode.stopped = self.generator.has_stopped(turn)
-                episode.after = [] if self.bootstraps and not episode.stopped else None
+                episode.after = [] if self.args.bootstrap_truncated and not episode.stopped else None
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [n for n, x in enumerate(active) if x.error is None and x.turns <= self.iterations]
-            responses = []
-            for episode in (active[n] for n in asked):
-                respond = partial(episode.player.respond, episode.messages[-1], episode.place)
-                responses.append((episode.place, "turn", respond, episode.environment))
-            answers = self._all(responses, (seeds[0], active[0].turns))
-            going_on = [n for n, answer in zip(asked, answers) if self._continues(active[n], turns[n], answer)]
-            active = [active[n] for n in going_on]
+            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
+            responses = [partial(x.player.respond, x.messages[-1], x.place) for x in asked]
+            answers = self._all("turn", asked, responses, seed)
+            continuing = {id(episode) for episode, answer in answers if self._continues(episode, answer)}
+            going_on = [number for number, episode in enumerate(active) if id(episode) in continuing]
+            active = [active[number] for number in going_on]
         return episodes
 
-    def _all(self, questions: Sequence[tuple], seed: tuple[int, int]) -> list[Any]:
-        """Answers to questions that are asked together, or exceptions; sampling draws its random numbers as before."""
+    def _all(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
+        """Ask all episodes together, beside the stream of random numbers; an error ends an episode, others return."""
 
         async def together() -> list:
-            answers = [
-                place.answer(part, partial(bounded, ask, self.timeout), has_state=instance is not None)
-                for place, part, ask, instance in questions
-            ]
+            answers = []
+            for episode, ask in zip(episodes, asks):
+                has_state = part != "hidden state" and episode.environment is not None
+                in_time = partial(bounded, ask, self.args.environment_timeout)
+                answers.append(episode.place.answer(part, in_time, has_state))
             return await asyncio.gather(*answers, return_exceptions=True)
 
-        if not questions:
+        if not episodes:
             return []
-        with fixed_seed(hash(seed) % 2**31, self.args.device):
-            return finished(started(together()))
+        with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.args.device):
+            answers = finished(started(together()))
+        for episode, answer in zip(episodes, answers):
+            episode.error = answer if isinstance(answer, BaseException) else None
+        return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
 
-    def _opened(self, place: Place, row: dict[str, Any], kind: Kind, player: Any, observation: Any) -> Episode:
-        is_text = isinstance(row["prompt"], str)
-        kwargs = None if is_text else row_template_kwargs(row, self.chat.template_kwargs)
-        episode = Episode(row["prompt"], row[PROMPT_IDS], player, kwargs, kind.schemas, place=place)
-        if observation is None and not self.environments.by_name:  # its ids are those of the dataset
-            return episode
+    def _observe(self, episode: Episode, observation: Any) -> None:
+        """Add the first observation to the prompt."""
         try:
-            if isinstance(observation, BaseException):
-                raise observation
-            prompt, limit = with_observation(row["prompt"], observation), self.prompt_limit
+            prompt, limit = with_observation(episode.prompt, observation), self.prompt_limit
             if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
                 raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
-            with_tools = (kwargs or {}) | ({"tools": kind.schemas} if kind.schemas else {})
-            ids = encode(prompt, self.chat.tokenizer, with_tools)
-            if self.truncates_prompts:
+            kwargs = (episode.template_kwargs or {}) | ({"tools": episode.schemas} if episode.schemas else {})
+            ids = encode(prompt, self.chat.tokenizer, kwargs)
+            if self.args.overlong_prompts == "truncate":
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
                 raise PromptError(f"the prompt with the observation has {len(ids)} tokens, but {limit} fit")
             episode.prompt, episode.prompt_ids = prompt, ids
         except Exception as error:  # the policy answers the row's own prompt, for nothing
             episode.error = error
-        return episode
 
     def _show_critic(self, episode: Episode, state: Any) -> None:
         """Begin the prompt of the critic with the hidden state of an environment."""
         tokenizer, room = self.chat.tokenizer, self.critic_limit - len(episode.prompt_ids)
         try:
-            if isinstance(state, BaseException):
-                raise state
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
             fits = len(state) <= CHARACTERS * room
@@ -386,23 +370,19 @@ class EpisodeSampler:
         except Exception as error:
             episode.error = error
 
-    def _continues(self, episode: Episode, turn: list[int], answer: Answer | BaseException) -> bool:
+    def _continues(self, episode: Episode, answer: Answer) -> bool:
         """Add an answer to its episode, unless that ends."""
-        if isinstance(answer, BaseException):
-            episode.error = answer
-            return False
         episode.failed_calls += answer.failed
         if answer.reward is not None:
             episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
         if answer.done and not answer.truncated:
             episode.after = None
             return False
-        is_limited = answer.truncated or (
-            isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
-        )
+        is_last = isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
+        is_limited = answer.truncated or is_last
         ids, room = list[int](), self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.stopped and answer.messages:  # otherwise its turn was cut, or calls no tool
-            stops = self.generator.stop_token_ids
+            turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
             is_limited = is_limited or len(ids) > room
             if not is_limited:
@@ -411,20 +391,20 @@ class EpisodeSampler:
                 return True
         if is_limited:
             episode.stopped = False
-            if answer.truncated or self.bootstraps:
+            if answer.truncated or self.args.bootstrap_truncated:
                 episode.after = ids if len(ids) <= room else []
         return False
 
 
+@dataclass
 class RolloutFunction:
     """Episodes of a function with the interface of TRL's `rollout_func`."""
 
-    def __init__(self, function: Callable, trainer: Any, chat: ChatFormat, generator: Generator, bootstraps: bool):
-        self.function = function
-        self.bootstraps = bootstraps
-        self.trainer = trainer
-        self.chat = chat
-        self.generator = generator
+    function: Callable
+    trainer: Any
+    chat: ChatFormat
+    generator: Generator
+    bootstraps: bool
 
     def sample(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
         """Call the function with the prompts of all rows; only environments have seeds, and answers of a step."""

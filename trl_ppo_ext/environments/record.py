@@ -15,7 +15,6 @@ from .tools import Answer
 logger = logging.get_logger(__name__)
 
 ANSWERS = ".answers"  # in the output directory: a file per rollout, named by its optimizer step, and rank
-_VOID = {"errors": "void"}
 
 
 def _files(output_dir: str, rank: int) -> dict[int, Path]:
@@ -34,7 +33,7 @@ def void_errors(output_dir: str, rank: int) -> None:
     """Let a resumed run ask again where an error has ended the run."""
     for path in _files(output_dir, rank).values():
         with suppress(OSError):
-            _append(path, _VOID)
+            _append(path, {"errors": "void"})
 
 
 def _append(path: Path, entry: dict[str, Any]) -> None:

@@ -99,15 +99,3 @@ class ToolEnvironment:
         message = {"role": "tool", "name": name, "content": encodable(text)}
         reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)
         return Answer([message], reward, done, failed=[failed])
-
-
-class FailedEnvironment:
-    """Environment whose factory failed: an instance that was never initialized, and fails to reset."""
-
-    def __init__(self, type_: Any, error: Exception):
-        self.instance = type_.__new__(type_)
-        self.error = error
-
-    async def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Raise the error of the factory."""
-        raise self.error

@@ -118,10 +118,6 @@ class ContinuousBatchingGenerator(Generator):
         children = [f"__child#{number}" for number in range(copies - 1)]
         return [[done[request + suffix] for suffix in ["", *children]] for request in requests]
 
-    def has_stopped(self, completion: list[int]) -> bool:
-        """Check for a stop token at the end."""
-        return completion[-1] in self.stop_token_ids
-
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
         max_new_tokens = max_new_tokens or self.config.max_new_tokens

@@ -1,8 +1,8 @@
-"""What a generator asks of vLLM, in this process or behind a server."""
+"""Interface of vLLM in this process, or behind a server."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class VLLMError(RuntimeError):
@@ -25,17 +25,18 @@ class Sampled(NamedTuple):
     logprobs: list[float]
 
 
-class Engine(Protocol):
-    """Protocol of vLLM in this process, or behind a server."""
+class Engine:
+    """Base of both, which inherit what they need not do."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
+        """Forget an adapter, if the next one has not taken its slot."""
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Allocate what only sampling needs."""

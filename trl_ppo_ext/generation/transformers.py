@@ -51,12 +51,10 @@ class Generator(Protocol):
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
+        return completion[-1] in self.stop_token_ids
 
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
-        """Function that samples turn after turn of the same episodes.
-
-        It takes everything so far, the maximum length of the turn, and the episodes' numbers in the call before.
-        """
+        """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
         return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
 
 
@@ -111,27 +109,19 @@ def sampling_config(
     )
 
 
-class _Progress(StoppingCriteria):
-    """Advances a progress bar with every token; never stops."""
+class _Criterion(StoppingCriteria):
+    """Advances a progress bar, and ends rows at the token that completes a stop string in the completion."""
 
-    def __init__(self, bar: tqdm):
-        self.bar = bar
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.bar.update()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class _StopStrings(StoppingCriteria):
-    """Ends rows at the token that completes a stop string in the completion, and keeps their lengths."""
-
-    def __init__(self, matches: StopStringCriteria, input_ids: Tensor, max_length: int):
-        self.matches, self.start = matches, input_ids.shape[1]
+    def __init__(self, bar: tqdm, stop_strings: StopStringCriteria | None, input_ids: Tensor, max_length: int):
+        self.bar, self.stop_strings, self.start = bar, stop_strings, input_ids.shape[1]
         self.lengths = input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.bar.update()
+        if self.stop_strings is None:
+            return torch.zeros_like(self.lengths, dtype=torch.bool)
         completions = input_ids[:, self.start :]
-        done = self.matches(completions, None)
+        done = self.stop_strings(completions, None)
         self.lengths = torch.where(done, self.lengths.clamp(max=completions.shape[1]), self.lengths)
         return done
 
@@ -159,60 +149,41 @@ class TransformersGenerator(Generator):
         self.grows = can_grow(actor_critic, self.config)
 
     def _generate_batch(
-        self, inputs: tuple[Tensor, Tensor], config: GenerationConfig, bar: tqdm, cache: DynamicCache | None = None
+        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, bar: tqdm, cache: DynamicCache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        criteria: list[StoppingCriteria] = [_Progress(bar)]
-        if self.stop_strings is not None:
-            criteria.append(_StopStrings(self.stop_strings, inputs[0], config.max_new_tokens))
-        with self.accelerator.autocast():
-            ids = self._sample(*inputs, config, criteria, cache)
-        completions = ids[:, inputs[0].shape[1] :].tolist()
-        for ends in criteria[1:]:
-            completions = [ids[:length] for ids, length in zip(completions, ends.lengths.tolist())]
-        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
-
-    def _sample(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        config: GenerationConfig,
-        criteria: list[StoppingCriteria],
-        cache: DynamicCache | None,
-    ) -> Tensor:
-        """Token ids of prompts and completions."""
-        inputs = (input_ids, attention_mask, config, criteria)
+        config, width = copy(self.config), inputs[0].shape[1]
+        config.max_new_tokens = max_new_tokens
+        criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
         # layers are gathered for all processes, so all of them sample until the last one is done
-        options = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
-        if not self.grows:
-            return self.actor_critic.sample(*inputs, **options)
-        cache = cache or growing_cache(self.actor_critic, input_ids.shape[1] + config.max_new_tokens)
-        # not with a static cache: transformers would recompile its forward for each rollout
-        policy = self.actor_critic.policy
-        with quick_adapters(policy):
-            return self.actor_critic.sample(*inputs, past_key_values=cache, **options)
+        options: dict[str, Any] = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
+        adapters: AbstractContextManager[None] = nullcontext()
+        if self.grows:
+            options["past_key_values"] = cache or growing_cache(self.actor_critic, width + max_new_tokens)
+            # not with a static cache: transformers would recompile its forward for each rollout
+            adapters = quick_adapters(self.actor_critic.policy)
+        with self.accelerator.autocast(), adapters:
+            ids = self.actor_critic.sample(*inputs, config, [criterion], **options)
+        completions = ids[:, width:].tolist()
+        if self.stop_strings is not None:
+            completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
+        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
-        if completion[-1] in self.stop_token_ids or self.stop_strings is None:
-            return completion[-1] in self.stop_token_ids
-        return bool(self.stop_strings(torch.tensor([completion]), None))
+        ended, strings = super().has_stopped(completion), self.stop_strings
+        return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        size, config = self.batch_size or len(prompts), self._limited(max_new_tokens)
+        size, longest = self.batch_size or len(prompts), max_new_tokens or self.config.max_new_tokens
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        with self._bar(len(parts) * config.max_new_tokens) as bar:
-            return [ids for part in parts for ids in self._generate_batch(self._padded(part), config, bar)]
+        with self._bar(len(parts) * longest) as bar:
+            return [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
         return Conversation(self)
-
-    def _limited(self, max_new_tokens: int | None) -> GenerationConfig:
-        config = copy(self.config)
-        config.max_new_tokens = max_new_tokens or config.max_new_tokens
-        return config
 
     def _padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         pad, device = self.config.pad_token_id, self.accelerator.device
@@ -239,7 +210,7 @@ class Conversation:
 
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
-        generator, config = self.generator, self.generator._limited(max_new_tokens)
+        generator = self.generator
         if not generator.grows or len(prompts) > (generator.batch_size or len(prompts)):
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
@@ -255,7 +226,7 @@ class Conversation:
 
         # 2. Sample; the cache then has all columns but the last.
         with generator._bar(max_new_tokens) as bar:
-            turns = generator._generate_batch(inputs, config, bar, self.cache)
+            turns = generator._generate_batch(inputs, max_new_tokens, bar, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         lengths = [min(len(turn), end - width) for turn in turns]
@@ -271,11 +242,7 @@ class Conversation:
 
 
 class GrowingLayer(DynamicLayer):
-    """Layer of [`~transformers.DynamicCache`] that allocates memory for many tokens at a time.
-
-    The original copies all keys and values for every token: up to half of the sampling time on a CPU, and the memory
-    of a second layer everywhere.
-    """
+    """Layer of [`~transformers.DynamicCache`] that is copied once per block, not for every token."""
 
     def __init__(self, longest: int):
         super().__init__()
@@ -327,29 +294,25 @@ def growing_cache(actor_critic: ActorCritic, longest: int) -> DynamicCache:
 
 # ---- adapters without PEFT's overhead ----
 
-_PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit", "Linear8bitLt") if hasattr(lora, name))
+_PLAIN = (lora.Linear, lora.Linear4bit, lora.Linear8bitLt)
 
 
-def _is_plain(layer: Any) -> bool:
-    """Check if a layer is exactly its base plus one low-rank product."""
+def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor] | None:
+    """Forward of a layer that is exactly its base plus one low-rank product, `None` for others."""
     if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
-        return False
-    if "forward" in vars(layer):  # replaced already, e.g. by a hook that moves weights
-        return False
+        return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or names[0] in layer.lora_variant:
-        return False
+    # a forward that is replaced already may be a hook that moves weights
+    if "forward" in vars(layer) or len(names) != 1 or names[0] in layer.lora_variant:
+        return None
     dropout, product = layer.lora_dropout[names[0]], (layer.lora_A[names[0]], layer.lora_B[names[0]])
     if layer.training and not isinstance(dropout, nn.Identity):
-        return False
-    return all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product)
-
-
-def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    name = next(name for name in layer.active_adapters if name in layer.lora_A)
-    base, scaling = layer.base_layer, layer.scaling[name]
-    dtype = autocast_dtype or layer.lora_A[name].weight.dtype
-    down, up = (x[name].weight.to(dtype).T for x in (layer.lora_A, layer.lora_B))
+        return None
+    if not all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product):
+        return None
+    base, scaling = layer.base_layer, layer.scaling[names[0]]
+    dtype = autocast_dtype or product[0].weight.dtype
+    down, up = (x.weight.to(dtype).T for x in product)
 
     def forward(x: Tensor) -> Tensor:
         out = base(x)
@@ -362,18 +325,18 @@ def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[
 
 @contextmanager
 def quick_adapters(policy: PeftModel) -> Iterator[None]:
-    """Run plain LoRA layers as two products in autocast's dtype within a context, with weights cast once.
+    """Run plain LoRA layers as two products in autocast's dtype within a context, equal to PEFT's up to rounding.
 
-    A sampled token takes hundreds of small layers, whose calls cost more than their products. The results equal PEFT's
-    up to rounding; log-probs for training are never computed here.
+    A sampled token takes hundreds of small layers, whose calls cost more than their products.
     """
     kind = next(policy.parameters()).device.type
     autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    layers: list[Any] = [module for module in policy.modules() if _is_plain(module)]
+    forwards = [(module, _quick_forward(module, autocast_dtype)) for module in policy.modules()]
+    replaced: list[tuple[Any, Callable]] = [(layer, forward) for layer, forward in forwards if forward is not None]
     try:
-        for layer in layers:
-            layer.forward = _quick_forward(layer, autocast_dtype)
+        for layer, forward in replaced:
+            layer.forward = forward
         yield
     finally:
-        for layer in layers:
+        for layer, _ in replaced:
             layer.__dict__.pop("forward", None)

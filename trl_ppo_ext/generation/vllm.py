@@ -42,11 +42,7 @@ INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run 
 
 
 class VLLMGenerator(Generator):
-    """Samples with the policy's adapter as it is at the start of a rollout.
-
-    Each request has a seed from the run's stream, so that its completions do not depend on the others, and a resumed
-    run repeats them. Log-probs under the sampler are kept beside the completions.
-    """
+    """Samples with the policy's adapter as it is at the start of a rollout, and keeps the sampler's log-probs."""
 
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
@@ -130,16 +126,13 @@ class VLLMGenerator(Generator):
         """Sample a completion for each prompt."""
         first_rows, groups = distinct(prompts)
         copies, longest = Counter(groups), max_new_tokens or self.limit
+        # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(first_rows),)).tolist()
         requests = [Request(prompts[row], copies[n], seeds[n], longest) for n, row in enumerate(first_rows)]
         sampled = [iter(copies) for copies in self.engine.sample(str(self.version), requests)]
         completions = [next(sampled[group]) for group in groups]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
-
-    def has_stopped(self, completion: list[int]) -> bool:
-        """Check for a stop token at the end."""
-        return completion[-1] in self.stop_token_ids
 
 
 def served_base(actor_critic: ActorCritic, args: Any) -> str:
@@ -157,8 +150,7 @@ def served_base(actor_critic: ActorCritic, args: Any) -> str:
     if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
         raise ValueError(
             f"`vllm_base_model` was written by `trl-ppo dequantize` from other 4-bit weights (of "
-            f"`{written['base_model']}`) than the policy's; write it again from the base and with the quantization of "
-            "this run."
+            f"`{written['base_model']}`) than the policy's; write it again with this run's base and quantization."
         )
     if not base:
         raise ValueError("`model` has no name or path that vLLM could load; save it, or set `vllm_base_model`.")
@@ -262,9 +254,6 @@ class ColocatedEngine(Engine):
             raise VLLMError(f"vLLM does not support this adapter: {error}; change `peft_config`.") from error
         self.requests = {name: request}
         shutil.rmtree(directory)
-
-    def unload(self, name: str) -> None:
-        """Nothing to do: the only slot has been taken by the next adapter."""
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""

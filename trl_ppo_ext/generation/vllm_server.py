@@ -33,7 +33,6 @@ class VLLMServer(Engine):
     def __init__(self, url: str, timeout: float, base: str, settings: dict[str, Any], rank: int):
         self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
         self.name, self.settings = redacted(self.url), settings | {"return_token_ids": True}
-        self.directories: dict[str, Path] = {}
         self.command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {base} --enable-lora --max-loras 2 "
         self.command += f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm "
         address = httpx2.URL(self.url)
@@ -53,31 +52,23 @@ class VLLMServer(Engine):
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""
-        self.directories = {name: directory}
+        self.directory = directory
         self._run(lambda client: self._load(client, name))
 
     async def _load(self, client: httpx2.AsyncClient, name: str) -> None:
-        directory = str(self.directories[name])
-        answer = await self._answer(
-            client, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}
-        )
+        adapter = {"lora_name": name, "lora_path": str(self.directory)}
+        answer = await self._answer(client, "POST", "/v1/load_lora_adapter", adapter)
         if answer.status_code == 404 and '"detail"' in answer.text:  # no such path
             raise VLLMError(f"The server at {self.name} takes no adapters; start it with `{self.command}`.")
         if not answer.is_success and "already been loaded" not in answer.text:
             raise VLLMError(
                 f"The server at {self.name} cannot load the adapter: {self._shown(answer)}. It must be started with "
-                f"`{self.command}`, and see `{directory}` under that path."
+                f"`{self.command}`, and see `{self.directory}` under that path."
             )
 
     def unload(self, name: str) -> None:
         """Forget an adapter; a server that was restarted has done so."""
         self._run(lambda client: self._answer(client, "POST", "/v1/unload_lora_adapter", {"lora_name": name}))
-
-    def wake(self) -> None:
-        """Nothing to do: the server has its own memory."""
-
-    def sleep(self) -> None:
-        """Nothing to do."""
 
     # ---- completions ----
 

@@ -189,7 +189,7 @@ class RolloutCollector:
             self.sampler = SamplerComparison(args, actor_critic.dtype, self.all_sum)
         self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
         self.logits_are_checked = False
-        is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
+        is_shifted = args.normalize_rewards or args.reward_baseline is not None
         sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)
         is_new = args.critic != "none" and args.critic_init is None
         self.warns_of_far_scores = is_new and not is_shifted and not sees_all

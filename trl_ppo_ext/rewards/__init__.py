@@ -1,9 +1,5 @@
-"""Rewards: functions, sequence classifiers, adapters on the shared base, judges and remote rewards.
+"""Rewards: functions, classifiers, adapters on the base, and, imported only when needed, those over HTTP."""
 
-`http` is imported only when it is needed, because it loads an HTTP client.
-"""
-
-from .build import REWARD_FIELDS as REWARD_FIELDS
 from .build import RewardFunc as RewardFunc
 from .build import build_rewards as build_rewards
 from .build import check_contexts as check_contexts

@@ -5,28 +5,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, TypeAlias, cast
 
-import torch
 from datasets import Dataset
 from peft import PeftModel
 from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import PROMPT_IDS, TOKEN_COLUMNS
+from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
-from .scoring import PASSED, FunctionReward, Reward, function_name
-
-# fields of the config that are keyword arguments of `build_rewards`
-REWARD_FIELDS = (
-    "per_device_reward_batch_size",
-    "reward_label",
-    "reward_quantization",
-    "reward_timeout",
-    "offload_rewards",
-    "trust_remote_code",
-)
+from .scoring import FunctionReward, Reward, function_name
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
@@ -43,13 +32,13 @@ def check_signature(function: Callable, columns: Iterable[str] | None = None, da
         parameters = signature.parameters.values()
         columns = [x.name for x in parameters if x.default is x.empty and x.kind not in collects]
     try:
-        signature.bind(**dict.fromkeys([*PASSED, *columns]))
+        signature.bind(**dict.fromkeys([*REWARD_ARGUMENTS, *columns]))
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
         raise ValueError(
             f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
-            f"{', '.join(PASSED)} and the other columns of {dataset}{available}, all by keyword; end its parameters "
-            "with `**kwargs`, and add a missing column, or rename the parameter."
+            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset}{available}, all by keyword; end its "
+            "parameters with `**kwargs`, and add a missing column, or rename the parameter."
         ) from None
 
 
@@ -106,12 +95,12 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, o
 
 def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
     """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
-    scorers = [reward for reward in rewards if getattr(reward, "context_length", None) is not None]
+    scorers = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
     if scorers and isinstance(dataset, Dataset):
         lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
         longest = dataset[int(lengths.to_numpy().argmax())]["prompt"]
-        for scorer in cast(list[SequenceScorer], scorers):
-            scorer.check_prompt(longest, max_completion_length, cast(int, scorer.context_length))
+        for scorer in scorers:
+            scorer.check_prompt(longest, max_completion_length)
 
 
 def build_rewards(
@@ -119,43 +108,36 @@ def build_rewards(
     processing_classes: Sequence[PreTrainedTokenizerBase | None] | None,
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    per_device_reward_batch_size: int = 16,
-    reward_label: int | None = None,
-    reward_quantization: str | None = "nf4",
-    reward_timeout: float | None = None,
-    offload_rewards: bool = False,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-    quiet: bool = False,
+    args: Any,
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
-    batch_size, label = per_device_reward_batch_size, reward_label
+    batch_size, label, trusted = args.per_device_reward_batch_size, args.reward_label, args.trust_remote_code
+    offloads, device = args.offload_rewards, args.device
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, reward_quantization, device, trust_remote_code)
+            entry = load_classifier(entry, actor_critic.dtype, args.reward_quantization, device, trusted)
         if isinstance(entry, PreTrainedModel | PeftModel):
-            if not (offload_rewards or getattr(entry, "is_quantized", False)):
+            if not (offloads or getattr(entry, "is_quantized", False)):
                 entry = entry.to(device)
-            elif offload_rewards and getattr(entry, "is_loaded_in_8bit", False):
+            elif offloads and getattr(entry, "is_loaded_in_8bit", False):
                 raise ValueError(
                     "`offload_rewards=True` moves reward models, and an int8 model cannot be moved; use "
                     "`reward_quantization='nf4'` or `offload_rewards=False`."
                 )
-            place = torch.device(device) if offload_rewards else None
-            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trust_remote_code, place))
+            place = device if offloads else None
+            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted, place))
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
         elif _is_reward(entry):
             rewards.append(cast(Reward, entry))
         else:
-            rewards.append(FunctionReward(cast(Callable, entry), reward_timeout))
+            rewards.append(FunctionReward(cast(Callable, entry), args.reward_timeout))
     for index, reward in enumerate(rewards):
         if isinstance(reward, SequenceScorer):
-            reward.quiet = quiet
-        taken = {other.name for other in rewards if other is not reward}
-        if reward.name in {other.name for other in rewards[:index]}:  # metrics need distinct names
-            numbers = (number for number in count(index) if f"{reward.name}_{number}" not in taken)
-            reward.name = f"{reward.name}_{next(numbers)}"
+            reward.quiet = args.disable_tqdm or args.process_index > 0
+        names = [other.name for other in rewards]
+        if reward.name in names[:index]:  # metrics need distinct names
+            numbered = (f"{reward.name}_{number}" for number in count(index))
+            reward.name = next(name for name in numbered if name not in names)
     return rewards

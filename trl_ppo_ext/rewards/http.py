@@ -1,8 +1,4 @@
-"""Rewards over HTTP: judges, and servers that score batches.
-
-Requests are bounded in time, size and concurrency. Retries, back-off and connections are those of the `openai` client.
-Import this module only when it is needed.
-"""
+"""Rewards over HTTP: judges, and servers that score batches; imported only when needed."""
 
 import asyncio
 import json

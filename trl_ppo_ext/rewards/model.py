@@ -43,9 +43,8 @@ def checked_label(name: str, num_labels: int, label: int | None) -> int:
     """Return the index of the classifier's output that is the reward."""
     if (label is None and num_labels > 1) or not 0 <= (label or 0) < num_labels:
         raise RewardError(
-            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` "
-            f"from 0 to {num_labels - 1}, got {label}, use a model with one label, or pass a function that turns its "
-            "labels into a score."
+            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` from "
+            f"0 to {num_labels - 1}, got {label}, use a model with one label, or pass a function of its labels."
         )
     return label or 0
 
@@ -97,7 +96,7 @@ class SequenceScorer:
     quiet = False  # whether to show no progress
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int | None = None
+        self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int = sys.maxsize
     ):
         self.name = name
         self.tokenizer = tokenizer
@@ -119,10 +118,10 @@ class SequenceScorer:
         end = self.tokenizer.eos_token or ""
         return self.tokenizer([p + c + end for p, c in zip(prompts, completions)])["input_ids"]
 
-    def check_prompt(self, prompt: Any, max_completion_length: int, context: int) -> None:
+    def check_prompt(self, prompt: Any, max_completion_length: int) -> None:
         """Raise a `RewardError` if a prompt does not fit into the context, and warn if a long completion may not."""
         empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
-        length = len(self._encode([prompt], [empty])[0])
+        length, context = len(self._encode([prompt], [empty])[0]), self.context_length
         problem = f"The longest prompt has {length} tokens; the reward model `{self.name}` takes {context}"
         remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
         if length >= context:
@@ -133,14 +132,13 @@ class SequenceScorer:
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that is too long for the model fails."""
         rows = self._encode(batch.prompts, batch.completions)
-        limit = self.context_length or sys.maxsize
         scores: dict[int, float | RewardError] = {
             index: RewardError(
                 f"Completion {index} with its prompt has {len(row)} tokens; the reward model `{self.name}` takes "
-                f"{limit}. Lower `max_completion_length`, or drop long prompts."
+                f"{self.context_length}. Lower `max_completion_length`, or drop long prompts."
             )
             for index, row in enumerate(rows)
-            if len(row) > limit
+            if len(row) > self.context_length
         }
         by_length = sorted((i for i in range(len(rows)) if i not in scores), key=lambda i: len(rows[i]))
         parts = []
@@ -183,10 +181,8 @@ class ClassifierReward(SequenceScorer):
         self.label = checked_label(name, model.config.num_labels, label)
         if tokenizer is None:
             if not model_id:
-                raise RewardError(
-                    f"The reward model `{name}` has no id to load a tokenizer from; pass one in "
-                    "`reward_processing_classes`."
-                )
+                remedy = "pass one in `reward_processing_classes`"
+                raise RewardError(f"The reward model `{name}` has no id to load a tokenizer from; {remedy}.")
             tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
@@ -267,8 +263,7 @@ class AdapterReward(SequenceScorer):
             if theirs.get_vocab() != tokenizer.get_vocab():
                 raise RewardError(
                     f"The reward adapter `{path}` was trained with another tokenizer ({len(theirs)} tokens) than the "
-                    f"policy's ({len(tokenizer)} tokens); on a shared base both must be the same. Merge the adapter "
-                    "into its base and pass that model."
+                    f"policy's ({len(tokenizer)} tokens); merge the adapter into its base and pass that model."
                 )
         if "weight" not in files.head:
             raise RewardError(

@@ -17,12 +17,10 @@ from transformers.utils import logging
 
 from ..concurrency import finished, in_thread, started
 from ..config import LARGEST_SCORE
+from ..data.prompts import REWARD_ARGUMENTS
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
-
-# keyword arguments of every function, besides the dataset's columns
-PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class RewardError(ValueError):
@@ -70,7 +68,7 @@ class FunctionReward:
 
     def score(self, batch: ScoringBatch) -> Any:
         """Call the function, with a timeout in a thread of its own."""
-        passed = {name: getattr(batch, name) for name in PASSED} | batch.columns
+        passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and the log share
         copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
         environments = [episode.environment for episode in batch.episodes]
@@ -263,11 +261,7 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
 
 
 class RunningMoments:
-    """Mean and variance of all values so far, independent of the number of processes.
-
-    Batches are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances" (1979).
-    """
+    """Mean and variance of all values so far, independent of the number of processes (Chan et al., 1979)."""
 
     def __init__(self):
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
@@ -296,38 +290,34 @@ class RunningMoments:
         return math.sqrt(variance) if variance > 0 else 1.0
 
 
+@dataclass
 class RewardShaping:
     """Baseline, normalization, clipping, and the penalty for a missing EOS, in this order."""
 
-    def __init__(
-        self,
-        reward_baseline: str | None = None,
-        normalize_rewards: bool = False,
-        reward_clip_range: float | None = None,
-        missing_eos_penalty: float | None = None,
-    ):
-        self.subtract_baseline = reward_baseline == "reference"
-        self.normalize = normalize_rewards
-        self.clip_range = reward_clip_range
-        self.missing_eos_penalty = missing_eos_penalty
+    reward_baseline: str | None = None
+    normalize_rewards: bool = False
+    reward_clip_range: float | None = None
+    missing_eos_penalty: float | None = None
+
+    def __post_init__(self):
         self.baseline: float | None = None
         self.moments = RunningMoments()
 
     def __call__(self, totals: Tensor, stopped: Tensor, usable: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
         """Shape the scores of a rollout, `[batch]`, and add them to the running statistics."""
         scores = totals
-        if self.subtract_baseline:
+        if self.reward_baseline == "reference":
             if self.baseline is None:
                 # the first rollout is sampled from the initial policy, which is the reference
                 first = RunningMoments()
                 first.update(totals, usable, all_sum)
                 self.baseline = first.mean
             scores = scores - self.baseline
-        if self.normalize:
+        if self.normalize_rewards:
             self.moments.update(scores, usable, all_sum)
             scores = (scores - self.moments.mean) / (self.moments.deviation + 1e-8)
-        if self.clip_range is not None:
-            scores = scores.clamp(-self.clip_range, self.clip_range)
+        if self.reward_clip_range is not None:
+            scores = scores.clamp(-self.reward_clip_range, self.reward_clip_range)
         if self.missing_eos_penalty is not None:
             scores = scores - self.missing_eos_penalty * (~stopped)
         return scores

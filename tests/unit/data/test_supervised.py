@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from trl_ppo_ext.data.prompts import PROMPT_IDS
-from trl_ppo_ext.data.supervised import PTXError, PTXSampler, tokenize_ptx
+from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError
+from trl_ppo_ext.data.supervised import PTXSampler, tokenize_ptx
+from trl_ppo_ext.ppo.batch_plan import BatchPlan
 
 EOS = 1
 USER, ASSISTANT = 32, 33  # words follow four special tokens
@@ -206,30 +208,30 @@ def test_rows_equal_those_of_sft(dataset, tmp_path):
     ],
 )
 def test_unusable_data_raises_with_its_row_and_a_remedy(dataset, message):
-    with pytest.raises(PTXError, match=message):
+    with pytest.raises(PromptError, match=message):
         tokenize_ptx(dataset, chat_tokenizer(), 64)
 
 
 def test_errors_count_rows_over_the_whole_dataset():
-    with pytest.raises(PTXError, match="Row 2500 of the PTX dataset"):
+    with pytest.raises(PromptError, match="Row 2500 of the PTX dataset"):
         tokenize_ptx(rows(*["w1"] * 2500, ""), tokenizer(), 64)
 
 
 def test_messages_need_a_chat_template():
-    with pytest.raises(PTXError, match=r"Row 0 .*no chat template; set `tokenizer.chat_template`"):
+    with pytest.raises(PromptError, match=r"Row 0 .*no chat template; set `tokenizer.chat_template`"):
         tokenize_ptx(rows(messages=[MESSAGES]), chat_tokenizer(None), 64)
 
 
 def test_errors_of_the_template_are_quoted():
     picky = chat_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(PTXError, match=r"Row 0 .*\(roles must alternate\) for"):
+    with pytest.raises(PromptError, match=r"Row 0 .*\(roles must alternate\) for"):
         tokenize_ptx(rows(messages=[MESSAGES]), picky, 64)
 
 
 def test_too_long_prompt_raises_with_its_lengths():
     fits, too_long = ("w1 w2 w3", " w4"), ("w1 w2 w3 w4", " w5")
     assert tokenized(rows(fits), max_length=4) == [([5, 6, 7], [8])]
-    with pytest.raises(PTXError) as caught:
+    with pytest.raises(PromptError) as caught:
         tokenize_ptx(rows(fits, too_long), tokenizer(), 4)
     for part in ("Row 1", "prompt has 4 tokens", "max_length=4", "2 tokens of its completion", "above 4"):
         assert part in str(caught.value)
@@ -238,18 +240,18 @@ def test_too_long_prompt_raises_with_its_lengths():
 def test_row_of_one_token_raises():
     endless = tokenizer()
     endless.eos_token = None
-    with pytest.raises(PTXError, match=r"Row 1 .*none to learn after the first 1; drop or lengthen it"):
+    with pytest.raises(PromptError, match=r"Row 1 .*none to learn after the first 1; drop or lengthen it"):
         tokenize_ptx(rows("w0 w1", "w0"), endless, 64)
 
 
 def test_template_without_the_completion_raises():
     silent = chat_tokenizer("{{ '<bos> ' + messages[0]['content'] }}")
-    with pytest.raises(PTXError, match="none to learn"):
+    with pytest.raises(PromptError, match="none to learn"):
         tokenize_ptx(rows((MESSAGES[:1], MESSAGES[1:])), silent, 64)
 
 
 def test_length_without_room_to_learn_raises():
-    with pytest.raises(PTXError, match=r"max_length=1 leaves none"):
+    with pytest.raises(PromptError, match=r"max_length=1 leaves none"):
         tokenize_ptx(rows("w0 w1"), tokenizer(), 1)
 
 
@@ -264,7 +266,9 @@ def numbered(count):
 
 
 def sampler(count=12, rows_per_process=3, process_index=0, num_processes=1, seed=0):
-    return PTXSampler(numbered(count), rows_per_process, process_index, num_processes, seed, 0, "cpu")
+    plan = BatchPlan(rows_per_process, num_processes=num_processes)
+    args = SimpleNamespace(process_index=process_index, prompt_seed=seed, device="cpu")
+    return PTXSampler(numbered(count) if isinstance(count, int) else count, plan, args, pad_token_id=0)
 
 
 def drawn(source, rollouts):
@@ -331,5 +335,5 @@ def test_draw_has_the_tokens_of_its_rows():
 
 def test_tokenized_rows_can_be_drawn():
     dataset = tokenize_ptx(rows("w0 w1", "w2 w3"), tokenizer(), 64)
-    found = PTXSampler(dataset, 2, 0, 1, 0, 0, "cpu").draw(0)
+    found = sampler(dataset, rows_per_process=2).draw(0)
     assert sorted(found.input_ids.tolist()) == [[4, 5, EOS], [6, 7, EOS]]

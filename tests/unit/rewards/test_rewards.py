@@ -14,8 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from transformers.utils import logging
 
-from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data import prompts as data
+from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.rewards import (
     ClassifierReward,
     FunctionReward,
@@ -26,7 +25,7 @@ from trl_ppo_ext.rewards import (
     read_scores,
     score_all,
 )
-from trl_ppo_ext.rewards.build import PASSED, check_signature
+from trl_ppo_ext.rewards.build import check_signature
 from trl_ppo_ext.rewards.model import quantization
 
 NAN = float("nan")
@@ -36,6 +35,11 @@ def batch(*pairs, columns=None, state=None):
     given, completions = zip(*pairs)
     ids = [[1] for _ in given]
     return ScoringBatch(list(given), list(completions), ids, columns or {}, trainer_state=state)
+
+
+def settings(**kwargs):
+    """Fields of the config that rewards read."""
+    return PPOConfig("unused", use_cpu=True, bf16=False, **kwargs)
 
 
 # ---- scores ----
@@ -138,10 +142,6 @@ def test_function_gets_everything_by_keyword():
     }
 
 
-def test_columns_may_not_take_the_names_of_arguments():
-    assert set(PASSED) == data._REWARD_ARGUMENTS  # a dataset with such a column is refused
-
-
 def takes_texts(texts):
     return [0.0 for _ in texts]
 
@@ -227,7 +227,7 @@ class Judge:
     ids=["function", "partial", "partial of an object", "object", "method"],
 )
 def test_reward_takes_the_name_of_its_function(function, name):
-    (reward,) = build_rewards([function], None, None, None)
+    (reward,) = build_rewards([function], None, None, None, settings())
     assert reward.name == name
     assert len(reward.score(batch(("p", "c"), ("q", "d")))) == 2
 
@@ -241,7 +241,7 @@ def test_rewards_of_the_same_name_get_numbers():
         return reward
 
     def names(*wanted):
-        built = build_rewards([named(n) for n in wanted], None, None, None)
+        built = build_rewards([named(n) for n in wanted], None, None, None, settings())
         return [reward.name for reward in built]
 
     assert names("f", "g") == ["f", "g"]
@@ -379,7 +379,7 @@ def saved(tmp_path_factory):
 
 
 def built(path, **kwargs):
-    (reward,) = build_rewards([path], None, SimpleNamespace(dtype=torch.float32), tokenizer(), **kwargs)
+    (reward,) = build_rewards([path], None, SimpleNamespace(dtype=torch.float32), tokenizer(), settings(**kwargs))
     return reward
 
 
