@@ -86,11 +86,6 @@ def check_trainer_arguments(
     of_environments = environments is not None and environments.give_rewards
     check_reward_arguments(reward_funcs, monitor_funcs, reward_processing_classes or None, args, of_environments)
     sharded = uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3)
-    if environments and sharded:
-        raise ValueError(
-            "`tools` and `environment_factory` are not supported with FSDP or ZeRO-3, which gather weights for all "
-            "ranks in step, but episodes of one rank have more turns than those of another; use DDP, or ZeRO-1 or 2."
-        )
     if args.generation_backend == "vllm" and sharded:
         raise ValueError(
             "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM "

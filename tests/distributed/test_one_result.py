@@ -46,11 +46,19 @@ CHOICES = {
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
+    # ranks have other numbers of turns, and of batches
+    "turns": {
+        "plays": True,
+        "top_k": 1,
+        "max_completion_length": 24,
+        "stop_token_ids": [*range(16, 32)],
+        "per_device_generation_batch_size": 3,
+    },
     "a gradient that is no number": {"nan_at": 4},
     # evaluation before training, a second training, a reward adapter, layers that are recomputed
     "all other ways": {"others": True, "critic": "adapter", "gradient_checkpointing": True},
 }
-OF_THE_RUN = ("nan_at", "others")  # not of its config
+OF_THE_RUN = ("nan_at", "others", "plays")  # not of its config
 COVERED = ("critic adapter", "side critic")  # by choices that add to them
 SPREADS = {
     "8": {"per_device_train_batch_size": 8},
@@ -71,12 +79,14 @@ RUNS = {
     "ZeRO-3": [
         ("plain", "2 x 4"),
         ("all that is steered or added", "2 x 4"),
+        ("turns", "2 x 4"),
     ],
     "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("all that is steered or added", "2 x 4"),
         ("repaired critic", "2 x 4"),
+        ("turns", "2 x 4"),
         ("all other ways", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],

@@ -69,13 +69,36 @@ def without_a_gradient_at(trainer, step):
     trainer.updates.loss = loss
 
 
+class Game:
+    """Plain environment whose episodes have one to four turns, by their prompt; every other one is then truncated."""
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 1 + len(options["prompt"].split()) % 4
+        self.truncates = self.left % 2 == 0
+        return " w1", {}
+
+    def step(self, text):
+        self.left -= 1
+        ends = self.left == 0
+        return f" w{self.left} w2", len(text) / 10, ends and not self.truncates, ends and self.truncates, {}
+
+
 def train(
-    output_dir, settings, sample=False, model=None, classifier=None, resume_from=None, nan_at=None, others=False
+    output_dir,
+    settings,
+    sample=False,
+    model=None,
+    classifier=None,
+    resume_from=None,
+    nan_at=None,
+    others=False,
+    plays=False,
 ):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
     `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
-    which every process loads whole; `others` takes all other ways in which the model is run, and evaluates a stream.
+    which every process loads whole; `others` takes all other ways in which the model is run, and evaluates a stream;
+    `plays` samples episodes of several turns.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     defaults = {
@@ -96,8 +119,9 @@ def train(
         eval_dataset=prompts(5).to_iterable_dataset() if others else prompts(5),  # of a length that two do not share
         processing_class=tokenizer(),
         ptx_dataset=ptx,
+        environment_factory=Game if plays else None,
     )
-    if not sample:
+    if not (sample or plays):
         trainer.collector.generator.generate = completions_of
     if nan_at is not None:
         without_a_gradient_at(trainer, nan_at)

@@ -298,10 +298,10 @@ class EpisodeSampler:
 
         active, going_on = episodes, [*range(len(rows))]
         sample_turns = self.generator.conversation()
-        while active:
+        while self.generator.most(len(active)):
             # 2. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
+            turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
             turns = [turn[:room] for turn, room in zip(turns, rooms)]
             logprobs = self.generator.sampled_logprobs or [[0.0] * len(turn) for turn in turns]
             for episode, turn, of_turn in zip(active, turns, logprobs):

@@ -53,6 +53,10 @@ class Generator(Protocol):
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
 
+    def most(self, count: int) -> int:
+        """Largest count of all ranks, if they sample in step."""
+        return count
+
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
         """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
         return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
@@ -155,8 +159,7 @@ class TransformersGenerator(Generator):
         config, width = copy(self.config), inputs[0].shape[1]
         config.max_new_tokens = max_new_tokens
         criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
-        # layers are gathered for all processes, so all of them sample until the last one is done
-        options: dict[str, Any] = {"synced_gpus": True} if is_sharded(self.actor_critic.embedding) else {}
+        options: dict[str, Any] = {"synced_gpus": True} if self.in_step else {}
         adapters: AbstractContextManager[None] = nullcontext()
         if self.grows:
             options["past_key_values"] = cache or growing_cache(self.actor_critic, width + max_new_tokens)
@@ -169,17 +172,30 @@ class TransformersGenerator(Generator):
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
+    @property
+    def in_step(self) -> bool:
+        """Whether layers are gathered for all ranks, so that all of them sample until the last one is done."""
+        return is_sharded(self.actor_critic.embedding)
+
+    def most(self, count: int) -> int:
+        """Largest count of all ranks, if they sample in step."""
+        if not self.in_step:
+            return count
+        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
+
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
         ended, strings = super().has_stopped(completion), self.stop_strings
         return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt."""
-        size, longest = self.batch_size or len(prompts), max_new_tokens or self.config.max_new_tokens
+        """Sample a completion for each prompt; a rank that has none, or fewer batches, samples in step with others."""
+        size, longest = self.batch_size or len(prompts) or 1, max_new_tokens or self.config.max_new_tokens
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        parts += [[[self.config.pad_token_id]]] * (self.most(len(parts)) - len(parts))
         with self._bar(len(parts) * longest) as bar:
-            return [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
+            sampled = [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
+        return sampled[: len(prompts)]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
@@ -211,7 +227,7 @@ class Conversation:
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
-        if not generator.grows or len(prompts) > (generator.batch_size or len(prompts)):
+        if not generator.grows or generator.in_step or len(prompts) > (generator.batch_size or len(prompts)):
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:

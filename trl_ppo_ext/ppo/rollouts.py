@@ -489,8 +489,8 @@ class RolloutCollector:
         batch, sequences, device = samples.batch, samples.sequences, self.accelerator.device
         is_cut = torch.tensor([ids is not None for ids in samples.after])
         rows = is_cut.nonzero()[:, 0].tolist()
-        if self.args.bootstrap_truncated and is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
-            rows = [*range(len(sequences))]
+        if is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
+            rows = [*range(len(sequences))] if self.all_sum(is_cut.to(device).sum()) else []
         if not rows:
             return None
         # the value of a state is at the token that follows it: one that nothing else reads
