@@ -13,13 +13,7 @@ from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
 
-_NAMES = {
-    "logprobs": "log-probs",
-    "ref_logprobs": "reference log-probs",
-    "entropies": "entropies",
-    "values": "values",
-    "kls": "KLs",
-}
+_NAMES = {"logprobs": "log-probs", "ref_logprobs": "reference log-probs", "kls": "KLs"}
 
 
 class NonFiniteError(RuntimeError):
@@ -57,7 +51,7 @@ class NonFiniteGuard:
         ).tolist()
         if not excluded:
             return None
-        counts = [f"the {_NAMES[name]} of {count}" for name, count in zip(rows, by_name) if count]
+        counts = [f"the {_NAMES.get(name, name)} of {count}" for name, count in zip(rows, by_name) if count]
         details = f"non-finite: {', '.join(counts)} of {completions} completions"
         if excluded == completions and step is not None:
             raise NonFiniteError(
@@ -85,21 +79,16 @@ class NonFiniteGuard:
         prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
         prompt_ids[excluded], completion_ids[excluded] = first, second
         replaced = excluded.to(sequences.prompt_lengths.device)
-        stand_ins = Sequences(
-            prompt_ids,
-            completion_ids,
-            sequences.prompt_lengths.masked_fill(replaced, 1),
-            sequences.completion_lengths.masked_fill(replaced, 1),
-            earned=sequences.earned,
-        )
+        stand_ins: dict[str, Tensor] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        for name in ("prompt_lengths", "completion_lengths", "critic_prompt_lengths"):
+            if (lengths := getattr(sequences, name)) is not None:
+                stand_ins[name] = lengths.masked_fill(replaced, 1)
         if sequences.sampled is not None:
             first_only = torch.arange(completion_ids.shape[1]) == 0
-            stand_ins = replace(stand_ins, sampled=torch.where(replaced[:, None], first_only, sequences.sampled))
-        if sequences.critic_prompt_ids is None or sequences.critic_prompt_lengths is None:
-            return stand_ins
-        ids = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
-        lengths = sequences.critic_prompt_lengths.masked_fill(replaced, 1)
-        return replace(stand_ins, critic_prompt_ids=ids, critic_prompt_lengths=lengths)
+            stand_ins["sampled"] = torch.where(replaced[:, None], first_only, sequences.sampled)
+        if sequences.critic_prompt_ids is not None:
+            stand_ins["critic_prompt_ids"] = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
+        return replace(sequences, **stand_ins)
 
     def check_gradient(self, finite: bool, step: int) -> None:
         """Count skipped steps in a row; raise [`NonFiniteError`] if there are too many."""
