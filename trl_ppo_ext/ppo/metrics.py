@@ -99,11 +99,7 @@ class Metrics:
 
 
 def log_rewards(
-    metrics: Metrics,
-    names: Sequence[str],
-    scored: Scored,
-    valid: Tensor,
-    all_sum: Callable[[Tensor], Tensor],
+    metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Callable[[Tensor], Tensor]
 ) -> None:
     """Log each reward over the completions it applies to, and their sum; `valid` is `[batch]`."""
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
@@ -136,14 +132,11 @@ def log_completions(
         metrics.mean("kl", kl, mask)
         metrics.mean("kl_per_completion", (kl * mask).sum(1), valid)
     metrics.mean("entropy", tokens.entropies, mask)
-    metrics.mean("completions/mean_length", lengths, valid)
-    metrics.maximum("completions/max_length", lengths, valid)
-    metrics.minimum("completions/min_length", lengths, valid)
+    for name, rows in {"length": valid, "terminated_length": stopped & valid}.items():
+        metrics.mean(f"completions/mean_{name}", lengths, rows)
+        metrics.maximum(f"completions/max_{name}", lengths, rows)
+        metrics.minimum(f"completions/min_{name}", lengths, rows)
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
-    terminated = stopped & valid
-    metrics.mean("completions/mean_terminated_length", lengths, terminated)
-    metrics.maximum("completions/max_terminated_length", lengths, terminated)
-    metrics.minimum("completions/min_terminated_length", lengths, terminated)
 
 
 def log_episodes(metrics: Metrics, episodes: Sequence[Episode]) -> None:
@@ -168,9 +161,8 @@ def log_reward_hacking(
     gather: Callable[[Tensor], Tensor],
 ) -> None:
     """Log signs of reward hacking: length, repetition, disagreement, monitors."""
-    metrics.mean(
-        "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
-    )
+    correlation = ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
+    metrics.mean("reward/length_correlation", correlation)
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
