@@ -445,7 +445,7 @@ class Coefficient:
     def __init__(self, value: float):
         self.value = value
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update by a measurement over a number of completions."""
 
     def state_dict(self) -> dict[str, float]:
@@ -479,7 +479,7 @@ class AdaptiveKL(Coefficient):
     def __init__(self, value: float, target: float, horizon: float):
         self.value, self.target, self.horizon = float(value), target, horizon
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
         if math.isfinite(measured):
             error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
@@ -513,7 +513,7 @@ class AdaptiveEntropy(Coefficient):
         """Coefficient c if it is applied, else 0."""
         return self.coefficient if self.applied else 0.0
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update c by a token's mean entropy; a non-finite one changes nothing."""
         if not math.isfinite(measured):
             return
