@@ -26,9 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -205,8 +203,7 @@ class PPOTrainer(Trainer):
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if ptx_dataset is not None:
-            max_length = args.ptx_max_length
-            max_length = min(max_length, context_length or max_length)
+            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
             ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
@@ -219,8 +216,8 @@ class PPOTrainer(Trainer):
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
-            settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS} | {"device": args.device}
-            settings["quiet"] = args.disable_tqdm or args.process_index > 0
+            settings: dict[str, Any] = {name: getattr(args, name) for name in REWARD_FIELDS}
+            settings |= {"device": args.device, "quiet": args.disable_tqdm or args.process_index > 0}
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, **settings)
@@ -270,8 +267,6 @@ class PPOTrainer(Trainer):
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
-        critic = {id(parameter) for parameter in actor_critic.critic_parameters().values()}
-        self._critic_names = {name for name, x in actor_critic.named_parameters() if id(x) in critic}
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
@@ -369,11 +364,8 @@ class PPOTrainer(Trainer):
         else:  # each by itself: a large value loss must not shrink the policy's step
             self.accelerator.unscale_gradients()
             bound = self.args.max_grad_norm or math.inf
-            roles: dict[bool, list[Tensor]] = {False: []}  # parameters of the policy, and of the critic
-            for name, parameter in self.actor_critic.named_parameters():
-                if parameter.grad is not None:
-                    roles.setdefault(name in self._critic_names, []).append(parameter)
-            norms = [nn.utils.clip_grad_norm_(role, bound) for role in roles.values()]
+            roles = self.actor_critic.policy_parameters(), self.actor_critic.critic_parameters()
+            norms = [nn.utils.clip_grad_norm_(role.values(), bound) for role in roles if role]
             norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
             grad_norm, total = norms[0], sum(norms)
             for norm in norms[1:]:
@@ -475,10 +467,8 @@ class PPOTrainer(Trainer):
         return output
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
-        def all_max(values: Tensor) -> Tensor:
-            return self.accelerator.gather(values[None]).amax(0)
-
-        return self._metrics[mode].compute(self.collector.all_sum, all_max)
+        gather = self.accelerator.gather
+        return self._metrics[mode].compute(self.collector.all_sum, lambda x: gather(x[None]).amax(0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
@@ -633,32 +623,28 @@ class PPOTrainer(Trainer):
 
     def _run_state(self) -> dict[str, Tensor]:
         """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
-        losses = [self._tr_loss.item(), self._globalstep_last_logged]
+        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self.guard.skipped]
         parts = {
             "rollout": self.updates.state_dict(self.state.global_step),
             "metrics": self._metrics["train"].state_dict(),
-            "guard": {"skipped": torch.tensor(self.guard.skipped)},
-            "trainer": {"loss": torch.tensor(losses, dtype=torch.float64)},
+            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
         }
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return {name: x.detach().cpu().contiguous() for name, x in named.items()}
 
     def _load_run_state(self) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "guard": {}, "trainer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
         for key, x in self._resumed.items():
             part, _, name = key.partition(".")
             parts[part][name] = x
         self._resumed = {}
-        loss, last_logged = parts["trainer"]["loss"].tolist()
-        self._tr_loss, self._globalstep_last_logged = (
-            torch.tensor(loss, device=self.accelerator.device),
-            int(last_logged),
-        )
+        loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
+        self._tr_loss = torch.tensor(loss, device=self.accelerator.device)
         self._total_loss_scalar = -loss  # the final mean is that of this `train()`
+        self._globalstep_last_logged, self.guard.skipped = int(last_logged), int(skipped)
         if parts["rollout"]:
             self.updates.load_state_dict(parts["rollout"], self.state.global_step)
         self._metrics["train"].load_state_dict(parts["metrics"])
-        self.guard.skipped = int(parts["guard"]["skipped"])
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
@@ -848,17 +834,7 @@ class PPOTrainer(Trainer):
             metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
             self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **metadata: Any,
-    ) -> Any:
-        """Save adapters, critic, card and report to `output_dir`, and push that folder without checkpoints."""
-        return hub.push_run(self, commit_message, blocking, token, revision, private, metadata)
+    push_to_hub = hub.push_run
 
 
 class _StepCallback(TrainerCallback):
@@ -867,25 +843,21 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Restore the run state, after the Trainer has set up its own."""
         self.trainer._last_step = state.global_step
         if self.trainer._resumed:
             self.trainer._load_run_state()
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics, **kwargs
-    ) -> None:
+    def on_predict(self, args, state, control, metrics, **kwargs) -> None:
         """Forget the samples of `predict`, which does not log."""
         self.trainer._samples.pop("eval", None)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> None:
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""
         self.trainer._return_to_step = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         """Update the average; agree on all ranks whether to stop."""
         trainer = self.trainer
         if trainer.averaged_policy is not None:
