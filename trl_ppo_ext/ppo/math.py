@@ -34,10 +34,6 @@ def _same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"These tensors must have one shape [batch, response], got {shapes}.")
 
 
-def _local(total: Tensor) -> Tensor:
-    return total
-
-
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
     """Zero outside the mask; a product with the mask would keep NaN."""
     return x.masked_fill(mask == 0, 0)
@@ -94,10 +90,8 @@ def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
 
     With `starts` as the mask of [`gae`], and each turn's reward at its first token, γ and λ count turns.
 
-    Args:
-        turns (`Tensor`):
-            Number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. With a
-            mask, each run of sampled tokens is a turn.
+    `turns` has the number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. If
+    it is a mask, each run of sampled tokens is a turn.
 
     Returns:
         `tuple(Tensor, Tensor)`: `starts`, 1 at the first token of each turn; and for each position, the position at
@@ -112,11 +106,8 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
     r"""GAE's λ per response. It grows with the length, so that the first tokens receive the reward at the end.
 
     λ = 1 − 1/(α·length), where length is the number of tokens that count; 0 for responses shorter than 1/α. The sum of
-    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
-
-    Args:
-        response_mask (`Tensor`): Mask.
-        alpha (`float`): α, above 0; the paper takes 0.05. Infinity gives λ = 1, which is Monte Carlo.
+    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response. The paper takes an `alpha` of 0.05;
+    infinity gives λ = 1, which is Monte Carlo.
 
     Returns:
         `Tensor` of shape `[batch]`: λ of each response, 0 if no token counts.
@@ -171,15 +162,9 @@ def sampler_weights(
     Advantages are multiplied by it, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of Âₜ.
     Only the sequence's ratio without bounds is unbiased, and its variance grows with the length.
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the policy, from the forward of the updates.
-        sampler_logprobs (`Tensor`): Log-probs under the sampler.
-        response_mask (`Tensor`): Mask.
-        mode (`str`):
-            `"token"`, `"sequence"` or `"geometric"`, followed by `"_truncate"` (ratios beyond a bound are set to it)
-            or by `"_mask"` (to 0).
-        clip_max (`float`, *optional*): Upper bound of the ratio; `None` has none but exp(`LOG_RATIO_BOUND`).
-        clip_min (`float`, *optional*): Lower bound of the ratio.
+    `logprobs` are those of the updates' forward. `mode` is `"token"`, `"sequence"` or `"geometric"`, followed by
+    `"_truncate"` (ratios beyond `clip_min` or `clip_max` are set to it) or by `"_mask"` (to 0). Without a `clip_max`
+    the bound is exp(`LOG_RATIO_BOUND`).
 
     Returns:
         `Tensor`: Weights without gradient, 1 at masked positions: where μ is π_old, nothing changes.
@@ -257,7 +242,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
 
 
-def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """Mean of `x` over the mask, a scalar; 0 if the mask is empty."""
     _same_shape(x=x, mask=mask)
     total, count = all_sum(torch.stack([_masked(x, mask).sum(), mask.to(x.dtype).sum()]))
@@ -271,24 +256,26 @@ def _moments(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> tu
     return mean, total / (count - 1).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values."""
     return _moments(x, mask, all_sum)[1]
 
 
-def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected)."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8), mask)
 
 
-def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
     """Scale `x` around its mean to unit variance over the mask; the mean stays."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8) + mean, mask)
 
 
-def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
+def masked_correlation(
+    x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
     """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant."""
     _same_shape(x=x, y=y, mask=mask)
     x, y = (_masked(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
@@ -297,7 +284,7 @@ def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Te
 
 
 def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local
+    values: Tensor, returns: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone
 ) -> Tensor:
     """1 − Var(returns − values)/Var(returns) over the mask, a scalar: 1 is a perfect critic, 0 a constant one.
 
@@ -434,11 +421,7 @@ def prompt_weights(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 
 
 class Coefficient:
-    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume.
-
-    Args:
-        value (`float`): The coefficient.
-    """
+    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume."""
 
     _state: tuple[str, ...] = ()  # attributes of a checkpoint
 
