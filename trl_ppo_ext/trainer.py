@@ -172,9 +172,8 @@ class PPOTrainer(Trainer):
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
-            distributed.on_every_rank(
-                partial(hub.create_repository, args), hub.PushError, runs=args.process_index == 0
-            )
+            create = partial(hub.create_repository, args)
+            distributed.on_every_rank(create, hub.PushError, runs=args.process_index == 0)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
@@ -254,10 +253,8 @@ class PPOTrainer(Trainer):
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard, episodes
         )
         self.reward_func_names = [reward.name for reward in rewards]
-        self.reward_funcs = [
-            reward.model if isinstance(reward, ClassifierReward) else entry
-            for reward, entry in zip(rewards, reward_list)
-        ]
+        pairs = zip(rewards, reward_list)
+        self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
         self.reward_weights = torch.tensor(self.collector.reward_weights or [1.0] * len(rewards))
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
@@ -509,9 +506,9 @@ class PPOTrainer(Trainer):
         resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
         with resume.locked(output_dir, is_writer):
             if resume_from_checkpoint:
-                rank, check = self.accelerator.process_index, self._check_checkpoint
+                ranks = is_writer, self.accelerator.process_index
                 checkpoint, self._resumed = resume.find_checkpoint(
-                    resume_from_checkpoint, output_dir, is_writer, rank, check
+                    resume_from_checkpoint, output_dir, *ranks, self._check_checkpoint
                 )
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
@@ -547,7 +544,7 @@ class PPOTrainer(Trainer):
             return
         try:
             return_to_step()
-            final = self._write_checkpoint(None)
+            final = self._write_checkpoint()
             if final is not None:
                 error.add_note(
                     f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`."
@@ -703,7 +700,7 @@ class PPOTrainer(Trainer):
                     error,
                 )
                 self.state.best_model_checkpoint = best = None
-        if best is not None and not os.path.samefile(Path(best).parent, self._get_output_dir(None)):
+        if best is not None and not os.path.samefile(Path(best).parent, self.args.output_dir):
             # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
             if self.args.load_best_model_at_end:
                 self._load_best_model()
@@ -725,14 +722,13 @@ class PPOTrainer(Trainer):
         """Save adapters, critic, tokenizer and model card."""
         output_dir = output_dir or self.args.output_dir
         files.check_target(output_dir, self._base_model)
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        weights = self.actor_critic.trained_weights() if sharded else None
+        weights = self.actor_critic.trained_weights()  # all ranks gather them
         if self.args.should_save:
             self._write_model(output_dir, output_dir, weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor] | None) -> None:
+    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
         os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights)
         if self.averaged_policy is not None:
@@ -749,7 +745,7 @@ class PPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        args, final = self.args, self._write_checkpoint(trial)
+        args, final = self.args, self._write_checkpoint()
         if final is None:
             return
         if args.should_save:
@@ -757,15 +753,13 @@ class PPOTrainer(Trainer):
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
 
-    def _write_checkpoint(self, trial: Any) -> Path | None:
+    def _write_checkpoint(self) -> Path | None:
         """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
         args, state = self.args, self.state
-        final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        weights = self.actor_critic.trained_weights() if sharded else None
-        trained = self.actor_critic.trained_weights() if weights is None else weights
-        nonfinite = next((name for name, x in trained.items() if not x.isfinite().all()), None)
+        weights = self.actor_critic.trained_weights()
+        nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
         if nonfinite is not None:
             logger.warning(
                 "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
@@ -787,9 +781,8 @@ class PPOTrainer(Trainer):
                 self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
             self._save_scaler(directory)
             self._save_rng_state(directory)
-            save_file(
-                self._run_state(), os.path.join(directory, resume.run_state_file(self.accelerator.process_index))
-            )
+            state_file = resume.run_state_file(self.accelerator.process_index)
+            save_file(self._run_state(), os.path.join(directory, state_file))
 
         resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
         self._validity[final] = True
@@ -822,17 +815,12 @@ class PPOTrainer(Trainer):
         )
 
     def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **metadata: Any,
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **metadata: Any
     ) -> None:
         """Write the model card of the run to its output directory; `metadata` are further fields of the card."""
         if self.is_world_process_zero():
-            directory = self.args.output_dir
             metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
+            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
 
     push_to_hub = hub.push_run
 
