@@ -194,6 +194,10 @@ def write_checkpoint(
     """
     staged = final.parent / STAGING / final.name
 
+    def make_empty() -> None:
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        staged.mkdir(parents=True)
+
     def write_staged() -> None:
         try:
             if not staged.is_dir():
@@ -207,7 +211,7 @@ def write_checkpoint(
             raise
 
     try:
-        on_every_rank(partial(_make_empty, staged), *WRITE_ERRORS, runs=is_writer)
+        on_every_rank(make_empty, *WRITE_ERRORS, runs=is_writer)
         if write_is_collective:
             write_staged()
             wait()
@@ -222,8 +226,3 @@ def write_checkpoint(
     finally:
         if is_writer:
             shutil.rmtree(staged.parent, ignore_errors=True)
-
-
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory.parent, ignore_errors=True)
-    directory.mkdir(parents=True)
