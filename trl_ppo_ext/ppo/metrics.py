@@ -31,35 +31,34 @@ class Metrics:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = device
-        self._sums: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._entries: dict[str, Tensor] = {}  # by kind and name, "sum:reward"
 
     def _float(self, values: Tensor | float) -> Tensor:
         if isinstance(values, Tensor):
             return values.detach().float()
         return torch.full((), values, dtype=torch.float32, device=self.device)  # a copy would wait for the device
 
+    def _add(self, key: str, entry: Tensor) -> None:
+        merge = torch.maximum if key.startswith("max:") else torch.add
+        self._entries[key] = merge(self._entries[key], entry) if key in self._entries else entry
+
     def mean(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
         """Average values over a mask."""
         values = self._float(values)
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum
-        entry = torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
-        self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+        self._add(f"sum:{name}", torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()]))
 
     def total(self, name: str, values: Tensor | float) -> None:
         """Sum values."""
-        entry = self._float(values).sum()
-        self._totals[name] = self._totals[name] + entry if name in self._totals else entry
+        self._add(f"total:{name}", self._float(values).sum())
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Keep the largest value over a mask."""
         values = values.detach().float()
         if mask is not None:
             values = values.masked_fill(~mask.bool(), -torch.inf)
-        entry = values.max() if values.numel() else values.new_tensor(-torch.inf)
-        self._maxima[name] = torch.maximum(self._maxima[name], entry) if name in self._maxima else entry
+        self._add(f"max:{name}", values.max() if values.numel() else values.new_tensor(-torch.inf))
 
     def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Keep the smallest value over a mask."""
@@ -67,34 +66,29 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Running sums of this rank since the last [`compute`]."""
-        kinds = {"sum": self._sums, "total": self._totals, "max": self._maxima}
-        return {f"{kind}:{name}": x for kind, entries in kinds.items() for name, x in entries.items()}
+        return dict(self._entries)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state returned by [`state_dict`]."""
-        kinds: dict[str, dict[str, Tensor]] = {"sum": {}, "total": {}, "max": {}}
-        for key, x in state.items():
-            kind, _, name = key.partition(":")
-            kinds[kind][name] = x.to(self.device)
-        self._sums, self._totals, self._maxima = kinds["sum"], kinds["total"], kinds["max"]
+        self._entries = {key: x.to(self.device) for key, x in state.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._sums or self._totals or self._maxima)
+        return bool(self._entries)
 
     def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Reduce over ranks, return every metric that has a value, and reset."""
         computed: dict[str, float] = {}
-        if self._sums:
-            totals = all_sum(torch.stack(list(self._sums.values()))).tolist()
-            computed |= {name: total / count for name, (total, count) in zip(self._sums, totals) if count}
-        if self._totals:
-            computed |= zip(self._totals, all_sum(torch.stack(list(self._totals.values()))).tolist())
-        if self._maxima:
-            largest = all_max(torch.stack(list(self._maxima.values()))).tolist()
-            for name, value in zip(self._maxima, largest):
-                if value != -float("inf"):
+        for kind, reduce in {"sum:": all_sum, "total:": all_sum, "max:": all_max}.items():
+            entries = {key.removeprefix(kind): x for key, x in self._entries.items() if key.startswith(kind)}
+            reduced = reduce(torch.stack([*entries.values()])).tolist() if entries else []
+            for name, value in zip(entries, reduced):
+                if kind == "total:":
+                    computed[name] = value
+                elif kind == "sum:" and value[1]:  # a mean over some values
+                    computed[name] = value[0] / value[1]
+                elif kind == "max:" and value != -float("inf"):
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
-        self._sums, self._totals, self._maxima = {}, {}, {}
+        self._entries = {}
         return computed
 
 
