@@ -166,10 +166,10 @@ class RolloutCollector:
         self.entropy_coef = ppo_math.Coefficient(args.entropy_coef)
         if args.entropy_target is not None:
             self.entropy_coef = ppo_math.AdaptiveEntropy(args.entropy_coef, args.entropy_target)
-        head, all_sum = cast(Any, actor_critic.value_head), self.all_sum
-        self.normalizer = ValueNormalizer(head, all_sum) if args.normalize_values else None
+        roles, all_sum = cast(Any, actor_critic), self.all_sum  # with a value head, where one is needed
+        self.normalizer = ValueNormalizer(roles.value_head, all_sum) if args.normalize_values else None
         self.value_trust = ValueTrust(all_sum) if args.advantage_estimator == "auto" else None
-        self.earned = EarnedRewards(head, all_sum) if args.critic == "side" else None
+        self.earned = EarnedRewards(roles.value_head, all_sum) if args.critic == "side" else None
         uses_vllm = args.generation_backend == "vllm"
         self.sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
         self.logits_are_checked = False
@@ -382,7 +382,9 @@ class RolloutCollector:
 
         prompts = [episode.prompt for episode in episodes] or [row["prompt"] for row in rows]
         if max(map(max, completion_ids)) >= len(self.tokenizer):
-            logger.warning_once("The policy samples token ids that the tokenizer lacks, which decode to nothing.")
+            logger.warning_once(
+                "The policy samples token ids that the tokenizer does not have, which decode to nothing."
+            )
         prompt_ids = [episode.prompt_ids for episode in episodes] or [row[PROMPT_IDS] for row in rows]
         decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
         completions: list = decode(completion_ids)
