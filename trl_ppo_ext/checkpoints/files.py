@@ -56,11 +56,8 @@ def check_target(directory: str, base: str) -> None:
 @contextmanager
 def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
     """Read the weights of a file; a `ValueError` within the context then names the file."""
-    path = os.path.join(directory, file)
-    if not os.path.isfile(path):
-        raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint written by PPOTrainer.")
     try:
-        yield load_file(path)
+        yield load_file(os.path.join(directory, file))
     except ValueError as error:
         raise CheckpointError(
             f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
@@ -157,12 +154,7 @@ def save_state(state: dict[str, Any], output_dir: str) -> None:
 
 def load_state(directory: str) -> dict[str, Any]:
     """Read the state written by [`save_state`]."""
-    path = Path(directory, STATE)
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        message = f"`{path}` cannot be read ({error}); it is not a checkpoint written by PPOTrainer."
-        raise CheckpointError(message) from None
+    return json.loads(Path(directory, STATE).read_text())
 
 
 def run_settings(args: Any) -> dict[str, Any]:

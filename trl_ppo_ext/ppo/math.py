@@ -436,9 +436,9 @@ class Coefficient:
         return {name: float(getattr(self, name)) for name in self._state}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state returned by [`state_dict`]."""
+        """Restore the state returned by [`state_dict`]; what another controller did not save keeps its value."""
         for name in self._state:
-            setattr(self, name, type(getattr(self, name))(state[name]))
+            setattr(self, name, type(getattr(self, name))(state.get(name, getattr(self, name))))
 
 
 class AdaptiveKL(Coefficient):

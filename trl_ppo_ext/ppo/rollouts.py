@@ -581,8 +581,5 @@ class RolloutCollector:
         self.shaping.load_state_dict(state["rewards"])
         for name, moments in self._moments.items():
             vars(moments).update(state["values"].get(name, {}))
-        for name, coefficient in {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}.items():
-            if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
-                logger.warning("`%s` has another controller than in the checkpoint; it starts from the config.", name)
-            else:
-                coefficient.load_state_dict(state[name])
+        self.kl_coef.load_state_dict(state["kl_coef"])
+        self.entropy_coef.load_state_dict(state["entropy_coef"])
