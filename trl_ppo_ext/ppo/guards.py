@@ -1,7 +1,7 @@
 """Guards against NaN and inf: exclude them from the update, and report them."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,21 +20,15 @@ class NonFiniteError(RuntimeError):
     """Raised when no completion of a rollout is finite, or too many gradients in a row are not."""
 
 
+@dataclass
 class NonFiniteGuard:
     """Excludes completions with non-finite scores, and ends a run that has too many non-finite gradients in a row."""
 
-    def __init__(
-        self,
-        rank: int,
-        max_skipped_steps: int,
-        all_sum: Callable[[Tensor], Tensor],
-        gather: Callable[[Tensor], Tensor],
-    ):
-        self.rank = rank
-        self.max_skipped_steps = max_skipped_steps
-        self.all_sum = all_sum
-        self.gather = gather
-        self.skipped = 0  # optimizer steps in a row
+    rank: int
+    max_skipped_steps: int
+    all_sum: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    skipped: int = 0  # optimizer steps in a row
 
     def find_nonfinite(self, tokens: TokenScores, valid: Tensor, metrics: Metrics, step: int | None) -> Tensor | None:
         """Find completions with a non-finite score, `[batch]`; `None` if no rank has one.

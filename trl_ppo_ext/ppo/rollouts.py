@@ -131,33 +131,24 @@ def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
     return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """Collects rollouts from a policy, its reference and critic, and rewards."""
 
-    def __init__(
-        self,
-        actor_critic: ActorCritic,
-        generator: Generator,
-        rewards: list[Reward],
-        monitors: list[Reward],
-        tokenizer: PreTrainedTokenizerBase,
-        args: Any,
-        accelerator: Accelerator,
-        guard: NonFiniteGuard,
-        episodes: EpisodeSampler | RolloutFunction | None = None,
-    ):
-        self.actor_critic = actor_critic
-        self.generator = generator
-        self.episodes = episodes  # None if a completion is one turn
-        self.rewards = rewards
-        self.monitors = monitors  # scored and logged, never optimized
-        weights = args.reward_weights
+    actor_critic: ActorCritic
+    generator: Generator
+    rewards: list[Reward]
+    monitors: list[Reward]  # scored and logged, never optimized
+    tokenizer: PreTrainedTokenizerBase
+    args: Any
+    accelerator: Accelerator
+    guard: NonFiniteGuard
+    episodes: EpisodeSampler | RolloutFunction | None = None  # None if a completion is one turn
+
+    def __post_init__(self):
+        args, weights = self.args, self.args.reward_weights
         # those of environments come last, with weight 1 as in TRL
-        self.reward_weights = weights and [*weights, *[1.0] * (len(rewards) - len(weights))]
-        self.tokenizer = tokenizer
-        self.args = args
-        self.accelerator = accelerator
-        self.guard = guard
+        self.reward_weights = weights and [*weights, *[1.0] * (len(self.rewards) - len(weights))]
         self.shaping = RewardShaping(**{name: getattr(args, name) for name in SHAPING_FIELDS})
         self.kl_in_reward = args.uses_reference and args.kl_placement != "loss"
         self.kl_coef = ppo_math.Coefficient(args.kl_coef)
@@ -166,12 +157,12 @@ class RolloutCollector:
         self.entropy_coef = ppo_math.Coefficient(args.entropy_coef)
         if args.entropy_target is not None:
             self.entropy_coef = ppo_math.AdaptiveEntropy(args.entropy_coef, args.entropy_target)
-        roles, all_sum = cast(Any, actor_critic), self.all_sum  # with a value head, where one is needed
+        roles, all_sum = cast(Any, self.actor_critic), self.all_sum  # with a value head, where one is needed
         self.normalizer = ValueNormalizer(roles.value_head, all_sum) if args.normalize_values else None
         self.value_trust = ValueTrust(all_sum) if args.advantage_estimator == "auto" else None
         self.earned = EarnedRewards(roles.value_head, all_sum) if args.critic == "side" else None
         uses_vllm = args.generation_backend == "vllm"
-        self.sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
+        self.sampler = SamplerComparison(args, roles.dtype, all_sum) if uses_vllm else None
         self.logits_are_checked = False
         is_shifted = self.shaping.normalize or self.shaping.subtract_baseline
         sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)

@@ -135,22 +135,18 @@ def ppo_loss(
     return aggregate(loss, rollout.policy_tokens, denominator=denominator) + critic_loss, metrics
 
 
+@dataclass(eq=False)
 class Updates:
     """Optimizer steps of a rollout: its micro-batches, their losses, and skipped steps."""
 
-    def __init__(
-        self,
-        args: Any,
-        plan: BatchPlan,
-        metrics: Metrics,
-        all_sum: Callable[[Tensor], Tensor],
-        ptx: PTXSampler | None = None,
-    ):
-        self.args = args
-        self.plan = plan
-        self.metrics = metrics
-        self.all_sum = all_sum
-        self.ptx = ptx
+    args: Any
+    plan: BatchPlan
+    metrics: Metrics
+    all_sum: Callable[[Tensor], Tensor]
+    ptx: PTXSampler | None = None
+
+    def __post_init__(self):
+        args = self.args
         self.device = args.device
         self.aggregation = args.loss_aggregation
         kl_estimator = args.kl_estimator if args.uses_reference and args.kl_placement != "reward" else None
