@@ -1,7 +1,6 @@
 """What critics need besides states: units of the values (PopArt), rewards so far, and trust in the values."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from ..modeling import SideCritic, ValueHead
 from ..rewards import RunningMoments, Scored
 from ..sequences import Sequences
+from .math import Reduction
 
 DECAY = 0.8  # of the moments, per rollout
 
@@ -23,7 +23,7 @@ class ValueNormalizer:
     Source: https://huggingface.co/papers/1602.07714
     """
 
-    def __init__(self, head: ValueHead, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, head: ValueHead, all_sum: Reduction):
         self.head = head
         self.all_sum = all_sum
         self.moments = RunningMoments()
@@ -74,7 +74,7 @@ class EarnedRewards:
 
     BOUND = 5.0  # of outliers
 
-    def __init__(self, critic: SideCritic, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, critic: SideCritic, all_sum: Reduction):
         self.critic = critic
         self.all_sum = all_sum
         self.moments = RunningMoments()
@@ -108,7 +108,7 @@ class ValueTrust:
     Source: https://huggingface.co/papers/2604.19485
     """
 
-    def __init__(self, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, all_sum: Reduction):
         self.all_sum = all_sum
         self.returns, self.values, self.errors = RunningMoments(), RunningMoments(), RunningMoments()
 

@@ -1,6 +1,5 @@
 """Guards against NaN and inf: exclude them from the update, and report them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +8,7 @@ from transformers.utils import logging
 
 from ..modeling import TokenScores
 from ..sequences import Sequences
+from .math import Reduction
 from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
@@ -26,8 +26,8 @@ class NonFiniteGuard:
 
     rank: int
     max_skipped_steps: int
-    all_sum: Callable[[Tensor], Tensor]
-    gather: Callable[[Tensor], Tensor]
+    all_sum: Reduction
+    gather: Reduction
     skipped: int = 0  # optimizer steps in a row
 
     def find_nonfinite(self, tokens: TokenScores, valid: Tensor, metrics: Metrics, step: int | None) -> Tensor | None:

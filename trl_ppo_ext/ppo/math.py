@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Reduction = Callable[[Tensor], Tensor]  # of a tensor over ranks
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
 SamplerCorrection = Literal[
@@ -242,40 +243,38 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
 
 
-def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Mean of `x` over the mask, a scalar; 0 if the mask is empty."""
     _same_shape(x=x, mask=mask)
     total, count = all_sum(torch.stack([_masked(x, mask).sum(), mask.to(x.dtype).sum()]))
     return total / count.clamp(min=1)
 
 
-def _moments(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, mask: Tensor, all_sum: Reduction) -> tuple[Tensor, Tensor]:
     """Mean and variance over the mask."""
     mean = masked_mean(x, mask, all_sum)
     total, count = all_sum(torch.stack([_masked((x - mean) ** 2, mask).sum(), mask.to(x.dtype).sum()]))
     return mean, total / (count - 1).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+def masked_var(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values."""
     return _moments(x, mask, all_sum)[1]
 
 
-def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected)."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8), mask)
 
 
-def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Scale `x` around its mean to unit variance over the mask; the mean stays."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8) + mean, mask)
 
 
-def masked_correlation(
-    x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone
-) -> Tensor:
+def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant."""
     _same_shape(x=x, y=y, mask=mask)
     x, y = (_masked(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
@@ -283,9 +282,7 @@ def masked_correlation(
     return covariance / (x_variance * y_variance).sqrt().clamp(min=1e-12)
 
 
-def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = torch.clone
-) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """1 − Var(returns − values)/Var(returns) over the mask, a scalar: 1 is a perfect critic, 0 a constant one.
 
     It is 0 if the returns are equal up to rounding.

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..environments import Episode
 from ..modeling import TokenScores
 from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
 from . import math as ppo_math
+from .math import Reduction
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
@@ -75,7 +76,7 @@ class Metrics:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def compute(self, all_sum: Reduction, all_max: Reduction) -> dict[str, float]:
         """Reduce over ranks, return every metric that has a value, and reset."""
         computed: dict[str, float] = {}
         for kind, reduce in {"sum:": all_sum, "total:": all_sum, "max:": all_max}.items():
@@ -92,9 +93,7 @@ class Metrics:
         return computed
 
 
-def log_rewards(
-    metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Callable[[Tensor], Tensor]
-) -> None:
+def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Reduction) -> None:
     """Log each reward over the completions it applies to, and their sum; `valid` is `[batch]`."""
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
         applies = valid & ~scores.isnan() & ~failed
@@ -106,7 +105,7 @@ def log_rewards(
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
-def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Callable[[Tensor], Tensor]) -> None:
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
     """Log the share of prompts whose completions all have the same reward; a group may span ranks."""
     if group_size == 1:
         return
@@ -151,8 +150,8 @@ def log_reward_hacking(
     scored: Scored,
     monitors: Mapping[str, Tensor],
     valid: Tensor,
-    all_sum: Callable[[Tensor], Tensor],
-    gather: Callable[[Tensor], Tensor],
+    all_sum: Reduction,
+    gather: Reduction,
 ) -> None:
     """Log signs of reward hacking: length, repetition, disagreement, monitors."""
     correlation = ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)

@@ -1,6 +1,6 @@
 """Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -13,6 +13,7 @@ from ..modeling import TokenScores
 from ..sequences import Sequences
 from . import math as ppo_math
 from .batch_plan import BatchPlan
+from .math import Reduction
 from .metrics import Metrics
 from .rollouts import Rollout, longest_first
 
@@ -33,11 +34,7 @@ class MicroBatch:
 
 
 def loss_denominators(
-    response_mask: Tensor,
-    rows: Tensor,
-    aggregation: str,
-    max_completion_length: int,
-    all_sum: Callable[[Tensor], Tensor],
+    response_mask: Tensor, rows: Tensor, aggregation: str, max_completion_length: int, all_sum: Reduction
 ) -> Tensor:
     """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`.
 
@@ -142,7 +139,7 @@ class Updates:
     args: Any
     plan: BatchPlan
     metrics: Metrics
-    all_sum: Callable[[Tensor], Tensor]
+    all_sum: Reduction
     ptx: PTXSampler | None = None
 
     def __post_init__(self):
