@@ -333,13 +333,13 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def _finish(self) -> None:
         # for the report, before defaults are filled in
-        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
-        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
+        defaults = {field.name: field.default for field in fields(self)}
+        self.changed_fields = [name for name, x in defaults.items() if x not in (MISSING, getattr(self, name, None))]
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
         if self.bf16 is None:
             emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available() and not emulated
+            self.bf16 = not (self.fp16 or self.use_cpu or emulated) and is_torch_bf16_gpu_available()
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
@@ -447,9 +447,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         except (ValueError, OverflowError):
             score = math.nan
         if not abs(score) <= LARGEST_SCORE:
-            got = shown("reward_on_error", self.reward_on_error)
-            needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
-            raise ValueError(f"`reward_on_error` must be {needed}, got {got}.")
+            needed, got = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}", self.reward_on_error
+            raise ValueError(f"`reward_on_error` must be {needed}, got {shown('reward_on_error', got)}.")
         self.reward_on_error = str(score)  # text, as on a command line
 
     def _check_coefficients(self) -> None:

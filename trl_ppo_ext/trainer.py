@@ -274,8 +274,7 @@ class PPOTrainer(Trainer):
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
-        self.signals = resume.StopSignals()
-        self.preempted = False
+        self.signals, self.preempted = resume.StopSignals(), False
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
@@ -386,9 +385,8 @@ class PPOTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        exists, learning_rate = self.optimizer is not None, self.args.critic_learning_rate
-        if learning_rate is None and self.args.critic == "side":
-            learning_rate = SIDE_LEARNING_RATE
+        exists, default = self.optimizer is not None, SIDE_LEARNING_RATE if self.args.critic == "side" else None
+        learning_rate = self.args.critic_learning_rate or default
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
@@ -682,7 +680,7 @@ class PPOTrainer(Trainer):
         self._return_to_step = None  # the weights may become those of the best checkpoint
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            if self._validity.get(Path(self.args.output_dir, step)) is None:
+            if Path(self.args.output_dir, step) not in self._validity:
                 self._save_checkpoint(self.model, None)  # e.g. with `save_strategy="best"`, it is not saved yet
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self._finish_current_push()
@@ -732,9 +730,8 @@ class PPOTrainer(Trainer):
         os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights)
         if self.averaged_policy is not None:
-            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            averages = self.averaged_policy.state_dict()
-            files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
+            policy, folder = self.actor_critic.policy, os.path.join(directory, files.AVERAGED)
+            files.save_adapter(policy, self.actor_critic.policy_adapter, folder, self.averaged_policy.state_dict())
         else:
             for file in files.AVERAGED_FILES:  # of an earlier run
                 Path(directory, file).unlink(missing_ok=True)

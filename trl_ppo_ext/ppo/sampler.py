@@ -56,7 +56,7 @@ class SamplerComparison:
     def _cause(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> str:
         if tokens.ref_logprobs is not None:
             from_reference = (tokens.ref_logprobs - sampler_logprobs).abs()
-            if ppo_math.masked_mean(from_reference, mask, self.all_sum).item() <= self.tolerance:
+            if ppo_math.masked_mean(from_reference, mask, self.all_sum) <= self.tolerance:
                 return "It sampled from the reference: the policy's adapter is not applied."
         return (
             "It has another base than the policy (see `vllm_base_model`), or samples with an older adapter, or its "
