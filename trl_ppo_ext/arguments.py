@@ -66,8 +66,8 @@ def check_trainer_arguments(
     optimizer: torch.optim.Optimizer | None,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | str | None,
-    eval_dataset: Any = None,
-    environments: Environments | None = None,
+    eval_dataset: Any,
+    environments: Environments,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -83,21 +83,21 @@ def check_trainer_arguments(
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
     check_model_arguments(model, args, quantization_config, peft_config)
-    of_environments = environments is not None and environments.give_rewards
-    check_reward_arguments(reward_funcs, monitor_funcs, reward_processing_classes or None, args, of_environments)
+    processing_classes = reward_processing_classes or None
+    check_reward_arguments(reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards)
     sharded = uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3)
     if args.generation_backend == "vllm" and sharded:
         raise ValueError(
             "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM "
             "loads; use DDP, or ZeRO-1 or 2."
         )
-    if args.generation_backend == "vllm" and environments is not None and environments.rollout_func is not None:
+    if args.generation_backend == "vllm" and environments.rollout_func is not None:
         raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
-    others = ["environments"] if environments is not None and environments.has_instances else []
-    for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-        if environments is None or environments.rollout_func is None:  # it may return columns
+    others = ["environments"] if environments.has_instances else []
+    for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
+        if environments.rollout_func is None:  # it may return columns
             check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
 
 

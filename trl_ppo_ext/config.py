@@ -49,12 +49,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning.
         adam_epsilon (`float`, *optional*, defaults to `1e-5`):
             Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
-        bf16 (`bool`, *optional*):
-            Train in bfloat16; trained weights stay in float32. Default on GPUs, except V100 and T4, which emulate it.
+        bf16 (`bool`, *optional*): Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            Filter NaN and inf from the logged loss. Without the filter, which waits for the GPU at every micro-batch,
-            they count as 0.
+            Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. Else they count as 0.
         logging_first_step (`bool`, *optional*):
             Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
@@ -84,12 +82,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching, `"vllm"`
             with vLLM. See docs/generation.md.
         generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`], or of the config of continuous batching, or arguments
-            of vLLM's `LLM`.
+            Further fields of [`~transformers.GenerationConfig`], of continuous batching's config, or of vLLM's `LLM`.
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
-        vllm_base_model (`str`, *optional*):
-            Name or path of the base that vLLM serves, if it is not `model`. Its weights must be the same.
+        vllm_base_model (`str`, *optional*): Base that vLLM serves, if not `model`. Its weights must be the same.
         vllm_server_base_url (`str`, *optional*):
             Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its
             key is read from the environment variable `VLLM_API_KEY`.
@@ -115,8 +111,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         max_tool_calling_iterations (`int`, *optional*):
             Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
         environment_timeout (`float`, *optional*):
-            Seconds after which an environment, or the tools that a turn calls, fail. `reward_on_error` decides on the
-            episode.
+            Seconds after which an environment, or a turn's tools, fail. `reward_on_error` decides on the episode.
         reward_weights (`list[float]`, *optional*): Weight of each reward. All are 1 by default.
         reward_quantization (`str`, *optional*, defaults to `"nf4"`):
             Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
@@ -130,8 +125,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             Seconds after which a reward function fails for the rollout. Functions then run in a thread.
         reward_baseline (`str`, *optional*):
             `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
-        normalize_rewards (`bool`, *optional*, defaults to `False`):
-            Whether to normalize scores by their running mean and standard deviation.
+        normalize_rewards (`bool`, *optional*, defaults to `False`): Normalize scores by running mean and deviation.
         reward_clip_range (`float`, *optional*): Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
@@ -149,8 +143,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL).
         kl_target (`float`, *optional*): Adapt `kl_coef` to keep the mean KL per completion at this many nats.
         kl_horizon (`int`, *optional*, defaults to `10000`): Completions over which `kl_coef` adapts; larger is slower.
-        target_kl (`float`, *optional*):
-            Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
+        target_kl (`float`, *optional*): Stop a rollout's updates once the policy has moved this many nats per token.
         advantage_estimator (`str`, *optional*):
             With a critic `"gae"` (then the default), or `"auto"`, which weighs its values against the mean return by
             how well they predicted earlier rollouts. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`,
@@ -164,8 +157,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*):
-            Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
-            `learning_rate`.
+            Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to `learning_rate`.
         normalize_values (`bool`, *optional*):
             Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
             then begins at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the
@@ -186,10 +178,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
         cliprange_value (`float`, *optional*):
-            Clip range of the values, in units of the returns with `normalize_values`, else of the reward. Unclipped by
-            default.
-        value_range (`list[float]`, *optional*):
-            Lowest and highest return, e.g. `[0, 1]`, to which values are clamped.
+            Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none.
+        value_range (`list[float]`, *optional*): Lowest and highest return, e.g. `[0, 1]`, to which values are clamped.
         value_loss_weights (`str`, *optional*, defaults to `"uniform"`):
             `"prompt_std"` weighs the value loss of a completion by 1/std of the returns of its prompt's completions,
             with mean 1. Needs `num_generations` of at least 2.
@@ -199,16 +189,13 @@ class PPOConfig(TRLFields, TrainingArguments):
         gamma (`float`, *optional*, defaults to `1.0`): Discount factor.
         lam (`float`, *optional*, defaults to `0.95`): λ of generalized advantage estimation.
         lam_critic (`float`, *optional*): λ of the critic's targets. Defaults to `lam`.
-        lam_length_alpha (`float`, *optional*):
-            α of the length-dependent λ = 1 − 1/(α·length), which replaces `lam` for the policy.
+        lam_length_alpha (`float`, *optional*): α of λ = 1 − 1/(α·length), which replaces `lam` for the policy.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
-            Whether to whiten the advantages of a rollout. Defaults to `True` for `"rebn"`, and for a critic without
-            `normalize_values`.
+            Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`.
         ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
-        ptx_max_length (`int`, *optional*, defaults to `512`):
-            Maximum length of a supervised row, in tokens. Longer rows are truncated.
+        ptx_max_length (`int`, *optional*, defaults to `512`): Length in tokens at which a supervised row is cut.
         ema_decay (`float`, *optional*): Decay of a moving average of the policy's adapter, saved in `ema/`.
         offload_rollout (`bool`, *optional*, defaults to `False`):
             Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
@@ -346,13 +333,13 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def _finish(self) -> None:
         # for the report, before defaults are filled in
-        settings = [(field.name, field.default, getattr(self, field.name, None)) for field in fields(self)]
-        self.changed_fields = [name for name, default, value in settings if default not in (MISSING, value)]
+        defaults = {field.name: field.default for field in fields(self)}
+        self.changed_fields = [name for name, x in defaults.items() if x not in (MISSING, getattr(self, name, None))]
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
         if self.bf16 is None:
             emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available() and not emulated
+            self.bf16 = not (self.fp16 or self.use_cpu or emulated) and is_torch_bf16_gpu_available()
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
@@ -436,7 +423,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._check_reward_on_error()
         self._check_coefficients()
         self._check_critic()
-        self._check_vllm()
+        self._check_sampling()
 
     def _check_mappings(self) -> None:
         """Raise for text that is not a JSON object, in fields that hold a mapping."""
@@ -460,9 +447,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         except (ValueError, OverflowError):
             score = math.nan
         if not abs(score) <= LARGEST_SCORE:
-            got = shown("reward_on_error", self.reward_on_error)
-            needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
-            raise ValueError(f"`reward_on_error` must be {needed}, got {got}.")
+            needed, got = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}", self.reward_on_error
+            raise ValueError(f"`reward_on_error` must be {needed}, got {shown('reward_on_error', got)}.")
         self.reward_on_error = str(score)  # text, as on a command line
 
     def _check_coefficients(self) -> None:
@@ -519,14 +505,19 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.critic == "adapter" and not self.critic_backprop:
             raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
 
-    def _check_vllm(self) -> None:
+    def _check_sampling(self) -> None:
+        if self.stop_strings and self.generation_backend != "transformers":
+            raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
+        if self.repetition_penalty != 1 and self.generation_backend == "continuous_batching":
+            raise ValueError(
+                "`repetition_penalty` must be 1.0 with continuous batching, which applies it to the newest token "
+                f"only, got {self.repetition_penalty}; use `generation_backend='transformers'`."
+            )
         if self.generation_backend != "vllm":
             unread = [name for name in self.changed_fields if name.startswith("vllm_")]
             if unread:
                 logger.warning("Without `use_vllm=True` these fields have no effect: %s.", ", ".join(unread))
             return
-        if self.stop_strings:
-            raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
             raise ValueError(
                 "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; remove them, and "
@@ -550,31 +541,21 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
 
     def _check_generation_kwargs(self) -> None:
-        names = set(self.generation_kwargs or {})
-        if self.generation_backend == "vllm":
-            for name in names & _OF_THE_ENGINE:
-                raise ValueError(f"`generation_kwargs` holds `{name}`, which follows from the run; remove it.")
-            return
-        if self.generation_backend == "continuous_batching":
-            if self.repetition_penalty != 1:
-                raise ValueError(
-                    f"`repetition_penalty` must be 1.0 with continuous batching, which applies it to the newest token "
-                    f"only, got {self.repetition_penalty}; use `generation_backend='transformers'`."
-                )
-            if self.stop_strings:
-                raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
-            for name in names - _CONTINUOUS_BATCHING:
-                allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
-                raise ValueError(f"`generation_kwargs` holds `{name}`; continuous batching takes only {allowed}.")
-            return
-        for name in names:
-            if name not in vars(GenerationConfig()):
-                raise ValueError(f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`.")
-            if name in _OF_THE_POLICY:
-                raise ValueError(
-                    f"`generation_kwargs` holds `{name}`, on which log-probs and shapes depend; set the field of "
-                    "`PPOConfig` if it has one, else remove it (`num_generations` repeats prompts)."
-                )
+        names, backend = set(self.generation_kwargs or {}), self.generation_backend
+        if backend == "vllm":
+            problems = {", which follows from the run; remove it": names & _OF_THE_ENGINE}
+        elif backend == "continuous_batching":
+            allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
+            problems = {f"; continuous batching takes only {allowed}": names - _CONTINUOUS_BATCHING}
+        else:
+            problems = {
+                ", an unknown field of `GenerationConfig`": names - vars(GenerationConfig()).keys(),
+                ", on which log-probs and shapes depend; set the field of `PPOConfig` if it has one, else remove it "
+                "(`num_generations` repeats prompts)": names & _OF_THE_POLICY,
+            }
+        for problem, of in problems.items():
+            for name in of:
+                raise ValueError(f"`generation_kwargs` holds `{name}`{problem}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -640,17 +621,15 @@ _AGGREGATION |= {"grpo": "sequence_mean", "dr_grpo": "constant"}
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
         lambda x: x >= 1,
-        "num_generations generation_batch_size per_device_generation_batch_size max_completion_length "
-        "max_prompt_length "
-        "per_device_reward_batch_size num_ppo_epochs num_mini_batches total_episodes kl_horizon "
-        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size max_skipped_steps "
-        "vllm_max_model_length",
+        "num_generations generation_batch_size per_device_generation_batch_size max_completion_length num_ppo_epochs "
+        "max_prompt_length per_device_reward_batch_size num_mini_batches total_episodes kl_horizon max_skipped_steps "
+        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length",
     ),
     "above 0": (
         lambda x: x > 0,
         "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
-        "target_kl critic_learning_rate lam_length_alpha reward_timeout "
-        "environment_timeout vllm_server_timeout vllm_importance_sampling_clip_max vllm_max_logp_difference",
+        "target_kl critic_learning_rate lam_length_alpha reward_timeout environment_timeout vllm_server_timeout "
+        "vllm_importance_sampling_clip_max vllm_max_logp_difference",
     ),
     "at least 0": (
         lambda x: x >= 0,

@@ -43,18 +43,11 @@ def without_secrets(settings: Any, name: str = "") -> Any:
     """Replace every secret by a placeholder, at any depth."""
     if isinstance(settings, Mapping):
         # everything under `credentials` is secret
-        items = (
-            (key, without_secrets(value, name if is_secret(name) else str(key))) for key, value in settings.items()
-        )
-        return {redacted(key) if isinstance(key, str) else key: value for key, value in items}
+        hidden = {key: without_secrets(x, name if is_secret(name) else str(key)) for key, x in settings.items()}
+        return {redacted(key) if isinstance(key, str) else key: x for key, x in hidden.items()}
     if type(settings) in (list, tuple, set, frozenset):
-        if (
-            isinstance(settings, tuple)
-            and len(settings) == 2
-            and isinstance(settings[0], str)
-            and is_secret(settings[0])
-        ):
-            name = settings[0]  # a header as a pair
+        if isinstance(settings, tuple) and len(settings) == 2 and is_secret(str(settings[0])):
+            name = str(settings[0])  # a header as a pair
         return type(settings)(without_secrets(value, name) for value in settings)
     if is_secret(name) and not isinstance(settings, bool | None):
         return f"<{name.upper()}>"

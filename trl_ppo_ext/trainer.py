@@ -26,9 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -174,9 +172,8 @@ class PPOTrainer(Trainer):
         check_trackers(args)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
-            distributed.on_every_rank(
-                partial(hub.create_repository, args), hub.PushError, runs=args.process_index == 0
-            )
+            create = partial(hub.create_repository, args)
+            distributed.on_every_rank(create, hub.PushError, runs=args.process_index == 0)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
@@ -205,8 +202,7 @@ class PPOTrainer(Trainer):
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
         if ptx_dataset is not None:
-            max_length = args.ptx_max_length
-            max_length = min(max_length, context_length or max_length)
+            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
             ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
@@ -255,10 +251,8 @@ class PPOTrainer(Trainer):
             actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard, episodes
         )
         self.reward_func_names = [reward.name for reward in rewards]
-        self.reward_funcs = [
-            reward.model if isinstance(reward, ClassifierReward) else entry
-            for reward, entry in zip(rewards, reward_list)
-        ]
+        pairs = zip(rewards, reward_list)
+        self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
         self.reward_weights = torch.tensor(self.collector.reward_weights or [1.0] * len(rewards))
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
@@ -268,8 +262,6 @@ class PPOTrainer(Trainer):
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
         decay, averaged = args.ema_decay, actor_critic.policy_parameters()
         self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
-        critic = {id(parameter) for parameter in actor_critic.critic_parameters().values()}
-        self._critic_names = {name for name, x in actor_critic.named_parameters() if id(x) in critic}
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
@@ -280,8 +272,7 @@ class PPOTrainer(Trainer):
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
-        self.signals = resume.StopSignals()
-        self.preempted = False
+        self.signals, self.preempted = resume.StopSignals(), False
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
@@ -367,11 +358,8 @@ class PPOTrainer(Trainer):
         else:  # each by itself: a large value loss must not shrink the policy's step
             self.accelerator.unscale_gradients()
             bound = self.args.max_grad_norm or math.inf
-            roles: dict[bool, list[Tensor]] = {False: []}  # parameters of the policy, and of the critic
-            for name, parameter in self.actor_critic.named_parameters():
-                if parameter.grad is not None:
-                    roles.setdefault(name in self._critic_names, []).append(parameter)
-            norms = [nn.utils.clip_grad_norm_(role, bound) for role in roles.values()]
+            roles = self.actor_critic.policy_parameters(), self.actor_critic.critic_parameters()
+            norms = [nn.utils.clip_grad_norm_(role.values(), bound) for role in roles if role]
             norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
             grad_norm, total = norms[0], sum(norms)
             for norm in norms[1:]:
@@ -395,9 +383,8 @@ class PPOTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        exists, learning_rate = self.optimizer is not None, self.args.critic_learning_rate
-        if learning_rate is None and self.args.critic == "side":
-            learning_rate = SIDE_LEARNING_RATE
+        exists, default = self.optimizer is not None, SIDE_LEARNING_RATE if self.args.critic == "side" else None
+        learning_rate = self.args.critic_learning_rate or default
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
@@ -473,10 +460,8 @@ class PPOTrainer(Trainer):
         return output
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
-        def all_max(values: Tensor) -> Tensor:
-            return self.accelerator.gather(values[None]).amax(0)
-
-        return self._metrics[mode].compute(self.collector.all_sum, all_max)
+        gather = self.accelerator.gather
+        return self._metrics[mode].compute(self.collector.all_sum, lambda x: gather(x[None]).amax(0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
@@ -517,9 +502,9 @@ class PPOTrainer(Trainer):
         resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
         with resume.locked(output_dir, is_writer):
             if resume_from_checkpoint:
-                rank, check = self.accelerator.process_index, self._check_checkpoint
+                ranks = is_writer, self.accelerator.process_index
                 checkpoint, self._resumed = resume.find_checkpoint(
-                    resume_from_checkpoint, output_dir, is_writer, rank, check
+                    resume_from_checkpoint, output_dir, *ranks, self._check_checkpoint
                 )
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
@@ -555,7 +540,7 @@ class PPOTrainer(Trainer):
             return
         try:
             return_to_step()
-            final = self._write_checkpoint(None)
+            final = self._write_checkpoint()
             if final is not None:
                 error.add_note(
                     f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`."
@@ -631,32 +616,28 @@ class PPOTrainer(Trainer):
 
     def _run_state(self) -> dict[str, Tensor]:
         """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
-        losses = [self._tr_loss.item(), self._globalstep_last_logged]
+        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self.guard.skipped]
         parts = {
             "rollout": self.updates.state_dict(self.state.global_step),
             "metrics": self._metrics["train"].state_dict(),
-            "guard": {"skipped": torch.tensor(self.guard.skipped)},
-            "trainer": {"loss": torch.tensor(losses, dtype=torch.float64)},
+            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
         }
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return {name: x.detach().cpu().contiguous() for name, x in named.items()}
 
     def _load_run_state(self) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "guard": {}, "trainer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
         for key, x in self._resumed.items():
             part, _, name = key.partition(".")
             parts[part][name] = x
         self._resumed = {}
-        loss, last_logged = parts["trainer"]["loss"].tolist()
-        self._tr_loss, self._globalstep_last_logged = (
-            torch.tensor(loss, device=self.accelerator.device),
-            int(last_logged),
-        )
+        loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
+        self._tr_loss = torch.tensor(loss, device=self.accelerator.device)
         self._total_loss_scalar = -loss  # the final mean is that of this `train()`
+        self._globalstep_last_logged, self.guard.skipped = int(last_logged), int(skipped)
         if parts["rollout"]:
             self.updates.load_state_dict(parts["rollout"], self.state.global_step)
         self._metrics["train"].load_state_dict(parts["metrics"])
-        self.guard.skipped = int(parts["guard"]["skipped"])
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
@@ -697,7 +678,7 @@ class PPOTrainer(Trainer):
         self._return_to_step = None  # the weights may become those of the best checkpoint
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            if self._validity.get(Path(self.args.output_dir, step)) is None:
+            if Path(self.args.output_dir, step) not in self._validity:
                 self._save_checkpoint(self.model, None)  # e.g. with `save_strategy="best"`, it is not saved yet
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self._finish_current_push()
@@ -715,7 +696,7 @@ class PPOTrainer(Trainer):
                     error,
                 )
                 self.state.best_model_checkpoint = best = None
-        if best is not None and not os.path.samefile(Path(best).parent, self._get_output_dir(None)):
+        if best is not None and not os.path.samefile(Path(best).parent, self.args.output_dir):
             # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
             if self.args.load_best_model_at_end:
                 self._load_best_model()
@@ -737,20 +718,18 @@ class PPOTrainer(Trainer):
         """Save adapters, critic, tokenizer and model card."""
         output_dir = output_dir or self.args.output_dir
         files.check_target(output_dir, self._base_model)
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        weights = self.actor_critic.trained_weights() if sharded else None
+        weights = self.actor_critic.trained_weights()  # all ranks gather them
         if self.args.should_save:
             self._write_model(output_dir, output_dir, weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor] | None) -> None:
+    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
         os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights)
         if self.averaged_policy is not None:
-            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            averages = self.averaged_policy.state_dict()
-            files.save_adapter(policy, name, os.path.join(directory, files.AVERAGED), averages)
+            policy, folder = self.actor_critic.policy, os.path.join(directory, files.AVERAGED)
+            files.save_adapter(policy, self.actor_critic.policy_adapter, folder, self.averaged_policy.state_dict())
         else:
             for file in files.AVERAGED_FILES:  # of an earlier run
                 Path(directory, file).unlink(missing_ok=True)
@@ -761,7 +740,7 @@ class PPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        args, final = self.args, self._write_checkpoint(trial)
+        args, final = self.args, self._write_checkpoint()
         if final is None:
             return
         if args.should_save:
@@ -769,15 +748,13 @@ class PPOTrainer(Trainer):
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
 
-    def _write_checkpoint(self, trial: Any) -> Path | None:
+    def _write_checkpoint(self) -> Path | None:
         """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
         args, state = self.args, self.state
-        final = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        weights = self.actor_critic.trained_weights() if sharded else None
-        trained = self.actor_critic.trained_weights() if weights is None else weights
-        nonfinite = next((name for name, x in trained.items() if not x.isfinite().all()), None)
+        weights = self.actor_critic.trained_weights()
+        nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
         if nonfinite is not None:
             logger.warning(
                 "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
@@ -799,9 +776,8 @@ class PPOTrainer(Trainer):
                 self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
             self._save_scaler(directory)
             self._save_rng_state(directory)
-            save_file(
-                self._run_state(), os.path.join(directory, resume.run_state_file(self.accelerator.process_index))
-            )
+            state_file = resume.run_state_file(self.accelerator.process_index)
+            save_file(self._run_state(), os.path.join(directory, state_file))
 
         resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
         self._validity[final] = True
@@ -834,29 +810,14 @@ class PPOTrainer(Trainer):
         )
 
     def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **metadata: Any,
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **metadata: Any
     ) -> None:
         """Write the model card of the run to its output directory; `metadata` are further fields of the card."""
         if self.is_world_process_zero():
-            directory = self.args.output_dir
             metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            self._card(directory, **metadata).save(os.path.join(directory, "README.md"))
+            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **metadata: Any,
-    ) -> Any:
-        """Save adapters, critic, card and report to `output_dir`, and push that folder without checkpoints."""
-        return hub.push_run(self, commit_message, blocking, token, revision, private, metadata)
+    push_to_hub = hub.push_run
 
 
 class _StepCallback(TrainerCallback):
@@ -865,25 +826,21 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Restore the run state, after the Trainer has set up its own."""
         self.trainer._last_step = state.global_step
         if self.trainer._resumed:
             self.trainer._load_run_state()
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics, **kwargs
-    ) -> None:
+    def on_predict(self, args, state, control, metrics, **kwargs) -> None:
         """Forget the samples of `predict`, which does not log."""
         self.trainer._samples.pop("eval", None)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> None:
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""
         self.trainer._return_to_step = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         """Update the average; agree on all ranks whether to stop."""
         trainer = self.trainer
         if trainer.averaged_policy is not None:

@@ -80,8 +80,7 @@ def find_damage(directory: str | os.PathLike) -> str | None:
 
 def verify(directory: str | os.PathLike) -> None:
     """Raise [`CheckpointError`] unless every file of a checkpoint matches its manifest."""
-    damage = find_damage(directory)
-    if damage is not None:
+    if (damage := find_damage(directory)) is not None:
         raise CheckpointError(damage)
 
 
@@ -97,8 +96,7 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
     restore_replaced(output_dir)
     candidates = checkpoints(output_dir)
     for path in candidates:
-        damage = find_damage(path)
-        if damage is None:
+        if (damage := find_damage(path)) is None:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
     if candidates:

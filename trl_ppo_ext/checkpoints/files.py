@@ -56,12 +56,8 @@ def check_target(directory: str, base: str) -> None:
 @contextmanager
 def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
     """Read the weights of a file; a `ValueError` within the context then names the file."""
-    path = os.path.join(directory, file)
-    if not os.path.isfile(path):
-        raise CheckpointError(f"`{directory}` has no {file}; it is not a checkpoint written by PPOTrainer.")
-    weights = load_file(path)
     try:
-        yield weights
+        yield load_file(os.path.join(directory, file))
     except ValueError as error:
         raise CheckpointError(
             f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
@@ -83,12 +79,11 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, T
     # files of a run with another kind of critic would be read as part of this one
     for file in set(CRITIC_FILES["adapter"]) - set(CRITIC_FILES[_critic_kind(actor_critic)]):
         Path(output_dir, file).unlink(missing_ok=True)
-    if actor_critic.value_head is not None:
+    head = actor_critic.value_head
+    if head is not None:
         os.makedirs(output_dir, exist_ok=True)
-        buffers = dict(actor_critic.value_head.named_buffers())
-        names = actor_critic.value_head.state_dict().keys() - buffers.keys()
-        head = buffers | {key: weights[f"value_head.{key}"] for key in names}
-        write_weights(head, os.path.join(output_dir, VALUE_HEAD))
+        parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
+        write_weights(dict(head.named_buffers()) | parameters, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights))
@@ -121,19 +116,18 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
             f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; set "
             f"`critic={saved_kind!r}`."
         )
-    if actor_critic.value_head is not None:
-        head = actor_critic.value_head
-        parameters: dict[str, Tensor] = {**dict(head.named_parameters()), **dict(head.named_buffers())}
+    head = actor_critic.value_head
+    if head is not None:
         with _weights_of(directory, VALUE_HEAD) as saved:
             weights = head.in_own_units(saved)  # `normalize_values` may have changed
-            check_fit(parameters, weights)
-            set_weights(parameters, weights)
-    folders = {actor_critic.policy_adapter: directory}
-    if actor_critic.critic_adapter is not None:
-        folders[actor_critic.critic_adapter] = os.path.join(directory, CRITIC_FOLDER)
+            tensors = head.state_dict(keep_vars=True)
+            check_fit(tensors, weights)
+            set_weights(tensors, weights)
+    folders = {actor_critic.policy_adapter: directory, actor_critic.critic_adapter: f"{directory}/{CRITIC_FOLDER}"}
     for name, folder in folders.items():
-        with _weights_of(folder, ADAPTER_WEIGHTS) as weights:
-            load_adapter_weights(actor_critic.policy, name, weights)
+        if name is not None:
+            with _weights_of(folder, ADAPTER_WEIGHTS) as weights:
+                load_adapter_weights(actor_critic.policy, name, weights)
 
 
 # ---- state and settings ----
@@ -160,13 +154,7 @@ def save_state(state: dict[str, Any], output_dir: str) -> None:
 
 def load_state(directory: str) -> dict[str, Any]:
     """Read the state written by [`save_state`]."""
-    path = Path(directory, STATE)
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"`{path}` cannot be read ({error}); it is not a checkpoint written by PPOTrainer."
-        ) from None
+    return json.loads(Path(directory, STATE).read_text())
 
 
 def run_settings(args: Any) -> dict[str, Any]:

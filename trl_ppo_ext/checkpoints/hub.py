@@ -79,14 +79,17 @@ def create_repository(args: Any) -> None:
 
 def push_run(
     trainer: Trainer,
-    message: str | None,
-    blocking: bool,
-    token: str | None,
-    revision: str | None,
-    private: bool | None,
-    metadata: dict[str, Any],
+    commit_message: str | None = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **metadata: Any,
 ) -> Any:
-    """Save the run and push its folder, as [`~transformers.Trainer.push_to_hub`] does. All processes call it."""
+    """Save adapters, critic, card and report to `output_dir`, and push that folder without checkpoints.
+
+    This is [`~transformers.Trainer.push_to_hub`]: all processes call it, and `metadata` are fields of the card.
+    """
     args = trainer.args
     folder, token, revision = args.output_dir, token or args.hub_token, revision or args.hub_revision
     # 1. write everything to disk before the first request to the Hub
@@ -107,7 +110,7 @@ def push_run(
 
     def push() -> Any:
         with push_errors(trainer.hub_model_id, folder, token):
-            return _upload(trainer.hub_model_id, folder, message, token, revision)
+            return _upload(trainer.hub_model_id, folder, commit_message, token, revision)
 
     if blocking:
         return push()

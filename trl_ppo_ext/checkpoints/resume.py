@@ -164,13 +164,7 @@ def find_checkpoint(
 
     def read() -> dict[str, Tensor]:
         check(directory)
-        path = os.path.join(directory, run_state_file(rank))
-        if not os.path.isfile(path):
-            raise CheckpointError(
-                f"`{directory}` has no state of rank {rank}; resume with the saved world size, and a directory that "
-                "all ranks see."
-            )
-        return load_file(path)
+        return load_file(os.path.join(directory, run_state_file(rank)))
 
     try:
         # one rank of those that share a disk reads all of it
@@ -194,6 +188,10 @@ def write_checkpoint(
     """
     staged = final.parent / STAGING / final.name
 
+    def make_empty() -> None:
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        staged.mkdir(parents=True)
+
     def write_staged() -> None:
         try:
             if not staged.is_dir():
@@ -207,7 +205,7 @@ def write_checkpoint(
             raise
 
     try:
-        on_every_rank(partial(_make_empty, staged), *WRITE_ERRORS, runs=is_writer)
+        on_every_rank(make_empty, *WRITE_ERRORS, runs=is_writer)
         if write_is_collective:
             write_staged()
             wait()
@@ -222,8 +220,3 @@ def write_checkpoint(
     finally:
         if is_writer:
             shutil.rmtree(staged.parent, ignore_errors=True)
-
-
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory.parent, ignore_errors=True)
-    directory.mkdir(parents=True)

@@ -28,16 +28,14 @@ class BatchPlan:
         mini_batch_size = self.micro_batch_size * self.gradient_accumulation_steps
         completions = mini_batch_size * self.num_mini_batches * self.num_processes
         optimizer_steps = self.num_ppo_epochs * self.num_mini_batches
-        sizes = {
-            "mini_batch_size": mini_batch_size,
-            "completions_per_process": mini_batch_size * self.num_mini_batches,
-            "completions": completions,
-            "prompts": completions // self.num_generations,
-            "optimizer_steps": optimizer_steps,
-            "micro_steps": optimizer_steps * self.gradient_accumulation_steps,
-        }
-        for name, size in sizes.items():
-            object.__setattr__(self, name, size)  # the plan itself is frozen
+        vars(self).update(  # the plan itself is frozen
+            mini_batch_size=mini_batch_size,
+            completions_per_process=mini_batch_size * self.num_mini_batches,
+            completions=completions,
+            prompts=completions // self.num_generations,
+            optimizer_steps=optimizer_steps,
+            micro_steps=optimizer_steps * self.gradient_accumulation_steps,
+        )
         if self.completions % self.num_generations:
             valid = [n for n in range(1, 4 * self.num_generations + 1) if self.completions % n == 0]
             raise ValueError(

@@ -1,9 +1,7 @@
 """What critics need besides states: units of the values (PopArt), rewards so far, and trust in the values."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from ..modeling import SideCritic, ValueHead
 from ..rewards import RunningMoments, Scored
 from ..sequences import Sequences
+from .math import Reduction
 
 DECAY = 0.8  # of the moments, per rollout
 
@@ -24,7 +23,7 @@ class ValueNormalizer:
     Source: https://huggingface.co/papers/1602.07714
     """
 
-    def __init__(self, head: ValueHead, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, head: ValueHead, all_sum: Reduction):
         self.head = head
         self.all_sum = all_sum
         self.moments = RunningMoments()
@@ -66,14 +65,6 @@ class ValueNormalizer:
         head.bias.mul_(old_deviation / deviation).add_((old_mean - mean) / deviation)
         return values
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the moments; mean and deviation are saved with the head."""
-        return dict(vars(self.moments))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the moments returned by [`state_dict`]."""
-        vars(self.moments).update(state)
-
 
 class EarnedRewards:
     """Rewards so far, as the side critic reads them: their mean per token before each token, in units of its buffers.
@@ -83,7 +74,7 @@ class EarnedRewards:
 
     BOUND = 5.0  # of outliers
 
-    def __init__(self, critic: SideCritic, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, critic: SideCritic, all_sum: Reduction):
         self.critic = critic
         self.all_sum = all_sum
         self.moments = RunningMoments()
@@ -107,14 +98,6 @@ class EarnedRewards:
                 self.critic.reward_deviation.fill_(self.moments.deviation)
         return replace(sequences, earned=earned)
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the moments; the units are saved with the critic."""
-        return dict(vars(self.moments))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the moments returned by [`state_dict`]."""
-        vars(self.moments).update(state)
-
 
 class ValueTrust:
     """Weight w of the values V in the baseline m + w·(V − m), where m is the mean return of recent rollouts.
@@ -125,7 +108,7 @@ class ValueTrust:
     Source: https://huggingface.co/papers/2604.19485
     """
 
-    def __init__(self, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, all_sum: Reduction):
         self.all_sum = all_sum
         self.returns, self.values, self.errors = RunningMoments(), RunningMoments(), RunningMoments()
 
@@ -145,12 +128,3 @@ class ValueTrust:
             moments.update(x, mask, self.all_sum, DECAY)
         mean = self.returns.mean if is_first else mean
         return mean + weight * (values - mean)
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the evidence."""
-        return {name: dict(vars(x)) for name, x in vars(self).items() if isinstance(x, RunningMoments)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the evidence returned by [`state_dict`]."""
-        for name, moments in state.items():
-            vars(getattr(self, name)).update(moments)

@@ -1,7 +1,6 @@
 """Guards against NaN and inf: exclude them from the update, and report them."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,38 +8,27 @@ from transformers.utils import logging
 
 from ..modeling import TokenScores
 from ..sequences import Sequences
+from .math import Reduction
 from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
 
-_NAMES = {
-    "logprobs": "log-probs",
-    "ref_logprobs": "reference log-probs",
-    "entropies": "entropies",
-    "values": "values",
-    "kls": "KLs",
-}
+_NAMES = {"logprobs": "log-probs", "ref_logprobs": "reference log-probs", "kls": "KLs"}
 
 
 class NonFiniteError(RuntimeError):
     """Raised when no completion of a rollout is finite, or too many gradients in a row are not."""
 
 
+@dataclass
 class NonFiniteGuard:
     """Excludes completions with non-finite scores, and ends a run that has too many non-finite gradients in a row."""
 
-    def __init__(
-        self,
-        rank: int,
-        max_skipped_steps: int,
-        all_sum: Callable[[Tensor], Tensor],
-        gather: Callable[[Tensor], Tensor],
-    ):
-        self.rank = rank
-        self.max_skipped_steps = max_skipped_steps
-        self.all_sum = all_sum
-        self.gather = gather
-        self.skipped = 0  # optimizer steps in a row
+    rank: int
+    max_skipped_steps: int
+    all_sum: Reduction
+    gather: Reduction
+    skipped: int = 0  # optimizer steps in a row
 
     def find_nonfinite(self, tokens: TokenScores, valid: Tensor, metrics: Metrics, step: int | None) -> Tensor | None:
         """Find completions with a non-finite score, `[batch]`; `None` if no rank has one.
@@ -57,7 +45,7 @@ class NonFiniteGuard:
         ).tolist()
         if not excluded:
             return None
-        counts = [f"the {_NAMES[name]} of {count}" for name, count in zip(rows, by_name) if count]
+        counts = [f"the {_NAMES.get(name, name)} of {count}" for name, count in zip(rows, by_name) if count]
         details = f"non-finite: {', '.join(counts)} of {completions} completions"
         if excluded == completions and step is not None:
             raise NonFiniteError(
@@ -85,21 +73,16 @@ class NonFiniteGuard:
         prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
         prompt_ids[excluded], completion_ids[excluded] = first, second
         replaced = excluded.to(sequences.prompt_lengths.device)
-        stand_ins = Sequences(
-            prompt_ids,
-            completion_ids,
-            sequences.prompt_lengths.masked_fill(replaced, 1),
-            sequences.completion_lengths.masked_fill(replaced, 1),
-            earned=sequences.earned,
-        )
+        stand_ins: dict[str, Tensor] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        for name in ("prompt_lengths", "completion_lengths", "critic_prompt_lengths"):
+            if (lengths := getattr(sequences, name)) is not None:
+                stand_ins[name] = lengths.masked_fill(replaced, 1)
         if sequences.sampled is not None:
             first_only = torch.arange(completion_ids.shape[1]) == 0
-            stand_ins = replace(stand_ins, sampled=torch.where(replaced[:, None], first_only, sequences.sampled))
-        if sequences.critic_prompt_ids is None or sequences.critic_prompt_lengths is None:
-            return stand_ins
-        ids = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
-        lengths = sequences.critic_prompt_lengths.masked_fill(replaced, 1)
-        return replace(stand_ins, critic_prompt_ids=ids, critic_prompt_lengths=lengths)
+            stand_ins["sampled"] = torch.where(replaced[:, None], first_only, sequences.sampled)
+        if sequences.critic_prompt_ids is not None:
+            stand_ins["critic_prompt_ids"] = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
+        return replace(sequences, **stand_ins)
 
     def check_gradient(self, finite: bool, step: int) -> None:
         """Count skipped steps in a row; raise [`NonFiniteError`] if there are too many."""

@@ -1,9 +1,12 @@
 """The mathematics of PPO for language models: advantages, losses, KL, group baselines, controllers.
 
-Tensors are `[batch, response]` unless noted otherwise, and `response_mask` is 1 at sampled tokens that count. Masked
-positions may hold any finite number, which never influences a result.
+Tensors are `[batch, response]` unless noted otherwise. Arguments with these names are the same everywhere:
 
-Statistics take an optional `all_sum`, which sums a tensor over ranks: with it they are statistics of the global batch.
+- `logprobs`, `old_logprobs`, `ref_logprobs`: Log-probs of the sampled tokens under the current policy (gradients flow
+  through these), under the policy that sampled, and under the reference.
+- `response_mask`, `mask`: 1 at sampled tokens, or values, that count. Masked positions may hold any finite number,
+  which never influences a result.
+- `all_sum`: Sums a tensor over ranks, for statistics of the global batch. Defaults to this rank only.
 """
 
 import math
@@ -13,15 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Reduction = Callable[[Tensor], Tensor]  # of a tensor over ranks
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
 SamplerCorrection = Literal[
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
 ]
 
 # A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
@@ -34,10 +33,6 @@ def _same_shape(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"These tensors must have one shape [batch, response], got {shapes}.")
-
-
-def _local(total: Tensor) -> Tensor:
-    return total
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -61,7 +56,7 @@ def gae(
     Args:
         rewards (`Tensor`): Reward of each token.
         values (`Tensor`): Value of the state in which each token was sampled.
-        response_mask (`Tensor`): 1 where a token counts. Masked positions are skipped, not zero-valued states.
+        response_mask (`Tensor`): Mask. Masked positions are skipped, not zero-valued states.
         gamma (`float`): Discount factor.
         lam (`float` or `Tensor` of shape `[batch]`): λ, from bias (0: TD residual) to variance (1: Monte Carlo).
         final_values (`Tensor` of shape `[batch]`, *optional*):
@@ -81,8 +76,8 @@ def gae(
     if final_values is not None:
         slots = slots.scatter(1, number[:, -1:], final_values[:, None])
     deltas = (rewards + gamma * slots.gather(1, number) - values).masked_fill(~counts, 0)
-    decay = gamma * (lam[:, None] if isinstance(lam, Tensor) else lam) * torch.ones_like(rewards)
-    decay = decay.masked_fill(~counts, 1)
+    lam = lam[:, None] if isinstance(lam, Tensor) else lam
+    decay = (gamma * lam * torch.ones_like(rewards)).masked_fill(~counts, 1)
     advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(width)):  # one operation per token: launches take the time on a GPU
         advantage = torch.addcmul(deltas[:, t], decay[:, t], advantage, out=advantages[:, t])
@@ -96,10 +91,8 @@ def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
 
     With `starts` as the mask of [`gae`], and each turn's reward at its first token, γ and λ count turns.
 
-    Args:
-        turns (`Tensor`):
-            Number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. With a
-            mask, each run of sampled tokens is a turn.
+    `turns` has the number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. If
+    it is a mask, each run of sampled tokens is a turn.
 
     Returns:
         `tuple(Tensor, Tensor)`: `starts`, 1 at the first token of each turn; and for each position, the position at
@@ -114,11 +107,8 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
     r"""GAE's λ per response. It grows with the length, so that the first tokens receive the reward at the end.
 
     λ = 1 − 1/(α·length), where length is the number of tokens that count; 0 for responses shorter than 1/α. The sum of
-    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
-
-    Args:
-        response_mask (`Tensor`): 1 where a token counts.
-        alpha (`float`): α, above 0; the paper takes 0.05. Infinity gives λ = 1, which is Monte Carlo.
+    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response. The paper takes an `alpha` of 0.05;
+    infinity gives λ = 1, which is Monte Carlo.
 
     Returns:
         `Tensor` of shape `[batch]`: λ of each response, 0 if no token counts.
@@ -135,15 +125,8 @@ def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     r"""Log-probs whose ratio to the old ones is the same for all tokens of a response (GSPO).
 
     sₜ = log π_oldₜ + mean over the response's tokens of (log π − log π_old), so that exp(sₜ − log π_oldₜ) is, at every
-    token, the length-normalized ratio of the sequence. Pass the result to [`clipped_policy_loss`] as `logprobs`.
-
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their mean).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        response_mask (`Tensor`): 1 where a token counts.
-
-    Returns:
-        `Tensor`: Log-probs with the ratio of the sequence; the old ones if no token of a response counts.
+    token, the length-normalized ratio of the sequence. Pass the result to [`clipped_policy_loss`] as `logprobs`. Where
+    no token of a response counts, it is the old log-probs.
 
     Source: https://huggingface.co/papers/2507.18071
     """
@@ -157,15 +140,7 @@ def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, turns: Tensor) -> Tens
     r"""Log-probs whose ratio to the old ones is the same for all tokens of a turn.
 
     sₜ = log π_oldₜ + mean over the turn's tokens of (log π − log π_old): [`sequence_logprobs`] of each turn, which it
-    equals if a response is one turn.
-
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their means).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        turns (`Tensor`): Number of the turn where a token counts, else 0, as in [`turn_starts`].
-
-    Returns:
-        `Tensor`: Log-probs with the ratio of the turn.
+    equals if a response is one turn. `turns` has the number of the turn where a token counts, else 0.
     """
     _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, turns=turns)
     counts, (_, first) = turns.bool(), turn_starts(turns)
@@ -188,15 +163,9 @@ def sampler_weights(
     Advantages are multiplied by it, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of Âₜ.
     Only the sequence's ratio without bounds is unbiased, and its variance grows with the length.
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the policy, from the forward of the updates.
-        sampler_logprobs (`Tensor`): Log-probs under the sampler.
-        response_mask (`Tensor`): 1 where a token counts.
-        mode (`str`):
-            `"token"`, `"sequence"` or `"geometric"`, followed by `"_truncate"` (ratios beyond a bound are set to it)
-            or by `"_mask"` (to 0).
-        clip_max (`float`, *optional*): Upper bound of the ratio; `None` has none but exp(`LOG_RATIO_BOUND`).
-        clip_min (`float`, *optional*): Lower bound of the ratio.
+    `logprobs` are those of the updates' forward. `mode` is `"token"`, `"sequence"` or `"geometric"`, followed by
+    `"_truncate"` (ratios beyond `clip_min` or `clip_max` are set to it) or by `"_mask"` (to 0). Without a `clip_max`
+    the bound is exp(`LOG_RATIO_BOUND`).
 
     Returns:
         `Tensor`: Weights without gradient, 1 at masked positions: where μ is π_old, nothing changes.
@@ -231,17 +200,6 @@ def clipped_policy_loss(
     `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ. The log-ratio is clamped to
     ±`LOG_RATIO_BOUND`, beyond which the gradient is 0.
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through these).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        advantages (`Tensor`): Advantages.
-        clip_low (`float`): Lower clip range.
-        clip_high (`float`): Upper clip range.
-        dual_clip (`float`, *optional*): Bound c of the dual clip, above 1.
-
-    Returns:
-        `Tensor`: Loss per token.
-
     Source: https://huggingface.co/papers/1707.06347; dual clip: https://huggingface.co/papers/1912.09729
     """
     _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -255,16 +213,7 @@ def clipped_policy_loss(
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> Tensor:
     r"""Half the squared error of the values per token, with the step from the old value clipped.
 
-    Lₜ = ½·max((Vₜ − Rₜ)², (clip(Vₜ, V_oldₜ − c, V_oldₜ + c) − Rₜ)²)
-
-    Args:
-        values (`Tensor`): Current values (gradients flow through these).
-        old_values (`Tensor`): Values at the time of sampling.
-        returns (`Tensor`): Targets.
-        cliprange (`float`, *optional*): c; `None` does not clip.
-
-    Returns:
-        `Tensor`: Loss per token.
+    Lₜ = ½·max((Vₜ − Rₜ)², (clip(Vₜ, V_oldₜ − c, V_oldₜ + c) − Rₜ)²), where c is `cliprange`, and `None` does not clip.
 
     Source: https://huggingface.co/papers/1707.06347
     """
@@ -282,14 +231,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     With d = log π − log π_ref: k1 = d (unbiased, may be negative), k2 = ½d² (biased, low variance),
     k3 = exp(−d) − 1 + d (unbiased, never negative).
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the policy.
-        ref_logprobs (`Tensor`): Log-probs under the reference.
-        estimator (`str`): `"k1"`, `"k2"` or `"k3"`.
-
-    Returns:
-        `Tensor`: KL of each token, in nats.
-
     Source: http://joschu.net/blog/kl-approx.html
     """
     _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
@@ -302,87 +243,49 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
 
 
-def masked_mean(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Mean of `x` over the mask, a scalar; 0 if the mask is empty.
-
-    Args:
-        x (`Tensor`): Values.
-        mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Scalar mean.
-    """
+def masked_mean(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Mean of `x` over the mask, a scalar; 0 if the mask is empty."""
     _same_shape(x=x, mask=mask)
     total, count = all_sum(torch.stack([_masked(x, mask).sum(), mask.to(x.dtype).sum()]))
     return total / count.clamp(min=1)
 
 
-def _moments(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, mask: Tensor, all_sum: Reduction) -> tuple[Tensor, Tensor]:
     """Mean and variance over the mask."""
     mean = masked_mean(x, mask, all_sum)
-    squares = (x - mean) ** 2
-    total, count = all_sum(torch.stack([_masked(squares, mask).sum(), mask.to(x.dtype).sum()]))
+    total, count = all_sum(torch.stack([_masked((x - mean) ** 2, mask).sum(), mask.to(x.dtype).sum()]))
     return mean, total / (count - 1).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values.
-
-    Arguments are those of [`masked_mean`].
-    """
+def masked_var(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Variance of `x` over the mask with Bessel's correction, a scalar; 0 for fewer than two values."""
     return _moments(x, mask, all_sum)[1]
 
 
-def whiten(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected).
-
-    Arguments are those of [`masked_mean`].
-    """
+def whiten(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected)."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8), mask)
 
 
-def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Scale `x` around its mean to unit variance over the mask; the mean stays.
-
-    Arguments are those of [`masked_mean`].
-    """
+def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Scale `x` around its mean to unit variance over the mask; the mean stays."""
     mean, variance = _moments(x, mask, all_sum)
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8) + mean, mask)
 
 
-def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local) -> Tensor:
-    """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant.
-
-    Args:
-        x (`Tensor`): Values.
-        y (`Tensor`): Values, same shape.
-        mask (`Tensor`): 1 where a pair counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Scalar between -1 and 1.
-    """
+def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant."""
     _same_shape(x=x, y=y, mask=mask)
     x, y = (_masked(z - masked_mean(z, mask, all_sum), mask) for z in (x, y))
     covariance, x_variance, y_variance = all_sum(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
     return covariance / (x_variance * y_variance).sqrt().clamp(min=1e-12)
 
 
-def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = _local
-) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """1 − Var(returns − values)/Var(returns) over the mask, a scalar: 1 is a perfect critic, 0 a constant one.
 
-    Args:
-        values (`Tensor`): Values.
-        returns (`Tensor`): Targets of the values.
-        mask (`Tensor`): 1 where a value counts, same shape.
-        all_sum (`Callable`, *optional*): Sums over ranks. Defaults to this rank only.
-
-    Returns:
-        `Tensor`: Scalar, at most 1; 0 if the returns are equal up to rounding.
+    It is 0 if the returns are equal up to rounding.
     """
     unexplained, (mean, variance) = masked_var(returns - values, mask, all_sum), _moments(returns, mask, all_sum)
     varies = variance > 1e-12 * mean**2
@@ -397,26 +300,16 @@ def aggregate_loss(
     `"token"`: mean over tokens. `"sequence_mean"`: mean over sequences of each sequence's mean. `"sequence_sum"`: mean
     over sequences of each sequence's sum. Sequences in which no token counts are excluded.
 
-    Args:
-        per_token (`Tensor`): Loss per token.
-        response_mask (`Tensor`): 1 where a token counts.
-        mode (`str`): `"token"`, `"sequence_mean"` or `"sequence_sum"`.
-        denominator (`float` or `Tensor`, *optional*):
-            Divisor of the sum: tokens for `"token"`, sequences otherwise. Defaults to their number in this tensor.
-            With the number over the full optimizer step, the loss does not depend on micro-batches and ranks.
-
-    Returns:
-        `Tensor`: Scalar loss.
+    `denominator` divides the sum, and defaults to the number of tokens (for `"token"`) or sequences in this tensor.
+    With their number over the full optimizer step, the loss does not depend on micro-batches and ranks.
     """
     _same_shape(per_token=per_token, response_mask=response_mask)
     per_sequence, lengths = _masked(per_token, response_mask).sum(1), response_mask.to(per_token.dtype).sum(1)
-    if mode == "token":
-        total, count = per_sequence.sum(), lengths.sum()
-    elif mode == "sequence_mean":
-        total, count = (per_sequence / lengths.clamp(min=1)).sum(), (lengths > 0).sum()
-    else:
-        total, count = per_sequence.sum(), (lengths > 0).sum()
-    return total / torch.as_tensor(count if denominator is None else denominator).clamp(min=1)
+    if mode == "sequence_mean":
+        per_sequence = per_sequence / lengths.clamp(min=1)
+    if denominator is None:
+        denominator = lengths.sum() if mode == "token" else (lengths > 0).sum()
+    return per_sequence.sum() / torch.as_tensor(denominator).clamp(min=1)
 
 
 # ---- rewards and advantages ----
@@ -433,11 +326,8 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
         token_scores (`Tensor`): Weighted sum of the rewards, at the tokens where they enter.
         score (`Tensor` of shape `[batch]`): Score to optimize; the sum of `token_scores` if nothing shapes it.
         kl (`Tensor`): KL per token.
-        completion_mask (`Tensor`): 1 at sampled tokens.
+        completion_mask (`Tensor`): 1 at sampled tokens; elsewhere the rewards are 0.
         kl_coef (`float`): Coefficient of the penalty.
-
-    Returns:
-        `Tensor`: Rewards, 0 where no token was sampled.
     """
     place = torch.arange(token_scores.shape[1], device=token_scores.device)
     latest = (place * completion_mask).cummax(1).values  # sampled position, at or before each one
@@ -488,8 +378,7 @@ def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tenso
 
     Source: https://huggingface.co/papers/2503.20783
     """
-    deviations, _ = _deviations(scores, counts, group_size)
-    return deviations.reshape(-1)
+    return _deviations(scores, counts, group_size)[0].reshape(-1)
 
 
 def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
@@ -529,18 +418,14 @@ def prompt_weights(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 
 
 class Coefficient:
-    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume.
-
-    Args:
-        value (`float`): The coefficient.
-    """
+    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume."""
 
     _state: tuple[str, ...] = ()  # attributes of a checkpoint
 
     def __init__(self, value: float):
         self.value = value
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update by a measurement over a number of completions."""
 
     def state_dict(self) -> dict[str, float]:
@@ -548,9 +433,9 @@ class Coefficient:
         return {name: float(getattr(self, name)) for name in self._state}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state returned by [`state_dict`]."""
+        """Restore the state returned by [`state_dict`]; what another controller did not save keeps its value."""
         for name in self._state:
-            setattr(self, name, type(getattr(self, name))(state[name]))
+            setattr(self, name, type(getattr(self, name))(state.get(name, getattr(self, name))))
 
 
 class AdaptiveKL(Coefficient):
@@ -574,7 +459,7 @@ class AdaptiveKL(Coefficient):
     def __init__(self, value: float, target: float, horizon: float):
         self.value, self.target, self.horizon = float(value), target, horizon
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
         if math.isfinite(measured):
             error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
@@ -608,7 +493,7 @@ class AdaptiveEntropy(Coefficient):
         """Coefficient c if it is applied, else 0."""
         return self.coefficient if self.applied else 0.0
 
-    def update(self, measured: float, completions: int) -> None:
+    def update(self, measured: float, completions: int = 1) -> None:
         """Update c by a token's mean entropy; a non-finite one changes nothing."""
         if not math.isfinite(measured):
             return

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..environments import Episode
 from ..modeling import TokenScores
 from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
 from . import math as ppo_math
+from .math import Reduction
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
@@ -31,35 +32,34 @@ class Metrics:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = device
-        self._sums: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._entries: dict[str, Tensor] = {}  # by kind and name, "sum:reward"
 
     def _float(self, values: Tensor | float) -> Tensor:
         if isinstance(values, Tensor):
             return values.detach().float()
         return torch.full((), values, dtype=torch.float32, device=self.device)  # a copy would wait for the device
 
+    def _add(self, key: str, entry: Tensor) -> None:
+        merge = torch.maximum if key.startswith("max:") else torch.add
+        self._entries[key] = merge(self._entries[key], entry) if key in self._entries else entry
+
     def mean(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
         """Average values over a mask."""
         values = self._float(values)
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum
-        entry = torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
-        self._sums[name] = self._sums[name] + entry if name in self._sums else entry
+        self._add(f"sum:{name}", torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()]))
 
     def total(self, name: str, values: Tensor | float) -> None:
         """Sum values."""
-        entry = self._float(values).sum()
-        self._totals[name] = self._totals[name] + entry if name in self._totals else entry
+        self._add(f"total:{name}", self._float(values).sum())
 
     def maximum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Keep the largest value over a mask."""
         values = values.detach().float()
         if mask is not None:
             values = values.masked_fill(~mask.bool(), -torch.inf)
-        entry = values.max() if values.numel() else values.new_tensor(-torch.inf)
-        self._maxima[name] = torch.maximum(self._maxima[name], entry) if name in self._maxima else entry
+        self._add(f"max:{name}", values.max() if values.numel() else values.new_tensor(-torch.inf))
 
     def minimum(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Keep the smallest value over a mask."""
@@ -67,44 +67,33 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Running sums of this rank since the last [`compute`]."""
-        kinds = {"sum": self._sums, "total": self._totals, "max": self._maxima}
-        return {f"{kind}:{name}": x for kind, entries in kinds.items() for name, x in entries.items()}
+        return dict(self._entries)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state returned by [`state_dict`]."""
-        kinds: dict[str, dict[str, Tensor]] = {"sum": {}, "total": {}, "max": {}}
-        for key, x in state.items():
-            kind, _, name = key.partition(":")
-            kinds[kind][name] = x.to(self.device)
-        self._sums, self._totals, self._maxima = kinds["sum"], kinds["total"], kinds["max"]
+        self._entries = {key: x.to(self.device) for key, x in state.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._sums or self._totals or self._maxima)
+        return bool(self._entries)
 
-    def compute(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def compute(self, all_sum: Reduction, all_max: Reduction) -> dict[str, float]:
         """Reduce over ranks, return every metric that has a value, and reset."""
         computed: dict[str, float] = {}
-        if self._sums:
-            totals = all_sum(torch.stack(list(self._sums.values()))).tolist()
-            computed |= {name: total / count for name, (total, count) in zip(self._sums, totals) if count}
-        if self._totals:
-            computed |= zip(self._totals, all_sum(torch.stack(list(self._totals.values()))).tolist())
-        if self._maxima:
-            largest = all_max(torch.stack(list(self._maxima.values()))).tolist()
-            for name, value in zip(self._maxima, largest):
-                if value != -float("inf"):
+        for kind, reduce in {"sum:": all_sum, "total:": all_sum, "max:": all_max}.items():
+            entries = {key.removeprefix(kind): x for key, x in self._entries.items() if key.startswith(kind)}
+            reduced = reduce(torch.stack([*entries.values()])).tolist() if entries else []
+            for name, value in zip(entries, reduced):
+                if kind == "total:":
+                    computed[name] = value
+                elif kind == "sum:" and value[1]:  # a mean over some values
+                    computed[name] = value[0] / value[1]
+                elif kind == "max:" and value != -float("inf"):
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
-        self._sums, self._totals, self._maxima = {}, {}, {}
+        self._entries = {}
         return computed
 
 
-def log_rewards(
-    metrics: Metrics,
-    names: Sequence[str],
-    scored: Scored,
-    valid: Tensor,
-    all_sum: Callable[[Tensor], Tensor],
-) -> None:
+def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Reduction) -> None:
     """Log each reward over the completions it applies to, and their sum; `valid` is `[batch]`."""
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
         applies = valid & ~scores.isnan() & ~failed
@@ -116,7 +105,7 @@ def log_rewards(
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
-def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Callable[[Tensor], Tensor]) -> None:
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
     """Log the share of prompts whose completions all have the same reward; a group may span ranks."""
     if group_size == 1:
         return
@@ -136,14 +125,11 @@ def log_completions(
         metrics.mean("kl", kl, mask)
         metrics.mean("kl_per_completion", (kl * mask).sum(1), valid)
     metrics.mean("entropy", tokens.entropies, mask)
-    metrics.mean("completions/mean_length", lengths, valid)
-    metrics.maximum("completions/max_length", lengths, valid)
-    metrics.minimum("completions/min_length", lengths, valid)
+    for name, rows in {"length": valid, "terminated_length": stopped & valid}.items():
+        metrics.mean(f"completions/mean_{name}", lengths, rows)
+        metrics.maximum(f"completions/max_{name}", lengths, rows)
+        metrics.minimum(f"completions/min_{name}", lengths, rows)
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
-    terminated = stopped & valid
-    metrics.mean("completions/mean_terminated_length", lengths, terminated)
-    metrics.maximum("completions/max_terminated_length", lengths, terminated)
-    metrics.minimum("completions/min_terminated_length", lengths, terminated)
 
 
 def log_episodes(metrics: Metrics, episodes: Sequence[Episode]) -> None:
@@ -164,13 +150,12 @@ def log_reward_hacking(
     scored: Scored,
     monitors: Mapping[str, Tensor],
     valid: Tensor,
-    all_sum: Callable[[Tensor], Tensor],
-    gather: Callable[[Tensor], Tensor],
+    all_sum: Reduction,
+    gather: Reduction,
 ) -> None:
     """Log signs of reward hacking: length, repetition, disagreement, monitors."""
-    metrics.mean(
-        "reward/length_correlation", ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
-    )
+    correlation = ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
+    metrics.mean("reward/length_correlation", correlation)
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]

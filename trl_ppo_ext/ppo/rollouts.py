@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..distributed import is_sharded
 from ..environments import Episode, EpisodeSampler, RolloutFunction
 from ..generation import Generator
-from ..modeling import ActorCritic, SideCritic, TokenScores, ValueHead
+from ..modeling import ActorCritic, TokenScores
 from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
@@ -47,8 +47,6 @@ OVER_GROUPS = {
     "rloo": ppo_math.rloo_advantages,
     "prompt_std": ppo_math.prompt_weights,
 }
-
-
 SHAPING_FIELDS = ("reward_baseline", "normalize_rewards", "reward_clip_range", "missing_eos_penalty")
 
 
@@ -93,8 +91,7 @@ class Rollout:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors except the token ids, by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -114,18 +111,15 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
-        token_ids = {field.name: getattr(self.sequences, field.name) for field in fields(self.sequences)}
-        token_ids = {name: x for name, x in token_ids.items() if x is not None}
-        coefficients = torch.tensor([self.kl_coef, self.entropy_coef, self.value_unit], dtype=torch.float64)
-        return (
-            {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"coefficients": coefficients}
-        )
+        token_ids = {name: x for name, x in vars(self.sequences).items() if isinstance(x, Tensor)}
+        numbers = torch.tensor([self.kl_coef, self.entropy_coef, self.value_unit], dtype=torch.float64)
+        return {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"numbers": numbers}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor], device: torch.device | str) -> "Rollout":
         """Restore the state returned by [`state_dict`]."""
         tensors = dict(state)
-        kl_coef, entropy_coef, unit = tensors.pop("coefficients").tolist()
+        kl_coef, entropy_coef, unit = tensors.pop("numbers").tolist()
         prefix = "sequences."
         token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
         rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef, value_unit=unit)
@@ -137,57 +131,38 @@ def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
     return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """Collects rollouts from a policy, its reference and critic, and rewards."""
 
-    def __init__(
-        self,
-        actor_critic: ActorCritic,
-        generator: Generator,
-        rewards: list[Reward],
-        monitors: list[Reward],
-        tokenizer: PreTrainedTokenizerBase,
-        args: Any,
-        accelerator: Accelerator,
-        guard: NonFiniteGuard,
-        episodes: EpisodeSampler | RolloutFunction | None = None,
-    ):
-        self.actor_critic = actor_critic
-        self.generator = generator
-        self.episodes = episodes  # None if a completion is one turn
-        self.rewards = rewards
-        self.monitors = monitors  # scored and logged, never optimized
-        weights = args.reward_weights
+    actor_critic: ActorCritic
+    generator: Generator
+    rewards: list[Reward]
+    monitors: list[Reward]  # scored and logged, never optimized
+    tokenizer: PreTrainedTokenizerBase
+    args: Any
+    accelerator: Accelerator
+    guard: NonFiniteGuard
+    episodes: EpisodeSampler | RolloutFunction | None = None  # None if a completion is one turn
+
+    def __post_init__(self):
+        args, weights = self.args, self.args.reward_weights
         # those of environments come last, with weight 1 as in TRL
-        self.reward_weights = weights and [*weights, *[1.0] * (len(rewards) - len(weights))]
-        self.tokenizer = tokenizer
-        self.args = args
-        self.accelerator = accelerator
-        self.guard = guard
+        self.reward_weights = weights and [*weights, *[1.0] * (len(self.rewards) - len(weights))]
         self.shaping = RewardShaping(**{name: getattr(args, name) for name in SHAPING_FIELDS})
-        self.kl_estimator = args.kl_estimator
-        self.uses_reference = args.uses_reference
-        self.kl_in_reward = self.uses_reference and args.kl_placement != "loss"
-        kl_coef, kl_target = args.kl_coef, args.kl_target
-        self.kl_coef = ppo_math.Coefficient(kl_coef)
-        if kl_target is not None:
-            self.kl_coef = ppo_math.AdaptiveKL(kl_coef, kl_target, args.kl_horizon)
-        entropy_coef, entropy_target = args.entropy_coef, args.entropy_target
-        self.entropy_coef = ppo_math.Coefficient(entropy_coef)
-        if entropy_target is not None:
-            self.entropy_coef = ppo_math.AdaptiveEntropy(entropy_coef, entropy_target)
-        self.normalizer = None
-        if args.normalize_values:
-            self.normalizer = ValueNormalizer(cast(ValueHead, actor_critic.value_head), self.all_sum)
-        self.value_trust = ValueTrust(self.all_sum) if args.advantage_estimator == "auto" else None
-        self.earned = None
-        if args.critic == "side":
-            self.earned = EarnedRewards(cast(SideCritic, actor_critic.value_head), self.all_sum)
-        of_values = {"returns": self.normalizer, "value_trust": self.value_trust, "earned": self.earned}
-        self.sampler = None
-        if args.generation_backend == "vllm":
-            self.sampler = SamplerComparison(args, actor_critic.dtype, self.all_sum)
-        self.value_statistics = {name: x for name, x in of_values.items() if x is not None}
+        self.kl_in_reward = args.uses_reference and args.kl_placement != "loss"
+        self.kl_coef = ppo_math.Coefficient(args.kl_coef)
+        if args.kl_target is not None:
+            self.kl_coef = ppo_math.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+        self.entropy_coef = ppo_math.Coefficient(args.entropy_coef)
+        if args.entropy_target is not None:
+            self.entropy_coef = ppo_math.AdaptiveEntropy(args.entropy_coef, args.entropy_target)
+        roles, all_sum = cast(Any, self.actor_critic), self.all_sum  # with a value head, where one is needed
+        self.normalizer = ValueNormalizer(roles.value_head, all_sum) if args.normalize_values else None
+        self.value_trust = ValueTrust(all_sum) if args.advantage_estimator == "auto" else None
+        self.earned = EarnedRewards(roles.value_head, all_sum) if args.critic == "side" else None
+        uses_vllm = args.generation_backend == "vllm"
+        self.sampler = SamplerComparison(args, roles.dtype, all_sum) if uses_vllm else None
         self.logits_are_checked = False
         is_shifted = args.normalize_rewards or args.reward_baseline is not None
         sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)
@@ -246,15 +221,8 @@ class RolloutCollector:
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
             batch = self._scoring_batch(rows, completion_ids, state, extra, logged, episodes)
-            scored = score_all(
-                self.rewards,
-                batch,
-                self.reward_weights,
-                args.reward_on_error,
-                args.max_reward_failures,
-                self.all_sum,
-                device,
-            )
+            on_error, max_failures = args.reward_on_error, args.max_reward_failures
+            scored = score_all(self.rewards, batch, self.reward_weights, on_error, max_failures, self.all_sum, device)
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
         # a reward may log a metric on some ranks only, and in any order
         for name in sorted(set(gather_object(list(logged)))):
@@ -283,16 +251,9 @@ class RolloutCollector:
         log_completions(metrics, tokens, completion_mask, stopped, valid)
         if self.episodes is not None:
             log_episodes(metrics, episodes[:num_valid])
-        log_reward_hacking(
-            metrics,
-            batch.completions,
-            completion_mask.sum(1),
-            scored,
-            {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))},
-            valid,
-            self.all_sum,
-            self.accelerator.gather,
-        )
+        lengths, reduce = completion_mask.sum(1), (self.all_sum, self.accelerator.gather)
+        monitors = {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))}
+        log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
         return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, after, weights)
 
     # ---- all five steps ----
@@ -367,8 +328,8 @@ class RolloutCollector:
 
         So the ratio of the first optimizer step is exactly 1, and with a fresh adapter the KL is exactly 0.
         """
-        args, with_reference = self.args, with_reference and self.uses_reference
-        exact_kl = with_reference and self.kl_in_reward and self.kl_estimator == "exact"
+        args, with_reference = self.args, with_reference and self.args.uses_reference
+        exact_kl = with_reference and self.kl_in_reward and args.kl_estimator == "exact"
         size, temperature = args.per_device_train_batch_size, args.temperature
         minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
         ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
@@ -427,21 +388,11 @@ class RolloutCollector:
             starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
             joined = zip(starts, texts, completions)
             completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
-        names = [key for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}]
-        columns = {key: [row[key] for row in rows] for key in names}
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}}
         for key in episodes[0].columns if episodes else ():
             columns[key] = [episode.columns[key] for episode in episodes]
-        return ScoringBatch(
-            prompts,
-            completions,
-            completion_ids,
-            columns=columns,
-            prompt_ids=prompt_ids,
-            trainer_state=state,
-            episodes=[*episodes],
-            log_extra=log_extra,
-            log_metric=log_metric,
-        )
+        texts_and_ids = prompts, completions, completion_ids, columns, prompt_ids
+        return ScoringBatch(*texts_and_ids, state, [*episodes], log_extra, log_metric)
 
     def _episode_seeds(self, rows: int, state: TrainerState, training: bool) -> list[int]:
         """Seeds of environments: the same on any number of ranks, and for all episodes of a prompt."""
@@ -470,19 +421,16 @@ class RolloutCollector:
         if self.kl_in_reward and tokens.kls is not None:
             kl = tokens.kls
         elif self.kl_in_reward:
-            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, self.kl_estimator)
+            kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, self.args.kl_estimator)
         return ppo_math.token_rewards(scored.tokens, score, kl, completion_mask, kl_coef)
 
     def _update_coefficients(self, tokens: TokenScores, policy_mask: Tensor, usable: Tensor) -> None:
-        if self.args.kl_target is None and self.args.entropy_target is None:
-            return
-        completions = int(self.all_sum(usable.sum()))
-        if self.args.kl_target is not None and completions:
+        if self.args.kl_target is not None and (completions := int(self.all_sum(usable.sum()))):
             kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
             self.kl_coef.update(float(ppo_math.masked_mean(kl.sum(1), usable, self.all_sum)), completions)
         if self.args.entropy_target is not None and self.all_sum(policy_mask.sum()):
             entropy = ppo_math.masked_mean(tokens.entropies, policy_mask, self.all_sum)
-            self.entropy_coef.update(float(entropy), completions)
+            self.entropy_coef.update(float(entropy))
 
     def _values_after(self, samples: Samples) -> Tensor | None:
         """Values of the states after completions that a limit cut, `[batch]`, 0 after others; `None` if none is."""
@@ -555,9 +503,8 @@ class RolloutCollector:
         """Advantages or weights of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
         if name == "reinforce":
             return scores.masked_fill(~usable, 0)
-        results = OVER_GROUPS[name](
-            self.accelerator.gather(scores), self.accelerator.gather(usable), self.args.num_generations
-        )
+        gather = self.accelerator.gather
+        results = OVER_GROUPS[name](gather(scores), gather(usable), self.args.num_generations)
         first = self.accelerator.process_index * len(scores)
         return results[first : first + len(scores)]
 
@@ -600,22 +547,30 @@ class RolloutCollector:
 
     # ---- checkpoints ----
 
+    @property
+    def _moments(self) -> dict[str, RunningMoments]:
+        """Running statistics of the values."""
+        parts = {"returns": self.normalizer, "trust": self.value_trust, "earned": self.earned}
+        return {
+            f"{part}.{name}": x
+            for part, statistics in parts.items()
+            for name, x in (vars(statistics).items() if statistics else ())
+            if isinstance(x, RunningMoments)
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Running statistics of the rewards and coefficients, as plain numbers."""
         return {
             "rewards": self.shaping.state_dict(),
             "kl_coef": self.kl_coef.state_dict(),
             "entropy_coef": self.entropy_coef.state_dict(),
-        } | {name: x.state_dict() for name, x in self.value_statistics.items()}
+            "values": {name: dict(vars(moments)) for name, moments in self._moments.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by [`state_dict`]."""
         self.shaping.load_state_dict(state["rewards"])
-        for name, statistics in self.value_statistics.items():
-            if name in state:
-                statistics.load_state_dict(state[name])
-        for name, coefficient in (("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
-            if self.args.resume_with_changed_settings and state[name].keys() != coefficient.state_dict().keys():
-                logger.warning("`%s` has another controller than in the checkpoint; it starts from the config.", name)
-            else:
-                coefficient.load_state_dict(state[name])
+        for name, moments in self._moments.items():
+            vars(moments).update(state["values"].get(name, {}))
+        self.kl_coef.load_state_dict(state["kl_coef"])
+        self.entropy_coef.load_state_dict(state["entropy_coef"])

@@ -1,6 +1,5 @@
 """Comparison of the policy with another program that samples for it, such as vLLM."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from ..modeling import TokenScores
 from . import math as ppo_math
+from .math import Reduction
 from .metrics import Metrics
 
 ROUNDING, ROUNDING_16_BITS = 0.01, 0.1  # nats per token that it may explain in the mean of a rollout
@@ -20,7 +20,7 @@ class SamplerError(RuntimeError):
 class SamplerComparison:
     """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
 
-    def __init__(self, args: Any, dtype: torch.dtype, all_sum: Callable[[Tensor], Tensor]):
+    def __init__(self, args: Any, dtype: torch.dtype, all_sum: Reduction):
         names = ("correction", "mode", "clip_max", "clip_min")
         self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
         self.all_sum = all_sum
@@ -56,7 +56,7 @@ class SamplerComparison:
     def _cause(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> str:
         if tokens.ref_logprobs is not None:
             from_reference = (tokens.ref_logprobs - sampler_logprobs).abs()
-            if ppo_math.masked_mean(from_reference, mask, self.all_sum).item() <= self.tolerance:
+            if ppo_math.masked_mean(from_reference, mask, self.all_sum) <= self.tolerance:
                 return "It sampled from the reference: the policy's adapter is not applied."
         return (
             "It has another base than the policy (see `vllm_base_model`), or samples with an older adapter, or its "

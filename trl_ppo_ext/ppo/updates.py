@@ -1,6 +1,6 @@
 """Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -13,6 +13,7 @@ from ..modeling import TokenScores
 from ..sequences import Sequences
 from . import math as ppo_math
 from .batch_plan import BatchPlan
+from .math import Reduction
 from .metrics import Metrics
 from .rollouts import Rollout, longest_first
 
@@ -33,11 +34,7 @@ class MicroBatch:
 
 
 def loss_denominators(
-    response_mask: Tensor,
-    rows: Tensor,
-    aggregation: str,
-    max_completion_length: int,
-    all_sum: Callable[[Tensor], Tensor],
+    response_mask: Tensor, rows: Tensor, aggregation: str, max_completion_length: int, all_sum: Reduction
 ) -> Tensor:
     """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`.
 
@@ -135,25 +132,20 @@ def ppo_loss(
     return aggregate(loss, rollout.policy_tokens, denominator=denominator) + critic_loss, metrics
 
 
+@dataclass(eq=False)
 class Updates:
     """Optimizer steps of a rollout: its micro-batches, their losses, and skipped steps."""
 
-    def __init__(
-        self,
-        args: Any,
-        plan: BatchPlan,
-        metrics: Metrics,
-        all_sum: Callable[[Tensor], Tensor],
-        ptx: PTXSampler | None = None,
-    ):
-        self.args = args
-        self.plan = plan
-        self.metrics = metrics
-        self.all_sum = all_sum
-        self.ptx = ptx
+    args: Any
+    plan: BatchPlan
+    metrics: Metrics
+    all_sum: Reduction
+    ptx: PTXSampler | None = None
+
+    def __post_init__(self):
+        args = self.args
         self.device = args.device
         self.aggregation = args.loss_aggregation
-        self.with_entropy = args.trains_entropy
         kl_estimator = args.kl_estimator if args.uses_reference and args.kl_placement != "reward" else None
         self.exact_kl = kl_estimator == "exact"
         low, high = args.cliprange, args.cliprange_high
@@ -198,36 +190,25 @@ class Updates:
             if not args.uses_deepspeed:  # whose step would move the policy too
                 all_counts = counts + value_denominators
         self.is_empty, self.spares_policy = (torch.stack([all_counts, counts]) == 0).tolist()
-        self.rollout = rollout.to("cpu") if args.offload_rollout else rollout
-        divisors = denominators, value_denominators, ptx_denominators
-        self.micro_batches = self._cut(self.rollout, steps_done, ptx, *divisors)
-
-    def _cut(
-        self,
-        rollout: Rollout,
-        done: int,
-        ptx: Sequences | None,
-        denominators: Tensor,
-        value_denominators: Tensor | None,
-        ptx_denominators: Tensor | None,
-    ) -> Iterator[MicroBatch]:
-        device = self.device
-        for step in range(done, len(self.rows)):
-            for index in self.rows[step]:
-                yield MicroBatch(
-                    rollout.rows(index).to(device),
-                    step,
-                    denominators[step],
-                    None if value_denominators is None else value_denominators[step],
-                    None if ptx is None else ptx.rows(index).to(device),
-                    None if ptx_denominators is None else ptx_denominators[step],
-                )
+        self.rollout = rollout = rollout.to("cpu") if args.offload_rollout else rollout
+        self.micro_batches = (
+            MicroBatch(
+                rollout.rows(index).to(self.device),
+                step,
+                denominators[step],
+                None if value_denominators is None else value_denominators[step],
+                None if ptx is None else ptx.rows(index).to(self.device),
+                None if ptx_denominators is None else ptx_denominators[step],
+            )
+            for step in range(steps_done, len(rows))
+            for index in rows[step]
+        )
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
         rollout, mask = micro_batch.rollout, micro_batch.rollout.policy_tokens
         self.step = micro_batch.step
-        scores = model(rollout.sequences, self.args.temperature, self.with_entropy, self.exact_kl)
+        scores = model(rollout.sequences, self.args.temperature, self.args.trains_entropy, self.exact_kl)
         divisors = micro_batch.denominator, micro_batch.value_denominator
         loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
         for name, values in metrics.items():
@@ -266,14 +247,12 @@ class Updates:
         """Rollout in progress, for a checkpoint; empty between two rollouts."""
         if self.rollout is None or global_step % self.plan.optimizer_steps == 0:
             return {}
-        stopped = torch.tensor(float(self.stopped_early), dtype=torch.float64)
-        return self.rollout.state_dict() | {"rows": self.rows, "stopped_early": stopped}
+        return self.rollout.state_dict() | {"rows": self.rows, "stopped_early": torch.tensor(self.stopped_early)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], global_step: int) -> None:
         """Restore the state returned by [`state_dict`]."""
-        tensors = dict(state)
+        tensors, plan = dict(state), self.plan
         rows, stopped_early = tensors.pop("rows"), tensors.pop("stopped_early")
-        plan = self.plan
         sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
         if tuple(rows.shape) != sizes:
             raise ValueError(
@@ -289,9 +268,9 @@ def set_learning_rate(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
 ) -> None:
     """Move parameters to a group with their own learning rate, before the optimizer's first step."""
-    chosen = {id(parameter) for parameter in parameters.values()}
+    chosen = {id(x) for x in parameters.values()}
     for group in list(optimizer.param_groups):
-        moved = [parameter for parameter in group["params"] if id(parameter) in chosen]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+        moved = [x for x in group["params"] if id(x) in chosen]
+        group["params"] = [x for x in group["params"] if id(x) not in chosen]
         if moved:
             optimizer.add_param_group(group | {"params": moved, "lr": learning_rate})
