@@ -22,10 +22,18 @@ TURNS = [
 
 @pytest.fixture
 def run(tmp_path):
-    row = {"prompt": "Q", "turns": TURNS, "score": -0.5, "rewards": {"Game": -0.5}, "kl": None, "tokens": 9, "ended": True}
+    row = {
+        "prompt": "Q",
+        "turns": TURNS,
+        "score": -0.5,
+        "rewards": {"Game": -0.5},
+        "kl": None,
+        "tokens": 9,
+        "ended": True,
+    }
     plain = row | {"turns": [turn("", "whole", 1.0)]}
     sheets = [("train", 2, [row | {"prompt": "early"}]), ("train", 4, [row, row | {"ended": False}, plain])]
-    begun = {"config": {"gamma": 1.0}} | dict.fromkeys(["trainer_config", "environment", "plan"], {})
+    begun = {"config": {"gamma": 1.0}} | {name: {} for name in ("trainer_config", "environment", "plan")}
     entries = [{"kind": "run", "time": 1.0, "step": 0, "model": None, "max_steps": 4, "changed": [], **begun}]
     for mode, step, rows in [*sheets, ("eval", 4, [row | {"prompt": "held out"}])]:
         entries.append({"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows})
