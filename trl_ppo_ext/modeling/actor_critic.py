@@ -23,9 +23,7 @@ class _OutsideAutocast:
     """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
 
     def __bool__(self) -> bool:
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu"} | (set() if accelerator is None else {accelerator.type})
-        return not any(map(torch.is_autocast_enabled, kinds))
+        return not any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
 
 
 class AdapterSwitch:
@@ -88,7 +86,7 @@ class ActorCritic(nn.Module):
             Maximum completion length, in tokens, if the critic is a [`SideCritic`].
 
     Raises:
-        `ValueError`: If the model has no output projection, or an adapter is on it.
+        `ValueError`: If an adapter is on the output projection.
     """
 
     accepts_loss_kwargs = False  # the Trainer would read it off the signature of `forward`
@@ -112,8 +110,6 @@ class ActorCritic(nn.Module):
         self.active_adapter: str | None = self.policy_adapter
         self._switch = AdapterSwitch(policy)
         head = policy.get_base_model().get_output_embeddings()
-        if head is None:
-            raise ValueError("The model has no output projection; PPO needs a causal language model.")
         if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ValueError(
                 "The adapter must not be on the output projection (`lm_head`): log-probs are computed from the frozen "

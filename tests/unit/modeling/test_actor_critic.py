@@ -10,7 +10,7 @@ from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, traina
 from tiny import config, llama, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, GenerationConfig
 
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 
 
 def actor_critic(tmp_path, model=None, moved=True, **kwargs):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trl_ppo_ext.modeling import logprobs as module
-from trl_ppo_ext.modeling import token_logprobs
+from trl_ppo_ext.modeling.logprobs import token_logprobs
 
 ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 13, 8, 31, 0.7
 
