@@ -69,7 +69,7 @@ class Run:
 
     name: str
     directory: str
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)  # with a finite value
     sheets: list[Sheet] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)  # PPO's own settings
     trainer_config: dict[str, Any] = field(default_factory=dict)  # the Trainer's settings
@@ -125,7 +125,7 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
                 setattr(run, part, entry[part])
         elif entry["kind"] == "metrics":
             for name, value in entry["metrics"].items():
-                if name not in ("step", "epoch") and type(value) in (int, float, type(None)):
+                if name not in ("step", "epoch") and isinstance(value, int | float | None):
                     points.setdefault(name, {})[step] = math.nan if value is None else float(value)
         else:
             sheet = Sheet(step, entry["mode"], entry["rows"])
@@ -134,9 +134,10 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
             run.seconds += entry["time"] - run.written
         run.written = entry["time"]
     run.sheets = [sheets[key] for key in sorted(sheets)]
-    for name in filter(points.get, points):
-        steps, values = zip(*sorted(points[name].items()))
-        run.curves[name] = Curve(np.array(steps), np.where(np.isfinite(values), values, np.nan))
+    for name, values in points.items():
+        if any(map(math.isfinite, values.values())):
+            steps, numbers = zip(*sorted(values.items()))
+            run.curves[name] = Curve(np.array(steps), np.array(numbers))
     # The share of distinct completions is easier to read.
     for name in [name for name in run.curves if name.endswith("completions/repeated_ratio")]:
         curve = run.curves[name]

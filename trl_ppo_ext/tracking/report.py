@@ -66,9 +66,9 @@ def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
     """Start and end of a metric."""
-    values = run.curves[name].finite().values if name in run.curves else []
-    if not len(values):
+    if name not in run.curves:
         return None
+    values = run.curves[name].finite().values
     course = trend(run.curves[name])
     start, end = (values[0], values[-1]) if course is NO_TREND else (course.start, course.end)
     return number(start), number(end)
