@@ -170,9 +170,4 @@ def token_logprobs(
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
     around 10), so where both nearly agree it may be slightly negative; it is not clamped.
     """
-    if ref_hidden is not None and ref_hidden.shape != hidden.shape:
-        raise ValueError(
-            f"`ref_hidden` must hold the reference's hidden states at the positions of `hidden`, of shape "
-            f"{tuple(hidden.shape)}, got {tuple(ref_hidden.shape)}; select the same rows of both."
-        )
     return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy))

@@ -169,12 +169,6 @@ def test_no_gradient_flows_to_the_reference():
     assert ref_hidden.grad is None and hidden.grad.any()
 
 
-def test_a_reference_of_other_positions_is_refused():
-    hidden, weight, _, tokens = problem(torch.float32)
-    with pytest.raises(ValueError, match=r"`ref_hidden`.*\(13, 8\), got \(1, 8\)"):
-        token_logprobs(hidden, weight, tokens, ref_hidden=hidden[:1])
-
-
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_no_tensor_over_rows_and_vocabulary_exists(monkeypatch, with_reference):
     """The largest tensor that any operation of forward and backward makes is one chunk of logits."""
