@@ -106,7 +106,7 @@ def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Ten
     """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
     names = parameter_names(policy, name)
     with _weights_of(directory, ADAPTER_WEIGHTS) as weights:
-        check_fit(adapter_weights(policy, name, dict(policy.named_parameters())), weights)
+        check_fit(adapter_weights(policy, name), weights)
     return {names[key]: x for key, x in weights.items()}
 
 

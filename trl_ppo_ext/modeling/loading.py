@@ -22,7 +22,6 @@ from .adapters import (
     adapter_weights,
     add_adapter,
     check_fit,
-    copy_adapter,
     load_adapter_weights,
     parameter_names,
 )
@@ -273,7 +272,7 @@ def load_actor_critic(
     config = policy.peft_config[policy.active_adapter]
     if is_trained:
         reference = add_adapter(policy, "reference", config, keep_modules=True)
-        copy_adapter(policy, policy.active_adapter, reference)
+        load_adapter_weights(policy, reference, adapter_weights(policy, policy.active_adapter))
 
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
     critic, start = args.critic, args.critic_init
