@@ -13,8 +13,7 @@ from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .environments import Environments
 from .generation import ensure_pad_token, stop_token_ids
-from .modeling import check_model_arguments, hub_kwargs
-from .modeling.loading import check_available
+from .modeling.loading import check_available, check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments, check_reward_columns
 
 # arguments of TRL's PPOTrainer (until 1.12), and what replaces them
@@ -76,8 +75,7 @@ def check_trainer_arguments(
     if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
     if args.uses_deepspeed:
-        names = ("deepspeed_plugin", "critic_learning_rate", "value_warmup_steps", "fp16", "normalize_values")
-        check_deepspeed(*(getattr(args, name) for name in names))
+        check_deepspeed(args)
     if isinstance(train_dataset, IterableDataset):
         args.dataloader_num_workers = 0  # this process reads a stream; workers would pass on row numbers
     if optimizer is not None and args.critic_learning_rate is not None:

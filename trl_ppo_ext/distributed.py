@@ -99,12 +99,11 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
 
 
-def check_deepspeed(
-    plugin: Any, critic_learning_rate: float | None, value_warmup_steps: int, fp16: bool, normalize_values: bool
-) -> None:
+def check_deepspeed(args: Any) -> None:
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
-    config, installed = plugin.hf_ds_config.config, version("deepspeed")
-    if critic_learning_rate is not None and "optimizer" in config:
+    plugin, installed = args.deepspeed_plugin, version("deepspeed")
+    config = plugin.hf_ds_config.config
+    if args.critic_learning_rate is not None and "optimizer" in config:
         raise ValueError("`critic_learning_rate` needs the trainer's optimizer; remove DeepSpeed's `optimizer`.")
     if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
         raise ValueError(
@@ -113,19 +112,19 @@ def check_deepspeed(
         )
     if Version(installed) < DEEPSPEED:
         raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
-    if fp16:
+    if args.fp16:
         raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
-    if normalize_values:
+    if args.normalize_values:
         raise ValueError(
             "`normalize_values=True` is not supported with DeepSpeed, whose optimizer keeps its own copy of the value "
             "head; use DDP, or `normalize_rewards=True`."
         )
-    if value_warmup_steps:
+    if args.value_warmup_steps:
         raise ValueError(
-            f"`value_warmup_steps={value_warmup_steps}` is not supported with DeepSpeed, which takes the step within "
-            "the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
+            f"`value_warmup_steps={args.value_warmup_steps}` is not supported with DeepSpeed, which takes the step "
+            "within the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
         )
 
 

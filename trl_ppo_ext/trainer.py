@@ -44,8 +44,9 @@ from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
 from .environments import Environments, record
 from .generation import build_generator
-from .modeling import SIDE_LEARNING_RATE, check_optimizers, load_actor_critic
 from .modeling.averaging import AveragedWeights
+from .modeling.critics import SIDE_LEARNING_RATE
+from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
 from .ppo.metrics import Metrics, check_best_metric

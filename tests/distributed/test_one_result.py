@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import llama
 from train import FIXED, main
 
-from trl_ppo_ext.modeling import default_peft_config
+from trl_ppo_ext.modeling.loading import default_peft_config
 
 TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
 

@@ -6,7 +6,7 @@ from runs_of_tiny import rollouts_of, trainer, weights
 from tiny import config
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.modeling import SIDE_LEARNING_RATE, SideCritic
+from trl_ppo_ext.modeling.critics import SIDE_LEARNING_RATE, SideCritic
 from trl_ppo_ext.ppo import math as ppo_math
 
 DEFAULTS = {name: PPOConfig.__dataclass_fields__[name].default for name in ("critic", "normalize_values", "vf_coef")}

@@ -8,7 +8,7 @@ import torch
 from runs_of_tiny import COMPLETIONS, PROMPTS, rollouts_of, sequences, trainer, weights
 from tiny import WORDS, config, llama, prompts
 
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.sequences import Sequences

@@ -18,7 +18,7 @@ import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.rewards import RewardAdapter, RewardError
 
 

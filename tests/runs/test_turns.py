@@ -11,7 +11,7 @@ from scripted import Script, call, fails
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.ppo.rollouts import Rollout

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from ..distributed import set_weights, uses_fsdp
-from ..modeling import ActorCritic, adapter_weights, check_fit, load_adapter_weights, parameter_names
+from ..modeling import ActorCritic
 from ..modeling.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -24,6 +24,7 @@ from ..modeling.adapter_files import (
     save_adapter,
     write_weights,
 )
+from ..modeling.adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
 
 STATE = "ppo_state.json"
 AVERAGED = "ema"
@@ -100,7 +101,7 @@ def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Ten
     """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
     names = parameter_names(policy, name)
     with _weights_of(directory, ADAPTER_WEIGHTS) as weights:
-        check_fit(adapter_weights(policy, name, dict(policy.named_parameters())), weights)
+        check_fit(adapter_weights(policy, name), weights)
     return {names[key]: x for key, x in weights.items()}
 
 

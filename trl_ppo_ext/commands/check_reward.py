@@ -22,13 +22,25 @@ from ..data.loading import get_split, load_splits, spread_indices
 from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
 from ..rewards.model import SequenceScorer, choose_device, context_length
-from .serve_reward import add_model_arguments
 
 MAX_PAIRS = 500
 # a run should not use a quantized model beyond these limits
 KEEPS_RANKING = 0.95  # rank agreement, at least
 FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
 LOST = 0.05  # accuracy, at most
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
+    """Add the arguments of a classifier."""
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    hint = "compute dtype; auto is bfloat16 on a GPU that has it, else float32"
+    parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier")
+    parser.add_argument("--quantization", choices=quantizations, default="nf4", help="quantization of the weights")
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
+    parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
+    parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
+    parser.add_argument("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from pandas import DataFrame
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
@@ -74,12 +75,9 @@ def main(argv: Sequence[str]) -> None:
 def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     """Print an estimate, and how to fit it in `memory` GiB; return False if it does not fit."""
     phases, peak, needed = estimate.phases, estimate.peak_phase, estimate.needed / GIB
-    rows = {"GiB at the peak of": [phase.name for phase in phases]}
-    for part in dict.fromkeys(part for phase in phases for part in phase.parts):
-        rows[part] = [f"{phase.parts[part] / GIB:.2f}" if part in phase.parts else "" for phase in phases]
-    rows["tensors"] = [f"{phase.bytes / GIB:.2f}" for phase in phases]
-    for title, cells in rows.items():
-        print(f"{title:28}", *(f"{cell:>9}" for cell in cells))
+    table = DataFrame({phase.name: phase.parts for phase in phases}) / GIB
+    table.loc["tensors"] = table.sum()
+    print(f"GiB at the peak of each phase\n{table.to_string(float_format='{:.2f}'.format, na_rep='')}")
     where = "with context and fragmentation (assumed)" if estimate.on_gpu else "in tensors"
     print(f"peak: {peak.bytes / GIB:.2f} GiB in {peak.name}; {needed:.2f} GiB {where}")
     if memory is None:

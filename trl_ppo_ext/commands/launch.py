@@ -16,13 +16,12 @@ import trl.rewards
 import yaml
 from accelerate import PartialState
 from datasets import IterableDataset
-from transformers import AutoConfig
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import check_available, hub_kwargs
-from ..redaction import is_secret, sentence, shortened
+from ..redaction import is_secret, shortened
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
 
@@ -300,12 +299,13 @@ def spread_rows(dataset: Any, count: int) -> Any:
 
 def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`] and [`estimate_memory`]: models, adapter and rewards."""
-    name, config, options = model.model_name_or_path, cast(trl.ModelConfig, model), cast(dict, args.model_init_kwargs)
+    name, config = model.model_name_or_path, cast(trl.ModelConfig, model)
     if name is None:
         raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
     if script.ignore_bias_buffers:
         raise ValueError("`ignore_bias_buffers` only helps models without adapters; omit it.")
-    options, revision = dict(options or {}), None if model.model_revision == "main" else model.model_revision
+    options: dict[str, Any] = dict(cast(dict, args.model_init_kwargs) or {})
+    revision = None if model.model_revision == "main" else model.model_revision
     settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
     for key, value in settings.items():
         if value is not None and options.setdefault(key, value) != value:
@@ -314,24 +314,14 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
             )
     args.model_init_kwargs = options or None
     check_available("model_name_or_path", name, hub_kwargs(args))
-    try:
-        if not os.path.isfile(os.path.join(name, "adapter_config.json")):  # the trainer's error says more
-            AutoConfig.from_pretrained(name, **hub_kwargs(args))
-    except (OSError, ValueError) as error:
-        remedy = "Give the id or the directory of a causal language model."
-        raise ValueError(f"`model_name_or_path={name!r}` cannot be loaded: {sentence(error)} {remedy}") from error
     # the compute dtype of a quantized base is the run's, unless a dtype is named
     quantized = replace(config, dtype=None if model.dtype == "auto" else model.dtype)
+    place = script.directory, args.max_completion_length
     return {
         "model": name,
         "args": args,
-        **{
-            argument: [
-                find_reward(name, argument, script.directory, args.max_completion_length)
-                for name in getattr(script, argument) or []
-            ]
-            for argument in ("reward_funcs", "monitor_funcs")
-        },
+        "reward_funcs": [find_reward(reward, "reward_funcs", *place) for reward in script.reward_funcs or []],
+        "monitor_funcs": [find_reward(reward, "monitor_funcs", *place) for reward in script.monitor_funcs or []],
         "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),
         "quantization_config": trl.get_quantization_config(quantized),
     }

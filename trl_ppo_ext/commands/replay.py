@@ -3,10 +3,9 @@
 import argparse
 import sys
 from textwrap import indent
-from typing import Any
 
 from ..redaction import printable
-from ..tracking.reading import CREDIT, logged_turns, read_run
+from ..tracking.reading import CREDIT, read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="train", help="train, eval, or eval_NAME in a dict of evaluation sets")
 
 
-def _line(title: str, numbers: Any) -> str:
-    items = numbers.items() if isinstance(numbers, dict) else ()
-    return "  ".join([title, *(f"{name} {x:.4g}" for name, x in items if type(x) in (int, float))])
+def _line(title: str, numbers: dict[str, float | None]) -> str:
+    return "  ".join([title, *(f"{name} {x:.4g}" for name, x in numbers.items() if x is not None)])
 
 
 def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train") -> str:
@@ -35,13 +33,13 @@ def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train")
     if not 0 <= row < len(sheets[step]):
         raise ValueError(f"`--row` must be from 0 to {len(sheets[step]) - 1} at step {step}, got {row}.")
     logged = sheets[step][row]
-    totals = {name: logged.get(name) for name in ("score", "kl", "tokens")}
-    ending = "  truncated" if logged.get("ended") is False else ""
-    lines = [_line(f"step {step}  row {row}", totals) + ending, _line("rewards", logged.get("rewards"))]
-    lines += ["", "prompt", indent(str(logged.get("prompt")), "    ")]
-    for turn in logged_turns(logged):
-        title = str(turn.get("role") or "completion")
-        lines += ["", _line(title, {name: turn.get(name) for name in CREDIT}), indent(str(turn.get("text")), "    ")]
+    totals = {name: logged[name] for name in ("score", "kl", "tokens")}
+    ending = "" if logged["ended"] else "  truncated"
+    lines = [_line(f"step {step}  row {row}", totals) + ending, _line("rewards", logged["rewards"])]
+    lines += ["", "prompt", indent(logged["prompt"], "    ")]
+    for turn in logged["turns"]:
+        credit = _line(turn["role"] or "completion", {name: turn[name] for name in CREDIT})
+        lines += ["", credit, indent(turn["text"], "    ")]
     return printable("\n".join(lines))
 
 

@@ -1,7 +1,6 @@
 """`trl-ppo serve-reward MODEL`: score with a sequence classifier over HTTP, for `RemoteReward`.
 
-The server has no TLS and serves one model; put a proxy in front, or start several. Nothing heavy is imported before
-it is needed, so that `--help` is fast.
+The server has no TLS and serves one model; put a proxy in front, or start several.
 """
 
 import argparse
@@ -10,33 +9,35 @@ import hmac
 import json
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
+from trl import is_conversational
+
+from ..rewards import ClassifierReward, ScoringBatch, load_classifier
+from ..rewards.model import choose_device
+from ..servers import is_loopback, read_key
+from .check_reward import add_model_arguments
+
+try:
+    import h11
+    import uvicorn
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from ..rewards import ClassifierReward
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError:
+    raise ValueError(
+        "uvicorn and starlette are not installed; run pip install '.[serve]' in the clone that trl_ppo_ext was "
+        "installed from, or pip install uvicorn starlette."
+    ) from None
 
 logger = logging.getLogger(__name__)
 
 ARRIVAL_TIMEOUT = 30.0  # seconds until a request has arrived completely
 MAX_CONNECTIONS = 500  # below the usual limit of open files
 MAX_ROWS = 1024  # completions per request: so many are scored even if the client leaves
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
-    """Add the arguments of a classifier."""
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    hint = "compute dtype; auto is bfloat16 on a GPU that has it, else float32"
-    parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier")
-    parser.add_argument("--quantization", choices=quantizations, default="nf4", help="quantization of the weights")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
-    parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
-    parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
-    parser.add_argument("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,18 +54,6 @@ def main(options: argparse.Namespace) -> None:
     for name in ("batch_size", "max_request_bytes"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}.")
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError:
-        raise ValueError(
-            "uvicorn and starlette are not installed; run pip install '.[serve]' in the clone that trl_ppo_ext was "
-            "installed from, or pip install uvicorn starlette."
-        ) from None
-    from ..rewards import ClassifierReward, load_classifier
-    from ..rewards.model import choose_device
-    from ..servers import is_loopback, read_key
-
     if options.api_key_env is not None:
         read_key(options.api_key_env)
     elif not is_loopback(options.host):
@@ -76,43 +65,35 @@ def main(options: argparse.Namespace) -> None:
     label, trusted = options.reward_label, options.trust_remote_code
     model = load_classifier(options.model, dtype, options.quantization, device, trusted)
     reward = ClassifierReward(model, batch_size=options.batch_size, label=label, trust_remote_code=trusted)
-    uvicorn.run(
-        create_app(reward, options.api_key_env, options.max_request_bytes),
-        host=options.host,
-        port=options.port,
-        **server_settings(),
-    )
+    app = create_app(reward, options.api_key_env, options.max_request_bytes)
+    uvicorn.run(app, host=options.host, port=options.port, **SETTINGS)
 
 
-def server_settings() -> dict[str, Any]:
-    """Settings of uvicorn: one request per connection, which must arrive in time."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+class Protocol(H11Protocol):
+    """HTTP/1.1 that closes a connection on which no request has arrived in time; uvicorn waits without a limit."""
 
-    class Protocol(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(ARRIVAL_TIMEOUT, self.close_unless_arrived)
+    def connection_made(self, transport: Any) -> None:
+        """Start the clock."""
+        super().connection_made(transport)
+        self.loop.call_later(ARRIVAL_TIMEOUT, self.close_unless_arrived)
 
-        def close_unless_arrived(self) -> None:  # uvicorn waits for a request without a limit
-            if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-                self.transport.close()
-
-    return {
-        "http": Protocol,
-        "headers": [("Connection", "close")],
-        "limit_concurrency": MAX_CONNECTIONS,
-        "access_log": False,
-        "timeout_graceful_shutdown": 5,
-    }
+    def close_unless_arrived(self) -> None:
+        """Close the connection if its request is incomplete."""
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.transport.close()
 
 
-def check_sender(request: "Request", api_key_env: str | None) -> None:
+# one request per connection
+SETTINGS: dict[str, Any] = {
+    "http": Protocol,
+    "headers": [("Connection", "close")],
+    "limit_concurrency": MAX_CONNECTIONS,
+}
+SETTINGS |= {"access_log": False, "timeout_graceful_shutdown": 5}
+
+
+def check_sender(request: Request, api_key_env: str | None) -> None:
     """Raise unless a request has the key or, without one, comes from a program on this machine."""
-    from starlette.exceptions import HTTPException
-
-    from ..servers import is_loopback, read_key
-
     if api_key_env is not None:
         authorization = request.headers.get("authorization", "").encode()
         # in constant time, so that the delay does not reveal how much of a guess is right
@@ -123,22 +104,14 @@ def check_sender(request: "Request", api_key_env: str | None) -> None:
         raise HTTPException(403, "without --api-key-env, requests must come from a program on this machine")
 
 
-def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_bytes: int) -> "Starlette":
+def create_app(reward: ClassifierReward, api_key_env: str | None, max_request_bytes: int) -> Starlette:
     """Build the ASGI application: `POST /score` and `GET /health`."""
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-
-    from ..rewards import ScoringBatch
-
     one_at_a_time = asyncio.Lock()
 
-    async def health(_: "Request") -> "Response":
+    async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def score(request: "Request") -> "Response":
+    async def score(request: Request) -> Response:
         check_sender(request, api_key_env)
         # 1. Read the request, up to a size.
         content = bytearray()
@@ -177,8 +150,6 @@ def create_app(reward: "ClassifierReward", api_key_env: str | None, max_request_
 
 def parse_batch(content: bytes) -> tuple[list[Any], list[Any]]:
     """Parse a request: its prompts and completions."""
-    from trl import is_conversational
-
     try:
         body: Any = json.loads(content)
         prompts, completions = body["prompts"], body["completions"]

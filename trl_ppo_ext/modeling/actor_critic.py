@@ -23,9 +23,7 @@ class _OutsideAutocast:
     """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
 
     def __bool__(self) -> bool:
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu"} | (set() if accelerator is None else {accelerator.type})
-        return not any(map(torch.is_autocast_enabled, kinds))
+        return not any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
 
 
 class AdapterSwitch:
@@ -88,7 +86,7 @@ class ActorCritic(nn.Module):
             Maximum completion length, in tokens, if the critic is a [`SideCritic`].
 
     Raises:
-        `ValueError`: If the model has no output projection, or an adapter is on it.
+        `ValueError`: If an adapter is on the output projection.
     """
 
     accepts_loss_kwargs = False  # the Trainer would read it off the signature of `forward`
@@ -112,8 +110,6 @@ class ActorCritic(nn.Module):
         self.active_adapter: str | None = self.policy_adapter
         self._switch = AdapterSwitch(policy)
         head = policy.get_base_model().get_output_embeddings()
-        if head is None:
-            raise ValueError("The model has no output projection; PPO needs a causal language model.")
         if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ValueError(
                 "The adapter must not be on the output projection (`lm_head`): log-probs are computed from the frozen "
@@ -230,33 +226,14 @@ class ActorCritic(nn.Module):
         with_kl: bool = False,
         with_values: bool = True,
     ) -> TokenScores:
-        """Score the response tokens. Gradients flow through everything that is computed.
-
-        Args:
-            sequences ([`Sequences`]): Prompts and completions.
-            temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
-            with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
-            with_kl (`bool`, *optional*, defaults to `False`): Whether to compute the exact KL from the reference.
-            with_values (`bool`, *optional*, defaults to `True`): Whether to compute values, if there is a critic.
-
-        Returns:
-            [`TokenScores`]: Log-probs, entropies, KLs and values, `[batch, response]`.
-        """
+        """Score the response tokens, `[batch, response]`. Gradients flow through everything that is computed."""
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences)
         side = self.value_head if with_values and isinstance(self.value_head, SideCritic) else None
         hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
-        scores = self._project(
-            hidden,
-            sequences,
-            temperature,
-            with_entropy=with_entropy,
-            entropy_needs_grad=with_entropy and torch.is_grad_enabled(),
-            ref_hidden=ref_hidden,
-            kl_needs_grad=with_kl and torch.is_grad_enabled(),
-        )
+        scores = self._project(hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden)
         if with_values and self.value_head is not None:
             if self.critic_adapter is not None:
                 with self.adapter(self.critic_adapter):
@@ -339,18 +316,7 @@ class ActorCritic(nn.Module):
         stopping_criteria: list[StoppingCriteria] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Sample from the policy for a rollout, with nothing of the model's own generation config.
-
-        Args:
-            input_ids (`Tensor` of shape `[batch, prompt]`): Token ids, padded on the left.
-            attention_mask (`Tensor` of shape `[batch, prompt]`): 1 at tokens that are not padding.
-            generation_config ([`~transformers.GenerationConfig`]): Sampling parameters.
-            stopping_criteria (`list[StoppingCriteria]`, *optional*): Called after every token.
-            kwargs (`dict`): Passed to `generate` of transformers.
-
-        Returns:
-            `Tensor` of shape `[batch, prompt + response]`: Prompts with their completions.
-        """
+        """Sample from the policy for a rollout, with nothing of the model's own generation config."""
         # transformers would fill unset fields from the model's own generation config, and the policy would be sampled
         # from another distribution than the scored one; whose config it reads depends on the adapter's task type
         models = (self.policy, self.policy.get_base_model())
@@ -373,15 +339,13 @@ class ActorCritic(nn.Module):
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
         """Recompute activations in the backward, each layer under the adapter it ran with."""
-        self.policy.get_base_model().activation_checkpointing_enable(
-            activation_checkpointing_kwargs=self._recompute_kwargs(activation_checkpointing_kwargs), **kwargs
-        )
+        settings = self._recompute_kwargs(activation_checkpointing_kwargs)
+        self.policy.get_base_model().activation_checkpointing_enable(settings, **kwargs)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
         """Same as [`activation_checkpointing_enable`], called by transformers before 5.23."""
-        self.policy.get_base_model().gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs=self._recompute_kwargs(gradient_checkpointing_kwargs), **kwargs
-        )
+        settings = self._recompute_kwargs(gradient_checkpointing_kwargs)
+        self.policy.get_base_model().gradient_checkpointing_enable(settings, **kwargs)
 
     def _recompute_kwargs(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
         kwargs = {"use_reentrant": False} | (kwargs or {})

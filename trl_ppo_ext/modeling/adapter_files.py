@@ -46,10 +46,6 @@ def dequantized_from(path: str) -> dict[str, Any] | None:
     return None if file is None else json.loads(Path(file).read_text())
 
 
-class AdapterFileError(ValueError):
-    """Raised when a file of an adapter is missing, or the adapter belongs to another base."""
-
-
 class AdapterFiles(NamedTuple):
     """An adapter as it was saved."""
 
@@ -65,20 +61,17 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return local if os.path.isfile(local) else None
     try:
         return hf_hub_download(path, name, subfolder=folder or None)
-    except LocalEntryNotFoundError as error:
-        raise AdapterFileError(
-            f"`{name}` of `{path}` is not in the cache, and the Hub cannot be reached ({error}); check the connection."
+    except (LocalEntryNotFoundError, HFValidationError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"`{path}` is neither a directory nor a readable repository on the Hub ({error}); check the path "
+            "and the connection."
         ) from None
     except EntryNotFoundError:
         return None
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise AdapterFileError(
-            f"`{path}` is neither a directory nor a readable repository on the Hub ({error}); check the path."
-        ) from None
 
 
-def _damaged(file: str, error: Exception) -> AdapterFileError:
-    return AdapterFileError(f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew.")
+def _damaged(file: str, error: Exception) -> ValueError:
+    return ValueError(f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew.")
 
 
 def read_weights(file: str) -> dict[str, Tensor]:
@@ -106,15 +99,15 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     place = os.path.join(path, folder) if folder else path
     config = read_adapter_config(path, folder)
     if config is None:
-        raise AdapterFileError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
+        raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
-        raise AdapterFileError(
+        raise ValueError(
             f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base, which policy "
             "and reference share. Train it with `bias='none'`, or merge a reward into its base and pass that model."
         )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
-        raise AdapterFileError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
+        raise ValueError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
     weights, head = read_weights(weights_file), {}
     for key in list(weights):
         if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:
@@ -126,7 +119,7 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
     """Raise an error for an adapter or a critic that was trained on another base."""
     same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base))
     if not (base and same):
-        raise AdapterFileError(
+        raise ValueError(
             f"`{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base is "
             f"{base or 'without a name'!r}; an adapter works only on its own base. {remedy}"
         )
@@ -203,7 +196,7 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[st
     """Write an adapter as PEFT does, with these weights by parameter name."""
     tensors = adapter_weights(policy, name, weights)
     if not tensors:
-        raise AdapterFileError(
+        raise ValueError(
             "The policy has no adapter any more, because `merge_and_unload()` or `unload()` removed it; call "
             "`save_model()` before, or save the model that they return."
         )

@@ -22,21 +22,21 @@ def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
 
 def adapter_weights(policy: PeftModel, name: str, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Weights of an adapter under the names PEFT saves; `state_dict` holds gathered weights of a sharded model."""
-    return get_peft_model_state_dict(policy, state_dict=state_dict, adapter_name=name, save_embedding_layers=False)
+    weights = dict(policy.named_parameters()) if state_dict is None else state_dict
+    return get_peft_model_state_dict(policy, state_dict=weights, adapter_name=name, save_embedding_layers=False)
 
 
 def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor]) -> None:
     """Set the weights of an adapter; raise a `ValueError` if they do not fit."""
-    parameters = adapter_weights(policy, name, dict(policy.named_parameters()))
+    parameters = adapter_weights(policy, name)
     check_fit(expected=parameters, weights=weights)
     set_weights(parameters, weights)
 
 
 def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
     """Map the names of an adapter's weights in a file to their names in the model."""
-    parameters = dict(policy.named_parameters())
-    names = {id(parameter): key for key, parameter in parameters.items()}
-    return {key: names[id(parameter)] for key, parameter in adapter_weights(policy, name, parameters).items()}
+    names = {id(parameter): key for key, parameter in policy.named_parameters()}
+    return {key: names[id(parameter)] for key, parameter in adapter_weights(policy, name).items()}
 
 
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
@@ -64,11 +64,3 @@ def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: 
     for parameter in trained:
         parameter.requires_grad_(True)
     return name
-
-
-def copy_adapter(policy: PeftModel, source: str, target: str) -> None:
-    """Copy the weights of one adapter into another of the same config."""
-    weights = dict(policy.named_parameters())
-    for key in adapter_parameters(policy, source):
-        before, _, after = f"{key}.".rpartition(f".{source}.")  # a module may have the adapter's name, too
-        weights[f"{before}.{target}.{after}".removesuffix(".")].data.copy_(weights[key].data)

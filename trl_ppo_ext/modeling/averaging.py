@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..distributed import set_weights, unsharded_weights
-from .adapters import check_fit
 
 
 class AveragedWeights:
@@ -54,11 +53,5 @@ class AveragedWeights:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state returned by [`state_dict`]."""
-        try:
-            check_fit(self._averages, state)
-        except ValueError as error:
-            raise ValueError(
-                f"The averaged weights do not fit the model: {error} They belong to another base or `peft_config`."
-            ) from None
         for name, average in self._averages.items():
             average.copy_(state[name])

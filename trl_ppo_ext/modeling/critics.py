@@ -36,13 +36,11 @@ class ValueHead(nn.Linear):
 
     def in_own_units(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the weights of a head that was saved with or without units."""
-        one = torch.ones(1)
+        head = {"mean": torch.zeros(1), "deviation": torch.ones(1)} | saved
         if self.normalized:
-            return {"mean": 0 * one, "deviation": one} | saved
-        mean, deviation = saved.get("mean", 0 * one), saved.get("deviation", one)
-        plain = {name: x for name, x in saved.items() if name not in ("mean", "deviation")}
-        units = {"weight": lambda x: x * deviation, "bias": lambda x: x * deviation + mean}
-        return plain | {name: change(plain[name]) for name, change in units.items() if name in plain}
+            return head
+        mean, deviation = head.pop("mean"), head.pop("deviation")
+        return head | {"weight": deviation * head["weight"], "bias": deviation * head["bias"] + mean}
 
 
 class SideCritic(ValueHead):

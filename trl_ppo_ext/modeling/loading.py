@@ -22,7 +22,6 @@ from .adapters import (
     adapter_weights,
     add_adapter,
     check_fit,
-    copy_adapter,
     load_adapter_weights,
     parameter_names,
 )
@@ -30,8 +29,6 @@ from .critics import ValueHead
 
 logger = logging.get_logger(__name__)
 
-REFERENCE_ADAPTER = "reference"
-CRITIC_ADAPTER = "critic"
 ANSWER = 2  # seconds in which the Hub must answer
 
 
@@ -274,15 +271,15 @@ def load_actor_critic(
     policy, is_trained = _adapt(model, peft_config)
     config = policy.peft_config[policy.active_adapter]
     if is_trained:
-        reference = add_adapter(policy, REFERENCE_ADAPTER, config, keep_modules=True)
-        copy_adapter(policy, policy.active_adapter, reference)
+        reference = add_adapter(policy, "reference", config, keep_modules=True)
+        load_adapter_weights(policy, reference, adapter_weights(policy, policy.active_adapter))
 
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
     critic, start = args.critic, args.critic_init
     if start is not None:
         head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
     if critic == "adapter":
-        critic_adapter = add_adapter(policy, CRITIC_ADAPTER, config if files is None else files.config)
+        critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
     policy.requires_grad_(False)
     trained = [name for name in (policy.active_adapter, critic_adapter) if name is not None]

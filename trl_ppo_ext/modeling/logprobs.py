@@ -80,7 +80,7 @@ def _statistics(
     ref_hidden: Tensor | None,
     projection: _Projection,
     with_entropy: bool,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: bool,
 ) -> tuple[Tensor | None, ...]:
     """Log-probabilities, entropies and KLs of one chunk, then their derivatives by the hidden state.
 
@@ -89,16 +89,16 @@ def _statistics(
     entropies = kls = dlogprob = dentropy = dkl = None
     log_p = projection.log_softmax(hidden, projection.log_p)
     logprobs = log_p.gather(1, tokens[:, None])[:, 0]
-    if not (needs_grad[0] or with_entropy or ref_hidden is not None):
+    if not (needs_grad or with_entropy or ref_hidden is not None):
         return logprobs, None, None, None, None, None
     log_q = None if ref_hidden is None else projection.log_softmax(ref_hidden, projection.log_q)
     p = torch.exp(log_p, out=projection.logits[: len(log_p)])
     if log_q is not None:
-        kls, dkl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad[2])
+        kls, dkl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad)
     if with_entropy:
-        negative, dnegative = _expectation_(log_p, p, projection, needs_grad[1])
+        negative, dnegative = _expectation_(log_p, p, projection, needs_grad)
         entropies, dentropy = -negative, None if dnegative is None else -dnegative
-    if needs_grad[0]:
+    if needs_grad:
         dlogprob = projection.pull_back(p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1])))
     return logprobs, entropies, kls, dlogprob, dentropy, dkl
 
@@ -123,14 +123,11 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         ref_hidden: Tensor | None,
         with_entropy: bool,
-        entropy_needs_grad: bool,
-        kl_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         with_kl, trained = ref_hidden is not None, ctx.needs_input_grad[0]
-        needs_grad = (trained, trained and with_entropy and entropy_needs_grad, trained and with_kl and kl_needs_grad)
         computed = (True, with_entropy, with_kl)
-        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if needed else None for needed in computed]
-        derivatives = [torch.empty_like(hidden, dtype=torch.float32) if needs else None for needs in needs_grad]
+        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if x else None for x in computed]
+        derivatives = [torch.empty_like(hidden, dtype=torch.float32) if x and trained else None for x in computed]
         chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
         # not fewer with a reference: products over other rows may round otherwise, and the first ratio must be 1
         size = min(len(tokens), max(1, chunk_logits // len(weight)))
@@ -138,12 +135,11 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
-            chunk = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, needs_grad)
+            chunk = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, trained)
             for out, part in zip([*outputs, *derivatives], chunk):
                 if out is not None and part is not None:
                     out[rows] = part
         ctx.save_for_backward(*derivatives)
-        ctx.mark_non_differentiable(*(x for x, needs in zip(outputs, needs_grad) if x is not None and not needs))
         return tuple(outputs)
 
     @staticmethod
@@ -153,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for gradient, derivative in zip(gradients[1:], others):
             if derivative is not None:
                 grad += gradient[:, None] * derivative
-        return grad, *(None,) * 8
+        return grad, *(None,) * 6
 
 
 def token_logprobs(
@@ -163,9 +159,7 @@ def token_logprobs(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     with_entropy: bool = False,
-    entropy_needs_grad: bool = False,
     ref_hidden: Tensor | None = None,
-    kl_needs_grad: bool = False,
 ) -> TokenScores:
     """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`, entropies and KLs.
 
@@ -176,13 +170,4 @@ def token_logprobs(
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
     around 10), so where both nearly agree it may be slightly negative; it is not clamped.
     """
-    if ref_hidden is not None and ref_hidden.shape != hidden.shape:
-        raise ValueError(
-            f"`ref_hidden` must hold the reference's hidden states at the positions of `hidden`, of shape "
-            f"{tuple(hidden.shape)}, got {tuple(ref_hidden.shape)}; select the same rows of both."
-        )
-    return TokenScores(
-        *_TokenLogprobs.apply(
-            hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy, entropy_needs_grad, kl_needs_grad
-        )
-    )
+    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy))

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from trl import apply_chat_template, is_conversational
 
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import SCORE_HEADS, AdapterFileError, check_same_base, find_file, read_adapter
+from ..modeling.adapter_files import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from .scoring import RewardError, ScoringBatch
 
@@ -255,7 +255,7 @@ class AdapterReward(SequenceScorer):
                 remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
                 base = actor_critic.config._name_or_path
                 check_same_base(path, files.config.base_model_name_or_path, base, remedy)
-        except AdapterFileError as error:
+        except ValueError as error:
             raise RewardError(str(error)) from error
 
         if find_file(path, "tokenizer_config.json") is not None:

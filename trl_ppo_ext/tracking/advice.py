@@ -110,8 +110,7 @@ FAILURES = (
 
 def _monitors(run: Run) -> Iterator[Advice]:
     """A monitored reward turns down while the optimized reward does not."""
-    kl_name = "kl_per_completion" if "kl_per_completion" in run.curves else "kl"
-    reward, kl = trend(run.curves.get("reward")), trend(run.curves.get(kl_name))
+    reward, kl = trend(run.curves.get("reward")), trend(run.curves.get("kl_per_completion"))
     for name in fnmatch.filter(run.curves, "monitor/*/mean"):
         monitor = trend(run.curves[name])
         step = monitor.turning_point()
@@ -125,7 +124,7 @@ def _monitors(run: Run) -> Iterator[Advice]:
         if kl.rises:
             title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
             seen += f" and the KL rises to {number(kl.end)}"
-        yield Advice(title, f"{seen}.", remedy, step, (name, "reward", kl_name))
+        yield Advice(title, f"{seen}.", remedy, step, (name, "reward", "kl_per_completion"))
 
 
 def _failures(run: Run) -> Iterator[Advice]:

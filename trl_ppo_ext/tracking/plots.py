@@ -14,7 +14,7 @@ from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from .advice import TOO_HIGH, UNEXPLAINED
-from .reading import Run
+from .reading import Curve, Run
 
 
 class Panel(NamedTuple):
@@ -116,11 +116,8 @@ def _trained(name: str, names: Iterable[str]) -> str:
     return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
 
 
-def _columns(run: Run, name: str) -> dict[str, np.ndarray] | None:
-    """Data of a line, or None: thinned, with a moving average."""
-    curve = run.curves.get(name)
-    if curve is None or not len(curve.finite().values):
-        return None
+def _columns(curve: Curve) -> dict[str, np.ndarray]:
+    """Data of a line: thinned, with a moving average."""
     thin = curve.thinned()
     columns = {"step": thin.steps.astype(np.int32), "y": thin.values.astype(np.float32)}
     if len(curve.values) > FEW_POINTS:
@@ -135,15 +132,13 @@ def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
     lines = []
     for run, run_color in zip(runs, cycle(COLORS)):
         for index, name in enumerate(selected):
-            columns = _columns(run, name)
-            if columns is None:
-                continue
+            label = run.name if len(selected) == 1 else f"{run.name}: {name}"
+            color, dash = run_color, DASHES[index % len(DASHES)]
             if len(runs) == 1:
                 color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
-                lines.append(Line(name, color, "dashed" if name.startswith("eval_") else "solid", columns))
-            else:
-                label = run.name if len(selected) == 1 else f"{run.name}: {name}"
-                lines.append(Line(label, run_color, DASHES[index % len(DASHES)], columns))
+                label, dash = name, "dashed" if name.startswith("eval_") else "solid"
+            if name in run.curves:
+                lines.append(Line(label, color, dash, _columns(run.curves[name])))
     return lines
 
 

@@ -60,13 +60,7 @@ class Sheet(NamedTuple):
 
     step: int
     mode: str  # "train", "eval" or "eval_NAME"
-    rows: list[dict[str, Any]]  # prompt, turns and scores, of any type
-
-
-def logged_turns(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Turns of a logged completion, as [`turns_of`] returned them; a log may hold any type."""
-    turns = row.get("turns")
-    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    rows: list[dict[str, Any]]  # prompt, turns and scores
 
 
 @dataclass
@@ -75,7 +69,7 @@ class Run:
 
     name: str
     directory: str
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)  # with a finite value
     sheets: list[Sheet] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)  # PPO's own settings
     trainer_config: dict[str, Any] = field(default_factory=dict)  # the Trainer's settings
@@ -85,15 +79,9 @@ class Run:
     resumed_at: list[int] = field(default_factory=list)
     plan: dict[str, int] = field(default_factory=dict)  # sizes of a rollout
     changed: list[str] = field(default_factory=list)  # fields that are not at their default
-    written: float | None = None  # time of the last entry, in seconds since 1970
+    written: float = 0.0  # time of the last entry, in seconds since 1970
     seconds: float = 0.0  # of training, with repeated steps
     notes: list[str] = field(default_factory=list)  # missing or unreadable parts
-
-    @property
-    def logs(self) -> int:
-        """Number of training logs: points of the longest curve."""
-        lengths = (len(curve.finite().values) for name, curve in self.curves.items() if not name.startswith("eval_"))
-        return max(lengths, default=0)
 
     @property
     def last_step(self) -> int:
@@ -102,28 +90,19 @@ class Run:
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts until the last step; without a plan, of logs with one."""
-        if self.plan:
-            return -(-self.last_step // self.plan["optimizer_steps"])
-        return len(self.curves["reward"].values) if "reward" in self.curves else self.logs
+        """Number of rollouts until the last step."""
+        return -(-self.last_step // self.plan.get("optimizer_steps", 1))
 
 
 def _read_log(run: Run) -> list[dict[str, Any]]:
-    """Valid entries of the run log, which the run may still be writing."""
+    """Entries of the run log, which the run may still be writing."""
     path = Path(run.directory, RUN_LOG)
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith(b"\n"):  # the last line is still being written
-        lines.pop()
+    # what follows the last line break is still being written
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     entries: list[dict[str, Any]] = []
     for line in lines:
-        entry: Any = None
-        with suppress(ValueError):
-            entry = json.loads(line)
-        match entry:
-            case {"kind": "run", "step": int()} | {"kind": "metrics", "step": int(), "metrics": dict()}:
-                entries.append(entry)
-            case {"kind": "completions", "step": int(), "rows": list()}:
-                entries.append(entry)
+        with suppress(ValueError):  # the run was killed while it wrote
+            entries.append(json.loads(line))
     if len(entries) < len(lines):
         run.notes.append(f"{len(lines) - len(entries)} line(s) of {RUN_LOG} could not be read and were skipped.")
     return entries
@@ -141,24 +120,24 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
             points = {name: {at: x for at, x in values.items() if at <= kept} for name, values in points.items()}
             sheets = {key: sheet for key, sheet in sheets.items() if sheet.step <= kept}
             run.resumed_at = sorted({at for at in [*run.resumed_at, step] if 0 < at <= kept})
-            run.model, run.max_steps = entry.get("model"), entry.get("max_steps")
-            run.changed, run.seconds = entry.get("changed") or [], run.seconds if step > 0 else 0.0
-            for part in ("config", "trainer_config", "environment", "plan"):
-                setattr(run, part, entry.get(part) or {})
+            run.seconds = run.seconds if step > 0 else 0.0
+            for part in ("model", "max_steps", "changed", "config", "trainer_config", "environment", "plan"):
+                setattr(run, part, entry[part])
         elif entry["kind"] == "metrics":
             for name, value in entry["metrics"].items():
-                if name not in ("step", "epoch") and type(value) in (int, float, type(None)):
+                if name not in ("step", "epoch") and isinstance(value, int | float | None):
                     points.setdefault(name, {})[step] = math.nan if value is None else float(value)
         else:
-            sheet = Sheet(step, str(entry.get("mode")), entry["rows"])
+            sheet = Sheet(step, entry["mode"], entry["rows"])
             sheets[sheet[:2]] = sheet
-        before, run.written = run.written, entry.get("time", run.written)
-        if entry["kind"] != "run" and before is not None and run.written is not None:
-            run.seconds += run.written - before
+        if entry["kind"] != "run":
+            run.seconds += entry["time"] - run.written
+        run.written = entry["time"]
     run.sheets = [sheets[key] for key in sorted(sheets)]
-    for name in filter(points.get, points):
-        steps, values = zip(*sorted(points[name].items()))
-        run.curves[name] = Curve(np.array(steps), np.where(np.isfinite(values), values, np.nan))
+    for name, values in points.items():
+        if any(map(math.isfinite, values.values())):
+            steps, numbers = zip(*sorted(values.items()))
+            run.curves[name] = Curve(np.array(steps), np.array(numbers))
     # The share of distinct completions is easier to read.
     for name in [name for name in run.curves if name.endswith("completions/repeated_ratio")]:
         curve = run.curves[name]

@@ -1,7 +1,6 @@
 """The report of a run: one HTML file with plots, advice, completions and settings that needs no network."""
 
 import json
-import math
 import os
 import re
 import secrets
@@ -18,9 +17,7 @@ from markupsafe import Markup, escape
 
 from .advice import NO_TREND, advise, number, trend, verdict
 from .plots import COLORS, WARNING, draw_all
-from .reading import CREDIT, REPORT, Run, Sheet, logged_turns, read_runs
-
-__all__ = ["REPORT", "write_report"]
+from .reading import CREDIT, Run, Sheet, read_runs
 
 TEMPLATES = Path(__file__).parent / "templates"
 RESUMED = "#999999"  # color of steps at which a run was resumed
@@ -54,28 +51,22 @@ def _with_code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _scores(scores: Any) -> list[tuple[str, str]]:
-    """Names and numbers as text; a log may hold any type."""
-    items = scores.items() if isinstance(scores, dict) else ()
-    valid = ((name, value if type(value) in (int, float) else math.nan) for name, value in items)
-    return [(name, f"{value:.5g}" if math.isfinite(value) else "–") for name, value in valid]
+def _scores(scores: dict[str, float | None]) -> list[tuple[str, str]]:
+    """Names and numbers as text."""
+    return [(name, "–" if value is None else f"{value:.5g}") for name, value in scores.items()]
 
 
 def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Turns of a completion for the page, with the lowest and the highest value of the episode, or 0."""
-    turns = []
-    for turn in logged_turns(row):
-        numbers = {name: turn[name] for name in CREDIT if turn.get(name) is not None}
-        value: Any = numbers.get("value", math.nan)
-        value = value if type(value) in (int, float) and math.isfinite(value) else None
-        turns.append({name: turn.get(name) or "" for name in ("role", "text")} | {"numbers": numbers, "value": value})
+    turns = row["turns"]
     values = [0.0, *(turn["value"] for turn in turns if turn["value"] is not None)]
-    return [turn | {"low": min(values), "high": max(values)} for turn in turns]
+    scale = {"low": min(values), "high": max(values)}
+    return [turn | scale | {"numbers": {x: turn[x] for x in CREDIT if turn[x] is not None}} for turn in turns]
 
 
 def _from_to(run: Run, name: str) -> tuple[str, str] | None:
     """Start and end of a metric."""
-    if name not in run.curves or not len(run.curves[name].finite().values):
+    if name not in run.curves:
         return None
     values = run.curves[name].finite().values
     course = trend(run.curves[name])

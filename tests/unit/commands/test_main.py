@@ -39,6 +39,7 @@ def test_command_has_help(command, capsys):
 
 def test_report_and_compare_write_pages(tmp_path, capsys):
     start = {"kind": "run", "time": 1.0, "step": 0, "config": {}, "model": "base", "rewards": ["r"], "monitors": []}
+    start |= {"max_steps": 1, "changed": []} | {name: {} for name in ("trainer_config", "environment", "plan")}
     metrics = {"kind": "metrics", "time": 2.0, "step": 1, "metrics": {"reward": 0.5}}
     runs = [str(tmp_path / name) for name in ("first", "second")]
     for directory in map(Path, runs):

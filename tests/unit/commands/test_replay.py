@@ -22,12 +22,21 @@ TURNS = [
 
 @pytest.fixture
 def run(tmp_path):
-    row = {"prompt": "Q", "turns": TURNS, "score": -0.5, "rewards": {"Game": -0.5}, "kl": None, "tokens": 9}
-    odd = {"prompt": None, "turns": [7, {"text": 3, "value": "x"}], "rewards": 4}
-    sheets = [("train", 2, [row | {"prompt": "early"}]), ("train", 4, [row, row | {"ended": False}, odd])]
-    entries = [{"kind": "run", "step": 0, "config": {"gamma": 1.0}}]
+    row = {
+        "prompt": "Q",
+        "turns": TURNS,
+        "score": -0.5,
+        "rewards": {"Game": -0.5},
+        "kl": None,
+        "tokens": 9,
+        "ended": True,
+    }
+    plain = row | {"turns": [turn("", "whole", 1.0)]}
+    sheets = [("train", 2, [row | {"prompt": "early"}]), ("train", 4, [row, row | {"ended": False}, plain])]
+    begun = {"config": {"gamma": 1.0}} | {name: {} for name in ("trainer_config", "environment", "plan")}
+    entries = [{"kind": "run", "time": 1.0, "step": 0, "model": None, "max_steps": 4, "changed": [], **begun}]
     for mode, step, rows in [*sheets, ("eval", 4, [row | {"prompt": "held out"}])]:
-        entries.append({"kind": "completions", "step": step, "mode": mode, "rows": rows})
+        entries.append({"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows})
     (tmp_path / "run_log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return str(tmp_path)
 
@@ -56,7 +65,7 @@ def test_replay_prints_turns_with_their_numbers(run, capsys):
 def test_replay_chooses_row_step_and_mode(run):
     assert replay(run, 1).splitlines()[0] == "step 4  row 1  score -0.5  tokens 9  truncated"
     assert "early" in replay(run, 0, step=2) and "held out" in replay(run, 0, mode="eval")
-    assert "completion\n    3" in replay(run, 2)
+    assert "completion  reward 1\n    whole" in replay(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ WRONG = [
     ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "they must match"),
     ({"critic": "none"}, "`num_generations`", "got 1", "use e.g. 8"),
     ({"critic_init": "splits"}, "`critic_init", "'splits'", "pretrain-critic"),
-    ({"critic_init": "nobody/critic"}, "`critic_init", "'nobody/critic'", "check the connection"),
+    ({"critic_init": "nobody/critic"}, "`critic_init", "'nobody/critic'", "check the path and"),
     ({"lora_dropout": 0.1}, "`lora_dropout", "0.1", "omit it"),
     ({"use_peft": False}, "`use_peft` must be True", "an adapter", "omit it"),
     (

@@ -8,7 +8,7 @@ from runs_of_tiny import trainer
 from tiny import config, llama
 
 from trl_ppo_ext.generation import vllm
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 
 
 def lora(**kwargs):

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl_ppo_ext.modeling import load_actor_critic
+from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
