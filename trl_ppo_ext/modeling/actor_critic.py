@@ -226,7 +226,18 @@ class ActorCritic(nn.Module):
         with_kl: bool = False,
         with_values: bool = True,
     ) -> TokenScores:
-        """Score the response tokens, `[batch, response]`. Gradients flow through everything that is computed."""
+        """Score the response tokens. Gradients flow through everything that is computed.
+
+        Args:
+            sequences ([`Sequences`]): Prompts and completions.
+            temperature (`float`, *optional*, defaults to 1.0): Sampling temperature.
+            with_entropy (`bool`, *optional*, defaults to `False`): Whether to compute entropies.
+            with_kl (`bool`, *optional*, defaults to `False`): Whether to compute the exact KL from the reference.
+            with_values (`bool`, *optional*, defaults to `True`): Whether to compute values, if there is a critic.
+
+        Returns:
+            [`TokenScores`]: Log-probs, entropies, KLs and values, `[batch, response]`.
+        """
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
