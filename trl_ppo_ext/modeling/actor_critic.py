@@ -109,6 +109,7 @@ class ActorCritic(nn.Module):
         self.critic_backprop = critic_backprop
         self.active_adapter: str | None = self.policy_adapter
         self._switch = AdapterSwitch(policy)
+        self._names: dict[str, set[str]] = {}  # of an adapter's parameters: PEFT takes tens of milliseconds
         head = policy.get_base_model().get_output_embeddings()
         if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise ValueError(
@@ -166,7 +167,7 @@ class ActorCritic(nn.Module):
         Returns:
             `dict[str, nn.Parameter]`: Parameters by name.
         """
-        return adapter_parameters(self.policy, self.policy_adapter)
+        return self._adapter_parameters(self.policy_adapter)
 
     def critic_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the value head and, if it has one, of its adapter.
@@ -175,7 +176,12 @@ class ActorCritic(nn.Module):
             `dict[str, nn.Parameter]`: Parameters by name; empty without a critic.
         """
         head = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
-        return head if self.critic_adapter is None else head | adapter_parameters(self.policy, self.critic_adapter)
+        return head if self.critic_adapter is None else head | self._adapter_parameters(self.critic_adapter)
+
+    def _adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
+        if adapter not in self._names:
+            self._names[adapter] = {*adapter_parameters(self.policy, adapter)}
+        return {name: x for name, x in self.policy.named_parameters() if name in self._names[adapter]}
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Unsharded weights of policy and critic by name; all ranks must call it."""
