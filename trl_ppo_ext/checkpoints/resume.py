@@ -164,7 +164,13 @@ def find_checkpoint(
 
     def read() -> dict[str, Tensor]:
         check(directory)
-        return load_file(os.path.join(directory, run_state_file(rank)))
+        path = os.path.join(directory, run_state_file(rank))
+        if not os.path.isfile(path):
+            raise CheckpointError(
+                f"`{directory}` has no state of rank {rank}; resume with the saved world size, and a directory that "
+                "all ranks see."
+            )
+        return load_file(path)
 
     try:
         # one rank of those that share a disk reads all of it

@@ -40,7 +40,10 @@ class ValueHead(nn.Linear):
         if self.normalized:
             return head
         mean, deviation = head.pop("mean"), head.pop("deviation")
-        return head | {"weight": deviation * head["weight"], "bias": deviation * head["bias"] + mean}
+        for name, offset in {"weight": torch.zeros(1), "bias": mean}.items():
+            if name in head:  # otherwise it does not fit, which is checked after this
+                head[name] = deviation * head[name] + offset
+        return head
 
 
 class SideCritic(ValueHead):
