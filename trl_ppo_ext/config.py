@@ -52,7 +52,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         bf16 (`bool`, *optional*): Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. Else they count as 0.
+            Filter NaN and inf from the logged loss, and so wait for the GPU per micro-batch. Else they count as 0.
         logging_first_step (`bool`, *optional*):
             Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
@@ -125,7 +125,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             Seconds after which a reward function fails for the rollout. Functions then run in a thread.
         reward_baseline (`str`, *optional*):
             `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
-        normalize_rewards (`bool`, *optional*, defaults to `False`): Normalize scores by running mean and deviation.
+        normalize_rewards (`bool`, *optional*, defaults to `False`):
+            Whether to normalize scores by their running mean and standard deviation.
         reward_clip_range (`float`, *optional*): Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
@@ -143,7 +144,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL).
         kl_target (`float`, *optional*): Adapt `kl_coef` to keep the mean KL per completion at this many nats.
         kl_horizon (`int`, *optional*, defaults to `10000`): Completions over which `kl_coef` adapts; larger is slower.
-        target_kl (`float`, *optional*): Stop a rollout's updates once the policy has moved this many nats per token.
+        target_kl (`float`, *optional*):
+            Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
         advantage_estimator (`str`, *optional*):
             With a critic `"gae"` (then the default), or `"auto"`, which weighs its values against the mean return by
             how well they predicted earlier rollouts. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`,
@@ -157,7 +159,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*):
-            Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to `learning_rate`.
+            Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
+            `learning_rate`.
         normalize_values (`bool`, *optional*):
             Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
             then begins at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the
@@ -553,8 +556,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 ", on which log-probs and shapes depend; set the field of `PPOConfig` if it has one, else remove it "
                 "(`num_generations` repeats prompts)": names & _OF_THE_POLICY,
             }
-        for problem, of in problems.items():
-            for name in of:
+        for problem, refused in problems.items():
+            for name in refused:
                 raise ValueError(f"`generation_kwargs` holds `{name}`{problem}.")
 
     def __init_subclass__(cls, **kwargs):

@@ -96,7 +96,7 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
     "use_adaptive_entropy": (bool, _entropy_target),
     "use_vllm": (bool, _backend("vllm")),
     "use_transformers_continuous_batching": (bool, _backend("continuous_batching")),
-    "use_transformers_paged": (bool, _backend("continuous_batching")),
+    "use_transformers_paged": (bool, lambda _, on: {"generation_backend": "continuous_batching"} if on else {}),
     "vllm_importance_sampling_cap": (float, "vllm_importance_sampling_clip_max"),
     "transformers_continuous_batching_config": (dict, "generation_kwargs"),
     "cache_implementation": (str, lambda _, name: {"generation_kwargs": {"cache_implementation": name}}),

@@ -514,7 +514,7 @@ NO_START = [
     ("reward", ADAPTER, other_base, "was trained on 'somebody/else', the policy's base is"),
     ("none", ADAPTER, None, "has neither a value_head.safetensors nor an adapter with a score head"),
     ("none", HEAD, empty, "has neither a value_head.safetensors nor an adapter with a score head"),
-    ("none", HEAD, shutil.rmtree, "saved` is neither a directory nor a readable repository on the Hub"),
+    ("none", HEAD, shutil.rmtree, "saved` must be a directory, or a repository on the Hub that can be reached"),
     ("adapter", ADAPTER, lambda x: (x / "critic/adapter_model.safetensors").unlink(), "critic` has no adapter_model"),
     ("head", HEAD, lambda x: shrink(x / "value_head.safetensors", "weight", 8), r"saved'` does not fit.*\(1, 8\)"),
     ("reward", ADAPTER, lambda x: shrink(x / "adapter_model.safetensors", "lora_A", 8), r"does not fit.*\(4, 8\)"),

@@ -173,6 +173,7 @@ def test_arguments_of_grpo_are_in_its_order():
     [
         ({"use_vllm": True, "use_transformers_continuous_batching": False, "use_transformers_paged": False}, "vllm"),
         ({"use_vllm": False, "use_transformers_continuous_batching": True}, "continuous_batching"),
+        ({"use_transformers_continuous_batching": True, "use_transformers_paged": False}, "continuous_batching"),
         ({"use_vllm": False, "generation_backend": "continuous_batching"}, "continuous_batching"),
         ({"use_vllm": False}, "transformers"),
     ],

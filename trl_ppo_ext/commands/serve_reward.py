@@ -27,11 +27,11 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
-except ImportError:
+except ImportError as error:
     raise ValueError(
-        "uvicorn and starlette are not installed; run pip install '.[serve]' in the clone that trl_ppo_ext was "
-        "installed from, or pip install uvicorn starlette."
-    ) from None
+        f"uvicorn and starlette cannot be imported ({error}); run pip install '.[serve]' in the clone that "
+        "trl_ppo_ext was installed from, or pip install uvicorn starlette."
+    ) from error
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,9 @@ SETTINGS: dict[str, Any] = {
     "http": Protocol,
     "headers": [("Connection", "close")],
     "limit_concurrency": MAX_CONNECTIONS,
+    "access_log": False,
+    "timeout_graceful_shutdown": 5,
 }
-SETTINGS |= {"access_log": False, "timeout_graceful_shutdown": 5}
 
 
 def check_sender(request: Request, api_key_env: str | None) -> None:

@@ -120,7 +120,8 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
 def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
-            f"`{name}` must be a `datasets.Dataset`, a stream or a list of dicts, got {type(dataset).__name__}."
+            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
+            f"{type(dataset).__name__}."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise PromptError(

@@ -287,18 +287,18 @@ class EpisodeSampler:
             resets.append(partial(episode.player.reset, columns, seeds[number]))
             self.lent.append((kind, episode))
         episodes = [episode for _, episode in self.lent]
-        for episode, observation in self._all("reset", episodes, resets, seed):
+        for episode, observation in self._answers("reset", episodes, resets, seed):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
         if self.args.critic == "adapter" and self.args.critic_prompt is None:
             with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
-            for episode, state in self._all("hidden state", with_state, states, seed):
+            for episode, state in self._answers("hidden state", with_state, states, seed):
                 self._show_critic(episode, state)
 
         active, going_on = episodes, [*range(len(rows))]
         sample_turns = self.generator.conversation()
-        while self.generator.most(len(active)):
+        while self.generator.largest_count(len(active)):
             # 2. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
             turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
@@ -314,14 +314,14 @@ class EpisodeSampler:
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
             asked = [x for x in active if x.error is None and x.turns <= self.iterations]
             responses = [partial(x.player.respond, x.messages[-1], x.place) for x in asked]
-            answers = self._all("turn", asked, responses, seed)
+            answers = self._answers("turn", asked, responses, seed)
             continuing = {id(episode) for episode, answer in answers if self._continues(episode, answer)}
             going_on = [number for number, episode in enumerate(active) if id(episode) in continuing]
             active = [active[number] for number in going_on]
         return episodes
 
-    def _all(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
-        """Ask all episodes together, beside the stream of random numbers; an error ends an episode, others return."""
+    def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
+        """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""
 
         async def together() -> list:
             answers = []

@@ -54,7 +54,8 @@ def openenv(
     """
     Make an `environment_factory` of a client of OpenEnv, asynchronous or synchronous.
 
-    `reset` of the client gets the seed of the episode and the columns of the row other than the prompt.
+    `reset` of the client gets the columns of the row other than the prompt, and the seed of the episode if the row has
+    none.
 
     Args:
         client (`Callable`):
@@ -76,7 +77,7 @@ def openenv(
 
         async def reset(self, row: dict[str, Any], seed: int) -> str:
             columns = {name: x for name, x in row.items() if name != "prompt"}
-            return text((await called(self.client.reset, seed=seed, **columns)).observation)
+            return text((await called(self.client.reset, **{"seed": seed} | columns)).observation)
 
         async def step(self, said: str) -> tuple[str, float, bool]:
             result = await called(self.client.step, action(said))

@@ -53,7 +53,7 @@ class Generator(Protocol):
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
 
-    def most(self, count: int) -> int:
+    def largest_count(self, count: int) -> int:
         """Largest count of all ranks, if they sample in step."""
         return count
 
@@ -174,10 +174,10 @@ class TransformersGenerator(Generator):
 
     @property
     def in_step(self) -> bool:
-        """Whether layers are gathered for all ranks, so that all of them sample until the last one is done."""
+        """If layers are gathered for all ranks, so that all of them sample until the last one is done."""
         return is_sharded(self.actor_critic.embedding)
 
-    def most(self, count: int) -> int:
+    def largest_count(self, count: int) -> int:
         """Largest count of all ranks, if they sample in step."""
         if not self.in_step:
             return count
@@ -190,12 +190,13 @@ class TransformersGenerator(Generator):
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt; a rank that has none, or fewer batches, samples in step with others."""
-        size, longest = self.batch_size or len(prompts) or 1, max_new_tokens or self.config.max_new_tokens
+        size, limit = self.batch_size or len(prompts) or 1, max_new_tokens or self.config.max_new_tokens
+        longest = self.largest_count(limit)  # a rank at its own limit would go on beyond its cache
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        parts += [[[self.config.pad_token_id]]] * (self.most(len(parts)) - len(parts))
+        parts += [[[self.config.pad_token_id]]] * (self.largest_count(len(parts)) - len(parts))
         with self._bar(len(parts) * longest) as bar:
             sampled = [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
-        return sampled[: len(prompts)]
+        return [ids[:limit] for ids in sampled[: len(prompts)]]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""

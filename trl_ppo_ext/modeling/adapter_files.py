@@ -63,7 +63,7 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return hf_hub_download(path, name, subfolder=folder or None)
     except (LocalEntryNotFoundError, HFValidationError, RepositoryNotFoundError) as error:
         raise ValueError(
-            f"`{path}` is neither a directory nor a readable repository on the Hub ({error}); check the path "
+            f"`{path}` must be a directory, or a repository on the Hub that can be reached ({error}); check the path "
             "and the connection."
         ) from None
     except EntryNotFoundError:

@@ -130,7 +130,7 @@ def _replay(run: Run, entries: list[dict[str, Any]]) -> None:
         else:
             sheet = Sheet(step, entry["mode"], entry["rows"])
             sheets[sheet[:2]] = sheet
-        if entry["kind"] != "run":
+        if entry["kind"] != "run" and run.written:
             run.seconds += entry["time"] - run.written
         run.written = entry["time"]
     run.sheets = [sheets[key] for key in sorted(sheets)]
