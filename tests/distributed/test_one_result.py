@@ -59,7 +59,7 @@ CHOICES = {
     "all other ways": {"others": True, "critic": "adapter", "gradient_checkpointing": True},
 }
 OF_THE_RUN = ("nan_at", "others", "plays")  # not of its config
-COVERED = ("critic adapter", "side critic")  # by choices that add to them
+COVERED = ("critic adapter", "side critic", "turns")  # by choices that add to them, or by other launches
 SPREADS = {
     "8": {"per_device_train_batch_size": 8},
     "8 micro-batches of 1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -79,9 +79,8 @@ RUNS = {
     "ZeRO-3": [
         ("plain", "2 x 4"),
         ("all that is steered or added", "2 x 4"),
-        ("turns", "2 x 4"),
     ],
-    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
+    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "turns", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("all that is steered or added", "2 x 4"),
