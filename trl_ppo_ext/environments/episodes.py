@@ -153,7 +153,8 @@ class Environments:
             return dataset, template_kwargs
         if dataset is None and self.by_name and args.max_steps > 0:
             raise ValueError(
-                "A dictionary as `environment_factory` requires a `train_dataset` with the column `environment`."
+                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` "
+                "names one of them, got None."
             )
         for reward in self.rewards:
             reward.timeout = args.environment_timeout
