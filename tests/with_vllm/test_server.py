@@ -192,7 +192,8 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(base, server, expec
     with pytest.raises(VLLMError, match=r"No answer from .* within `vllm_server_timeout=3` s .*start it with `VLLM_"):
         run.train()
     assert time.monotonic() - began < 60
-    assert checkpoints(tmp_path)[0].name == "checkpoint-4"
+    # the server may still answer what was in flight, and so end the run a rollout later
+    assert checkpoints(tmp_path)[0].name in ("checkpoint-4", "checkpoint-6")
     server.kill()
     server.start()
     server.wait()
