@@ -314,7 +314,7 @@ class RolloutCollector:
             returns=returns,
             policy_mask=None if policy_mask is response_mask else policy_mask,
             value_weights=self._value_weights(rewards, steps, response_mask, usable),
-            kl_coef=kl_coef,
+            kl_coef=kl_coef / self._advantage_unit,  # a KL in the loss weighs as much as one in the reward
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
         )
@@ -490,12 +490,16 @@ class RolloutCollector:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns
 
+    @property
+    def _advantage_unit(self) -> float:
+        """Deviation of the returns, so that no scale of the rewards is left; whitening has its own."""
+        return 1.0 if self.normalizer is None or self.args.whiten_advantages else self.normalizer.deviation
+
     def _scaled(self, advantages: Tensor, policy_mask: Tensor, weights: Tensor | None) -> Tensor:
         """Advantages as the policy learns from them."""
         if self.args.whiten_advantages:
             advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
-        elif self.normalizer is not None:  # in units of the returns: no scale of the rewards is left
-            advantages = advantages / self.normalizer.deviation
+        advantages = advantages / self._advantage_unit
         # PPO's clipped objective is linear in a factor that is not negative
         return advantages if weights is None else advantages * weights
 

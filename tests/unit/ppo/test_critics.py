@@ -111,6 +111,21 @@ def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic,
         assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
 
 
+@pytest.mark.parametrize("placement", ["reward", "loss", "both"])
+def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement):
+    """Rewards and penalty times 100 give the same policy wherever the penalty enters."""
+    runs = []
+    for scale in (1, 100):
+        settings = {"kl_placement": placement, "kl_estimator": "k2" if placement == "loss" else "exact"}
+        settings |= {"kl_coef": 0.3 * scale, "normalize_values": True, "whiten_advantages": False, "max_steps": 12}
+        runs.append(trainer(tmp_path / str(scale), reward_funcs=letters(scale, 0), **settings))
+        runs[-1].train()
+    plain, other = map(weights, runs)
+    policy = [name for name in plain if "default" in name]
+    moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
+    assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
+
+
 def test_run_with_normalized_values_resumes_bit_for_bit(tmp_path):
     settings = {"normalize_values": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
