@@ -130,9 +130,9 @@ def test_few_rollouts_improve_the_known_objective(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_reaches_the_optimum_of_exact_ascent(tmp_path, all_cores):
-    # heads of 32 make other problems than those of tests/optimum, and a run may lose a rare best answer: problem
-    # 1 ends at 0.093, 0.006 and 0.011 with vLLM, and at 0.009, 0.084 and 0.088 with transformers, by seed
-    result = gap(2, tmp_path, use_vllm=True, **DEFAULTS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_training_reaches_the_optimum_of_exact_ascent(seed, tmp_path, all_cores):
+    # at the rate of tests/optimum, 3e-3, runs with heads of 32 may lose a rare best answer, whatever samples
+    result = gap(seed, tmp_path, use_vllm=True, learning_rate=1e-3, **DEFAULTS)
     print(result)
     assert result["gap"] <= 0.02, result
