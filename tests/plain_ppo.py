@@ -108,6 +108,7 @@ class Sample:
     rewards: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
+    unit: float = 1.0  # of the advantages, in that of the scores; a KL in the loss has the same
 
 
 class Outputs(NamedTuple):
@@ -175,6 +176,11 @@ def group_advantages(scores: list[float], estimator: str) -> list[float]:
     return [(x - mean) / deviation for x in scores]
 
 
+def deviation(rows: list[list[float]]) -> float:
+    """Deviation over the tokens of all rows."""
+    return statistics.stdev([x for row in rows for x in row])
+
+
 def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]]:
     """Unit variance over the tokens of all rows, and mean 0 unless it is kept."""
     tokens = [x for row in rows for x in row]
@@ -191,8 +197,9 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
         sample.learn = sample.score is not None and not (sample.truncated and s.mask_truncated_completions)
     learned, scored = ([x for x in samples if x.learn], [x for x in samples if x.score is not None])
     if s.whiten_rewards:
+        unit = deviation([sample.rewards for sample in scored])
         for sample, rewards in zip(scored, whiten([sample.rewards for sample in scored], keep_mean=True)):
-            sample.rewards = rewards
+            sample.rewards, sample.unit = rewards, unit
     if s.advantage_estimator == "rebn":
         for sample in learned:
             sample.advantages = gae(sample.rewards, [0.0] * len(sample.rewards), s.gamma, 1.0)
@@ -211,8 +218,9 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
             targets = gae(sample.rewards, values, s.gamma, s.lam_critic)
             sample.returns = [advantage + value for advantage, value in zip(targets, values)]
     if s.whiten_advantages:
+        unit = deviation([sample.advantages for sample in learned])
         for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):
-            sample.advantages = advantages
+            sample.advantages, sample.unit = advantages, sample.unit * unit
 
 
 # 4. ---- loss
@@ -259,7 +267,7 @@ def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor,
             log_ratio = log_ratio.mean().expand_as(log_ratio)
         losses = [policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)]
         if s.kl_placement != "reward":
-            losses = [x + s.kl_coef * kl for x, kl in zip(losses, now.kl)]
+            losses = [x + s.kl_coef / sample.unit * kl for x, kl in zip(losses, now.kl)]
         losses = [x - s.entropy_coef * entropy for x, entropy in zip(losses, now.entropies)]
         completions.append(torch.stack(losses))
     loss = aggregate(completions, s) + (aggregate(of_values, s) if of_values else 0)

@@ -40,9 +40,11 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
         options |= {"group": {"advantage_estimator": "grpo"}, "none": {"advantage_estimator": "dr_grpo"}}
     else:  # no groups are compared; what remains is whether advantages are scaled
         options |= {"group": {}, "batch": {"whiten_advantages": True}, "none": {"whiten_advantages": False}}
-        if scale == "group":
+        if scale == "group" or (scale == "none" and config.normalize_values is not False):
             logger.warning(
-                "`scale_rewards='group'` needs `critic='none'`; a critic's advantages are in units of the returns."
+                "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns.",
+                value,
+                "`critic='none'`" if scale == "group" else "`normalize_values=False` too",
             )
     return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
 

@@ -123,8 +123,8 @@ def test_weights_of_prompts_are_those_of_all_ranks():
 def test_auto_advantages_are_gae_of_the_weighed_values(tmp_path, settings):
     run = trainer(tmp_path, advantage_estimator="auto", learning_rate=1e-2, max_steps=24, **settings)
     rollouts, trust, states = rollouts_of(run), run.collector.value_trust, []
-    baseline = trust.baseline
-    trust.baseline = lambda *given: states.append((trust.weight, trust.returns.mean)) or baseline(*given)
+    weighing = trust.weighing
+    trust.weighing = lambda *given: states.append((trust.weight, trust.returns.mean)) or weighing(*given)
     run.train()
     logged = [log["value/weight"] for log in run.state.log_history if "value/weight" in log]
     assert logged == pytest.approx([weight for weight, _ in states]) and logged[0] == 0
@@ -134,7 +134,8 @@ def test_auto_advantages_are_gae_of_the_weighed_values(tmp_path, settings):
     mask, rewards = rollout.response_mask, token_rewards(run, samples)
     weighed = mean + weight * (rollout.old_values - mean)
     expected, _ = ppo_math.gae(rewards, weighed, mask, args.gamma, args.lam)
-    scaled = expected / rollout.value_unit if args.normalize_values else ppo_math.whiten(expected, mask)
+    unit = max(rollout.value_unit, (expected[mask] ** 2).mean().sqrt().item())
+    scaled = expected / unit if args.normalize_values else ppo_math.whiten(expected, mask)
     torch.testing.assert_close(rollout.advantages, scaled)
     _, returns = ppo_math.gae(rewards, rollout.old_values, mask, args.gamma, args.lam_critic or args.lam)
     torch.testing.assert_close(rollout.returns, returns)  # the critic's own

@@ -89,7 +89,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         parameter.requires_grad_(False)
     trainer.collector.warns_of_far_scores = False  # they mislead only a policy that learns
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
-    rollouts = [rollout for rollout, _ in held_out_rollouts(trainer, HELD_OUT)]
+    rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
@@ -121,8 +121,8 @@ def held_out_rollouts(
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
     rows = [row for row in prompts for _ in range(num_generations)]
-    trainer.actor_critic.eval()
-    rollouts = []
+    head = trainer.actor_critic.eval().value_head
+    rollouts, units = [], [(x, x.clone()) for x in (() if head is None else head.buffers())]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
         for number in range(rounds):
@@ -130,6 +130,8 @@ def held_out_rollouts(
             # rewards draw their noise by the step; from step 1 on, scores that mislead a new critic are no news
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
             rollouts.append(collector.collect(rows[start : start + size], Metrics(device), state))
+    for buffer, unit in units:
+        buffer.copy_(unit)
     return rollouts
 
 
@@ -144,13 +146,18 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
     return [rows[index % len(rows)] for index in range(count)]
 
 
-def explained_variance(trainer: PPOTrainer, rollouts: Sequence[Rollout]) -> float:
+def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Samples]]) -> float:
     """Share of the returns' variance that the critic explains, over the tokens of all rollouts and processes."""
     trainer.actor_critic.eval()
-    score, all_sum = trainer.collector.score_tokens, trainer.collector.all_sum
-    values = torch.cat([cast(Tensor, score(each.sequences).values)[each.response_mask] for each in rollouts])
-    returns = torch.cat([cast(Tensor, each.returns)[each.response_mask] for each in rollouts])
-    return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), all_sum))
+    collector, values, returns = trainer.collector, [], []
+    for rollout, samples in rollouts:
+        sequences, mask = rollout.sequences, rollout.response_mask
+        if collector.earned is not None:  # in the units that the critic has now
+            sequences = collector.earned.read_by_critic(sequences, samples.scored)
+        values.append(cast(Tensor, collector.score_tokens(sequences).values)[mask])
+        returns.append(cast(Tensor, rollout.returns)[mask])
+    everything = torch.cat(values), torch.cat(returns), torch.ones_like(torch.cat(returns))
+    return float(ppo_math.explained_variance(*everything, collector.all_sum))
 
 
 def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -> None:

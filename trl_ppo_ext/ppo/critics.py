@@ -1,6 +1,7 @@
 """What critics need besides states: units of the values (PopArt), rewards so far, and trust in the values."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from ..modeling import SideCritic, ValueHead
 from ..rewards import RunningMoments, Scored
 from ..sequences import Sequences
-from .math import Reduction
+from .math import Reduction, masked_mean
 
 DECAY = 0.8  # of the moments, per rollout
 
@@ -47,12 +48,17 @@ class ValueNormalizer:
         """Unit of the values."""
         return self.units[1]
 
+    def _is_trained(self) -> bool:
+        is_trained = any(bool(x.any()) for x in (self.head.weight, self.head.bias))
+        # a rank may have no part of a sharded head
+        return bool(self.all_sum(torch.tensor(float(is_trained), device=self.head.mean.device)))
+
     @torch.no_grad()
     def update(self, values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         """Add the returns of a rollout; return its values, which change only for a new head."""
         moments, head = self.moments, self.head
-        is_untrained = self.is_new and not (head.weight.any() or head.bias.any())
-        old_mean, old_deviation = self.units
+        is_untrained = self.is_new and not self._is_trained()
+        old_mean, old_deviation = float(head.mean), float(head.deviation)
         moments.update(returns, mask, self.all_sum, DECAY)
         if not moments.count:  # no token counts
             return values
@@ -87,16 +93,16 @@ class EarnedRewards:
         earned = total / tokens.clamp(min=1)
         return earned.clamp(-self.BOUND, self.BOUND).masked_fill(~mask, 0)
 
-    def read_by_critic(self, sequences: Sequences, scored: Scored, training: bool) -> Sequences:
-        """Sequences with the rewards so far; those of training then move the units."""
-        rewards, mask = scored.tokens, sequences.completion_mask
-        earned = self.before(rewards, mask)
-        if training:
-            self.moments.update(rewards, mask & scored.usable[:, None], self.all_sum, DECAY)
-            if self.moments.count:
-                self.critic.reward_mean.fill_(self.moments.mean)
-                self.critic.reward_deviation.fill_(self.moments.deviation)
-        return replace(sequences, earned=earned)
+    def read_by_critic(self, sequences: Sequences, scored: Scored) -> Sequences:
+        """Sequences with the rewards so far."""
+        return replace(sequences, earned=self.before(scored.tokens, sequences.completion_mask))
+
+    def update(self, scored: Scored, response_mask: Tensor) -> None:
+        """Move the units by the rewards of a rollout, all of whose values are known."""
+        self.moments.update(scored.tokens, response_mask, self.all_sum, DECAY)
+        if self.moments.count:
+            self.critic.reward_mean.fill_(self.moments.mean)
+            self.critic.reward_deviation.fill_(self.moments.deviation)
 
 
 class ValueTrust:
@@ -121,10 +127,14 @@ class ValueTrust:
             return 0.0
         return min(max(covariance / around_mean, 0.0), 1.0)
 
-    def baseline(self, values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-        """Weigh the values of a rollout by earlier ones; then add its Monte Carlo returns to the evidence."""
-        weight, mean, is_first = self.weight, self.returns.mean, not self.returns.count
+    def weighing(self, rewards_to_go: Tensor, mask: Tensor) -> Callable[[Tensor], Tensor]:
+        """Function that weighs values by earlier rollouts; in the first, all become its mean."""
+        weight, mean = self.weight, self.returns.mean
+        if not self.returns.count:
+            mean = float(masked_mean(rewards_to_go, mask, self.all_sum))
+        return lambda values: mean + weight * (values - mean)
+
+    def add(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        """Add the values of a rollout and its Monte Carlo returns to the evidence."""
         for moments, x in ((self.returns, returns), (self.values, values), (self.errors, returns - values)):
             moments.update(x, mask, self.all_sum, DECAY)
-        mean = self.returns.mean if is_first else mean
-        return mean + weight * (values - mean)

@@ -65,6 +65,11 @@ class Samples(NamedTuple):
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
+    @property
+    def is_cut(self) -> Tensor:
+        """Completions after which the value bootstraps, `[batch]`."""
+        return torch.tensor([ids is not None for ids in self.after], device=self.stopped.device)
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -230,7 +235,7 @@ class RolloutCollector:
 
         # 3. Log-probs under policy and reference, values and entropies, with the forward of the updates.
         if self.earned is not None:
-            sequences = self.earned.read_by_critic(sequences, scored, training)
+            sequences = self.earned.read_by_critic(sequences, scored)
         with self._timed("forward", metrics):
             tokens = self.score_tokens(sequences)
 
@@ -278,7 +283,9 @@ class RolloutCollector:
             self._update_coefficients(tokens, policy_mask, usable)
         rewards = self._token_rewards(tokens, scored, samples.stopped, completion_mask, kl_coef)
         metrics.mean("objective", rewards.sum(1), usable)
+        reward_unit = 1.0
         if args.whiten_rewards:
+            reward_unit = math.sqrt(float(ppo_math.masked_var(rewards, response_mask, self.all_sum)) + 1e-8)
             rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, self.all_sum)
 
         # 5. Advantages for the policy and, with a critic, returns for the values: per token, or per turn, whose reward
@@ -297,7 +304,9 @@ class RolloutCollector:
             advantages = self._over_groups(args.advantage_estimator, rewards.sum(1), usable)[:, None] * response_mask
         if args.advantage_level == "turn":
             advantages = advantages.gather(1, first) * response_mask
-        advantages = self._scaled(advantages, policy_mask, samples.sampler_weights)
+        advantages, unit = self._scaled(advantages, policy_mask, samples.sampler_weights)
+        if self.earned is not None:
+            self.earned.update(scored, response_mask)
 
         if samples.excluded is not None:
             sequences = self.guard.stand_ins(sequences, samples.excluded)
@@ -314,7 +323,7 @@ class RolloutCollector:
             returns=returns,
             policy_mask=None if policy_mask is response_mask else policy_mask,
             value_weights=self._value_weights(rewards, steps, response_mask, usable),
-            kl_coef=kl_coef / self._advantage_unit,  # a KL in the loss weighs as much as one in the reward
+            kl_coef=kl_coef / (reward_unit * unit),  # a KL in the loss weighs as much as one in the reward
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
         )
@@ -435,10 +444,9 @@ class RolloutCollector:
     def _values_after(self, samples: Samples) -> Tensor | None:
         """Values of the states after completions that a limit cut, `[batch]`, 0 after others; `None` if none is."""
         batch, sequences, device = samples.batch, samples.sequences, self.accelerator.device
-        is_cut = torch.tensor([ids is not None for ids in samples.after])
-        rows = is_cut.nonzero()[:, 0].tolist()
+        rows = samples.is_cut.nonzero()[:, 0].tolist()
         if is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
-            rows = [*range(len(sequences))] if self.all_sum(is_cut.to(device).sum()) else []
+            rows = [*range(len(sequences))] if self.all_sum(samples.is_cut.sum()) else []
         if not rows:
             return None
         # the value of a state is at the token that follows it: one that nothing else reads
@@ -458,7 +466,7 @@ class RolloutCollector:
         if self.args.value_range is not None:
             values = values.clamp(*self.args.value_range)
         values = values.new_zeros(len(sequences)).index_put((on_device,), values)
-        return values.masked_fill(~is_cut.to(device), 0)
+        return values.masked_fill(~samples.is_cut, 0)
 
     def _gae(
         self, rewards: Tensor, values: Tensor, response_mask: Tensor, samples: Samples, metrics: Metrics
@@ -477,31 +485,37 @@ class RolloutCollector:
         final_values = self._values_after(samples)
         if self.args.value_range is not None:  # https://huggingface.co/papers/2608.23566
             values = values.clamp(*self.args.value_range)
-        baseline = values
+        baseline, final_baseline = values, final_values
         if self.value_trust is not None:
             metrics.mean("value/weight", self.value_trust.weight)
-            _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0, final_values)
-            baseline = self.value_trust.baseline(values, outcomes, response_mask)
+            without = partial(ppo_math.gae, rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
+            weigh = self.value_trust.weighing(without()[1], response_mask)
+            baseline = weigh(values)
+            if final_values is not None:
+                final_baseline = weigh(final_values).masked_fill(~samples.is_cut, 0)
+            self.value_trust.add(values, without(final_baseline)[1], response_mask)
         lam_policy = lam if alpha is None else ppo_math.length_adaptive_lambda(response_mask, alpha)
-        advantages, returns = ppo_math.gae(rewards, baseline, response_mask, gamma, lam_policy, final_values)
+        advantages, returns = ppo_math.gae(rewards, baseline, response_mask, gamma, lam_policy, final_baseline)
         if baseline is not values or alpha is not None or lam_critic != lam:
             _, returns = ppo_math.gae(rewards, values, response_mask, gamma, lam_critic, final_values)
         if self.normalizer is not None:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns
 
-    @property
-    def _advantage_unit(self) -> float:
-        """Deviation of the returns, so that no scale of the rewards is left; whitening has its own."""
-        return 1.0 if self.normalizer is None or self.args.whiten_advantages else self.normalizer.deviation
-
-    def _scaled(self, advantages: Tensor, policy_mask: Tensor, weights: Tensor | None) -> Tensor:
-        """Advantages as the policy learns from them."""
+    def _scaled(self, advantages: Tensor, policy_mask: Tensor, weights: Tensor | None) -> tuple[Tensor, float]:
+        """Advantages as the policy learns from them, and their unit in that of the rewards."""
+        moments, unit = (advantages, policy_mask, self.all_sum), 1.0
         if self.args.whiten_advantages:
-            advantages = ppo_math.whiten(advantages, policy_mask, self.all_sum)
-        advantages = advantages / self._advantage_unit
+            unit = math.sqrt(float(ppo_math.masked_var(*moments)) + 1e-8)
+            advantages = ppo_math.whiten(*moments)
+        elif self.normalizer is not None:
+            # in units of the returns: no scale of the rewards is left. When returns hardly vary any more, a critic
+            # that lags behind would make advantages large: they are then in units of its errors
+            mean_square = ppo_math.masked_mean(advantages**2, policy_mask, self.all_sum)
+            unit = max(self.normalizer.deviation, math.sqrt(float(mean_square)))
+            advantages = advantages / unit
         # PPO's clipped objective is linear in a factor that is not negative
-        return advantages if weights is None else advantages * weights
+        return advantages if weights is None else advantages * weights, unit
 
     def _over_groups(self, name: str, scores: Tensor, usable: Tensor) -> Tensor:
         """Advantages or weights of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -272,7 +272,12 @@ def shaken(run):
 
 
 @pytest.mark.parametrize(
-    "scale", [{"normalize_rewards": True, "reward_baseline": "reference"}, {"normalize_values": True}]
+    "scale",
+    [
+        {"critic": "adapter", "normalize_rewards": True, "reward_baseline": "reference"},
+        {"critic": "adapter", "normalize_values": True},
+        {"critic": "side", "normalize_values": True},
+    ],
 )
 def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     monkeypatch.setattr(module, "HELD_OUT", 24)
@@ -281,7 +286,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     def weights(run):
         return copies(run.actor_critic.critic_parameters() | run.actor_critic.value_head.state_dict())
 
-    measured = trainer(tmp_path, critic="adapter", **steered)
+    measured = trainer(tmp_path, **steered)
     before = weights(measured)
     noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     state = json.dumps(measured.collector.state_dict())
@@ -292,7 +297,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == noise[1:]
     pretrain_critic(measured)
 
-    plain = trainer(tmp_path, critic="adapter", **steered)
+    plain = trainer(tmp_path, **steered)
     for parameter in plain.actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     plain.train()
@@ -316,13 +321,31 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
 
 def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     run = shaken(trainer(tmp_path))
-    rollouts = [rollout for rollout, _ in held_out_rollouts(run, completions=24)]
+    rollouts = held_out_rollouts(run, completions=24)
     assert len(rollouts) == 3
-    values = np.concatenate([each.old_values[each.response_mask].numpy() for each in rollouts])
-    returns = np.concatenate([each.returns[each.response_mask].numpy() for each in rollouts])
+    values = np.concatenate([each.old_values[each.response_mask].numpy() for each, _ in rollouts])
+    returns = np.concatenate([each.returns[each.response_mask].numpy() for each, _ in rollouts])
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert explained_variance(run, rollouts) == pytest.approx(expected, abs=1e-5)
     assert abs(expected) > 0.01
+
+
+def token_rewards(completion_ids, **kwargs):
+    return [[float(token % 2) for token in ids] for ids in completion_ids]
+
+
+def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_them_now(tmp_path):
+    run = shaken(trainer(tmp_path, critic="side", reward=token_rewards))
+    ((rollout, samples),) = held_out_rollouts(run, completions=8)
+    run.actor_critic.value_head.reward_deviation.fill_(0.5)
+    sequences = replace(
+        rollout.sequences, earned=run.collector.earned.before(samples.scored.tokens, rollout.response_mask)
+    )
+    assert sequences.earned.any() and not rollout.sequences.earned.any()
+    mask = rollout.response_mask
+    values, returns = run.collector.score_tokens(sequences).values[mask].numpy(), rollout.returns[mask].numpy()
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected, abs=1e-5)
 
 
 def asked_for(run, completions):

@@ -69,6 +69,23 @@ def test_masked_returns_do_not_count():
     torch.testing.assert_close(normalizer.head.mean[0], returns[:, :5].mean())
 
 
+def test_head_that_was_loaded_keeps_its_values_when_the_units_move():
+    """`load_best_model_at_end` loads weights and units, and training may go on."""
+    head, best = trained_head(), trained_head(seed=1)
+    normalizer = ValueNormalizer(head, alone)
+    normalizer.update(values_of(head), torch.randn(4, 10) * 100 + 3, MASK)
+    head.load_state_dict(best.state_dict())
+    normalizer.update(values_of(head), torch.randn(4, 10), MASK)
+    torch.testing.assert_close(values_of(head), values_of(best), rtol=1e-4, atol=1e-4)
+
+
+def test_head_that_another_rank_holds_is_not_new():
+    head = ValueHead(8, True, torch.device("cpu"))  # all of a sharded head that this rank sees
+    values = torch.randn(4, 10)
+    normalizer = ValueNormalizer(head, lambda x: x + 1 if x.ndim == 0 else x)
+    assert torch.equal(normalizer.update(values, torch.randn(4, 10), MASK), values)
+
+
 def test_equal_returns_keep_the_unit_one():
     normalizer = ValueNormalizer(trained_head(), alone)
     normalizer.update(values_of(normalizer.head), torch.full((4, 10), 3.0), MASK)
@@ -93,6 +110,13 @@ def letters(scale, shift):
     return reward
 
 
+def relative_distance(plain, other):
+    """Distance of two policies, relative to how far the first one has moved."""
+    policy = [name for name in plain if "default" in name]
+    moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
+    return sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() / moved
+
+
 @pytest.mark.parametrize("critic, whiten", [("head", True), ("side", False), ("adapter", False)])
 def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic, whiten):
     settings = {"critic": critic, "normalize_values": True, "critic_backprop": critic == "adapter", "kl_coef": 0.0}
@@ -102,28 +126,70 @@ def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic,
         run = trainer(tmp_path / name, reward_funcs=letters(*numbers), max_steps=12, **settings)
         run.train()
         runs.append(run)
-    plain, *others = (weights(run) for run in runs)
+    plain, *others = map(weights, runs)
     logs = [[x["value/explained_variance"] for x in run.state.log_history if "reward" in x] for run in runs]
     assert any(logs[0]) and all(log == pytest.approx(logs[0], abs=1e-3) for log in logs)
-    policy = [name for name in plain if "default" in name]
-    moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
-    for other in others:
-        assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
+    assert all(relative_distance(plain, other) < 0.01 for other in others)
 
 
+@pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
-def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement):
+def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
     """Rewards and penalty times 100 give the same policy wherever the penalty enters."""
+    settings = {"critic": "side", "kl_placement": placement, "kl_estimator": "k2" if placement == "loss" else "exact"}
+    settings |= {"normalize_values": True, "whiten_advantages": whiten, "max_steps": 12}
     runs = []
     for scale in (1, 100):
-        settings = {"kl_placement": placement, "kl_estimator": "k2" if placement == "loss" else "exact"}
-        settings |= {"kl_coef": 0.3 * scale, "normalize_values": True, "whiten_advantages": False, "max_steps": 12}
-        runs.append(trainer(tmp_path / str(scale), reward_funcs=letters(scale, 0), **settings))
+        run = {"reward_funcs": letters(scale, 0), "kl_coef": 0.3 * scale}
+        runs.append(trainer(tmp_path / str(scale), **run, **settings))
         runs[-1].train()
-    plain, other = map(weights, runs)
-    policy = [name for name in plain if "default" in name]
-    moved = sum((plain[name] ** 2).sum() for name in policy).sqrt()
-    assert sum(((plain[name] - other[name]) ** 2).sum() for name in policy).sqrt() < 0.01 * moved
+    assert relative_distance(*map(weights, runs)) < 0.01
+
+
+def collected(run, monkeypatch):
+    """Rollouts of a run, as it collects them."""
+    rollouts, collect = [], run.collector.collect
+
+    def recorded(*args):
+        rollout, samples = collect(*args)
+        rollouts.append(rollout)
+        return rollout, samples
+
+    monkeypatch.setattr(run.collector, "collect", recorded)
+    return rollouts
+
+
+def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
+    units, scale = [], ppo_math.scale_to_unit_variance
+
+    def recorded(x, mask, all_sum):
+        units.append(x[mask].std().item())
+        return scale(x, mask, all_sum)
+
+    monkeypatch.setattr(ppo_math, "scale_to_unit_variance", recorded)
+    settings = {"kl_placement": "both", "kl_estimator": "exact", "kl_coef": 0.3, "whiten_rewards": True}
+    settings |= {"whiten_advantages": False, "num_ppo_epochs": 1, "num_mini_batches": 1}
+    run = trainer(tmp_path, reward_funcs=letters(9, 0), max_steps=1, **settings)
+    rollouts = collected(run, monkeypatch)
+    run.train()
+    assert units[0] > 1.5
+    assert rollouts[0].kl_coef == pytest.approx(0.3 / units[0], rel=1e-4)
+
+
+def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path, monkeypatch):
+    """The unit of the returns then goes to 0, and faster than the critic's errors."""
+    calls = []
+
+    def solved(completion_ids, **kwargs):
+        calls.append(None)
+        return [sum(ids) % 7 if len(calls) <= 3 else 6.0 for ids in completion_ids]
+
+    settings = {"critic": "side", "normalize_values": True, "whiten_advantages": False, "kl_coef": 0.0}
+    run = trainer(tmp_path, reward_funcs=solved, max_steps=160, learning_rate=1e-3, **settings)
+    rollouts = collected(run, monkeypatch)
+    run.train()
+    squares = [(rollout.advantages[rollout.response_mask] ** 2).mean().item() for rollout in rollouts]
+    assert len(squares) >= 30 and max(squares) < 1.0001
 
 
 def test_run_with_normalized_values_resumes_bit_for_bit(tmp_path):
@@ -168,10 +234,18 @@ def states_and_returns(noise=1.0, shift=0.0, rollouts=30, width=10, seed=0):
         yield means + shift, means + shift + noise * noises
 
 
+def baseline(trust, values, returns, mask=None):
+    """Weighed values of a rollout, which then is evidence."""
+    mask = torch.ones_like(values) if mask is None else mask
+    weighed = trust.weighing(returns, mask)(values)
+    trust.add(values, returns, mask)
+    return weighed
+
+
 def trust_after(rollouts):
     trust = ValueTrust(alone)
     for values, returns in rollouts:
-        trust.baseline(values, returns, torch.ones_like(values))
+        baseline(trust, values, returns)
     return trust
 
 
@@ -180,7 +254,19 @@ def test_first_rollout_has_the_mean_return_as_baseline():
     trust = ValueTrust(alone)
     assert trust.weight == 0
     close = torch.testing.assert_close
-    close(trust.baseline(values, returns, torch.ones_like(values)), torch.full_like(values, returns.mean().item()))
+    close(baseline(trust, values, returns), torch.full_like(values, returns.mean().item()))
+
+
+def test_value_after_a_cut_is_weighed_as_the_others(tmp_path, monkeypatch):
+    """A critic that is not trusted yet adds nothing to completions that a limit cut, however wrong it is."""
+    settings = {"advantage_estimator": "auto", "bootstrap_truncated": True, "kl_coef": 0.0, "max_steps": 1}
+    settings |= {"critic": "head", "normalize_values": False, "whiten_advantages": False, "num_mini_batches": 1}
+    settings |= {"generation_kwargs": {"min_new_tokens": 8}, "max_completion_length": 8, "num_ppo_epochs": 1}
+    run = trainer(tmp_path, reward_funcs=letters(0, 0), **settings)
+    torch.nn.init.constant_(run.actor_critic.value_head.bias, 50.0)
+    rollouts = collected(run, monkeypatch)
+    run.train()
+    assert rollouts[0].old_values.max() == 50 and not rollouts[0].advantages.any()
 
 
 def test_noise_is_not_trusted():
@@ -190,7 +276,7 @@ def test_noise_is_not_trusted():
     assert trust.weight < 0.02
     (values, returns), mean, mask = rollouts[0], trust.returns.mean, torch.ones(64, 10)
     flat, _ = ppo_math.gae(returns, torch.full_like(values, mean), mask, 1.0, 0.9)
-    weighed, _ = ppo_math.gae(returns, trust.baseline(values, returns, mask), mask, 1.0, 0.9)
+    weighed, _ = ppo_math.gae(returns, baseline(trust, values, returns), mask, 1.0, 0.9)
     assert (weighed - flat).std() < 0.02 * flat.std()
 
 
@@ -217,8 +303,7 @@ def test_constant_values_at_the_mean_are_not_trusted():
 def test_trust_depends_on_earlier_rollouts_only():
     first, (values, returns) = states_and_returns(rollouts=2)
     one, other = trust_after([first]), trust_after([first])
-    mask = torch.ones_like(values)
-    assert torch.equal(one.baseline(values, returns, mask), other.baseline(values, -7 * returns, mask))
+    assert torch.equal(baseline(one, values, returns), baseline(other, values, -7 * returns))
     assert one.weight != other.weight
 
 
@@ -228,7 +313,7 @@ def test_trust_ignores_masked_tokens_and_forgets():
     trust, wanted = ValueTrust(alone), []
     for number, (values, returns) in enumerate(rollouts):
         values = values + values[0]  # wrong by the same row, so that the weight is below 1
-        trust.baseline(torch.where(mask, values, 1e3), torch.where(mask, returns, -1e3), mask)
+        baseline(trust, torch.where(mask, values, 1e3), torch.where(mask, returns, -1e3), mask)
         wanted.append((values[mask].double(), returns[mask].double(), DECAY ** (1 - number)))
     count = sum(len(v) * share for v, _, share in wanted)
     mean = sum(r.sum() * share for _, r, share in wanted) / count
@@ -248,7 +333,7 @@ def test_gradient_varies_no_more_than_with_the_better_baseline(error, shift):
         returns = means + (actions - 1) + 0.5 * torch.randn(means.shape, generator=generator)
         values = means + error * torch.randn(means.shape, generator=generator) + shift
         mean = trust.returns.mean
-        weighed = trust.baseline(values, returns, torch.ones_like(values))
+        weighed = baseline(trust, values, returns)
         gradients = [(returns - x)[..., None] * scores[actions] for x in (weighed, values, torch.tensor(mean))]
         variances.append([x.flatten(0, 1).var(0).sum() for x in gradients])
     weighed, by_values, by_mean = torch.tensor(variances[5:]).mean(0)
