@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 GROUPS = {"critic": "none", "num_generations": 64}
-# whitening would change the effective kl_coef of a KL in the loss
+# in the units of the reward
 IN_LOSS = {"kl_placement": "loss", "whiten_advantages": False}
 
 # name: (settings, tokens of a response); the first ones must be within 0.02

@@ -117,6 +117,15 @@ def test_conflicts_and_other_values_raise_with_the_reason(tmp_path, settings, me
         made(tmp_path, **settings)
 
 
+@pytest.mark.parametrize("scale, wanted", [(True, "critic='none'"), (False, "normalize_values=False")])
+def test_scale_that_a_critic_does_not_have_is_said(tmp_path, caplog, scale, wanted):
+    PPOConfig(str(tmp_path), bf16=False, scale_rewards=scale)
+    assert wanted in caplog.text
+    caplog.clear()
+    PPOConfig(str(tmp_path), bf16=False, scale_rewards=False, normalize_values=False)
+    assert "scale_rewards" not in caplog.text
+
+
 def test_every_setting_of_a_grpo_config_is_accepted_at_its_default(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
     args = PPOConfig(**GRPOConfig(str(tmp_path), **PLAIN).to_dict())

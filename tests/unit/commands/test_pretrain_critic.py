@@ -230,7 +230,7 @@ def test_command_is_listed(capsys):
 )
 def test_wrong_arguments_are_refused_by_name(there, capsys, arguments, says):
     assert cli.main(["pretrain-critic", "--config", "run.yaml", *arguments, "--output_dir", "refused"]) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]  # after bars of datasets
     assert error.startswith("trl-ppo pretrain-critic: error: ") and says in error
     assert not (there / "refused").exists()
 
