@@ -77,7 +77,7 @@ def roles() -> str:
     layers = [
         Box(20, 152, 172, 76, PLAIN, "adapter off", dashed=True),
         Box(216, 152, 172, 76, TRAINED, "LoRA adapter"),
-        Box(412, 152, 172, 76, TRAINED, "value head\non the policy's states,\nor on its own adapter"),
+        Box(412, 152, 172, 76, TRAINED, "side network\nor head, on the policy's\nstates; or own adapter"),
         Box(608, 152, 172, 76, FROZEN, "LoRA adapter\nand score head"),
     ]
     parts = [base.svg()]
@@ -117,7 +117,7 @@ def data_flow() -> str:
         520,
         80,
         TRAINED,
-        "6. Update the adapter and the value head\nclipped policy loss + vf_coef × value loss\n"
+        "6. Update the adapter and the critic\nclipped policy loss + vf_coef × value loss\n"
         "num_ppo_epochs × num_mini_batches optimizer steps",
     )
     parts = [box.svg() for box in (prompts, generate, completions, forward, score, rewards, advantages, update)]
