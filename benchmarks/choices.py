@@ -2,7 +2,7 @@
 
 Needs what `make demo` leaves in runs/docstrings: corpus, supervised model, reward model. Every arrangement trains on
 the same number of completions with the recipe's settings (`kl_coef` 0.03), on one thread; those that
-pretrain a critic are part of them. The pass rate is ruff's verdict on held-out completions, which none optimises.
+pretrain a critic are part of them. The pass rate is ruff's verdict on held-out completions, which none optimizes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "docstrings"
-HEAD = {"critic": "head", "normalize_values": False, "vf_coef": 0.1}
+HEAD = {"critic": "head", "normalize_values": False, "vf_coef": 0.1, "cliprange": 0.2}
 UNCLIPPED, CLIPPED = HEAD | {"cliprange_value": None}, HEAD | {"cliprange_value": 0.2}
 GROUPS = UNCLIPPED | {"critic": "none", "num_generations": 8}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

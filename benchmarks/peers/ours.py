@@ -22,6 +22,7 @@ def main(name: str, dtype: str, steps: int, fields: dict) -> None:
         "use_cpu": not torch.cuda.is_available(),
         "bf16": dtype == "bf16",
         "per_device_train_batch_size": shape.batch,
+        "critic": "head",
         "num_ppo_epochs": EPOCHS,
         "max_steps": steps * EPOCHS,
         "max_completion_length": shape.response,
