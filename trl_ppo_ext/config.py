@@ -52,7 +52,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         bf16 (`bool`, *optional*): Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4.
         logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            Filter NaN and inf from the logged loss, and so wait for the GPU per micro-batch. Else they count as 0.
+            Filter NaN and inf from the logged loss, which waits for the GPU at every micro-batch. If off, they count
+            as 0.
         logging_first_step (`bool`, *optional*):
             Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
         remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
@@ -107,7 +108,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         vllm_importance_sampling_clip_min (`float`, *optional*): Smallest ratio.
         vllm_max_logp_difference (`float`, *optional*):
             End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then
-            vLLM samples from other weights. Default: 0.1 nats, and 0.01 in float32.
+            vLLM samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters.
         max_tool_calling_iterations (`int`, *optional*):
             Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
         environment_timeout (`float`, *optional*):
@@ -206,8 +207,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         max_skipped_steps (`int`, *optional*, defaults to `5`):
             End the run after this many consecutive steps with a NaN or inf gradient (not with fp16's scaler).
         resume_from_checkpoint (`str` or `bool`, *optional*):
-            Checkpoint from which `train()` resumes, or `True` for the latest valid one in `output_dir`. `False` moves
-            checkpoints of an earlier run aside and begins anew.
+            Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or `False` to
+            begin anew and move those of an earlier run aside.
         resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
             Whether a checkpoint may be resumed under settings that differ from those it was saved under.
         log_completions (`bool`, *optional*, defaults to `False`): Whether to print completions with the metrics.

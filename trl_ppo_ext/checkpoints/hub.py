@@ -29,8 +29,8 @@ logger = logging.get_logger(__name__)
 
 _WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
-# names in the run's folder that are not pushed: rollouts with NaN gradients, checkpoints, answers of tools, adapters
-# for vLLM, input of `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token
+# names in the run's folder that are not pushed: checkpoints, answers of tools, adapters for vLLM, input of
+# `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token
 CHECKPOINTS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", STAGING, REPLACED)
 NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", ANSWERS, SERVED, LOCK, RUN_LOG, TRAINING_ARGS_NAME)
 REMEDIES = {

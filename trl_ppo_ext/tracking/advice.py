@@ -98,7 +98,7 @@ TOO_HIGH = (
 # pattern of a count that must stay 0, title, remedy
 FAILURES = (
     ("skipped_steps", "Non-finite gradients", "Lower `learning_rate` or `max_grad_norm`; prefer `bf16` to `fp16`."),
-    ("nonfinite_completions", "Non-finite log-probs", "Prefer `bf16` to `fp16`, and inspect the saved rollouts."),
+    ("nonfinite_completions", "Non-finite log-probs", "Prefer `bf16` to `fp16`, or lower `learning_rate`."),
     (
         "empty_steps",
         "Steps without a token to learn from",
