@@ -8,7 +8,10 @@ from runs_of_tiny import rollouts_of, trainer
 from tiny import WORDS, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.commands.pretrain_critic import held_out_rollouts, pretrain_critic
+from trl_ppo_ext.commands.probe import probe
 from trl_ppo_ext.data.prompts import PromptError
+from trl_ppo_ext.environments.record import ANSWERS
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.sequences import Sequences
@@ -167,3 +170,22 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
     expected = rollouts.OVER_GROUPS[estimator](totals, torch.ones(8), 4)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, level):
+    settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 20, "num_ppo_epochs": 4}
+    settings |= {"advantage_level": level, "critic_learning_rate": 1e-2, "kl_coef": 0.0}
+    run = episodes_run(tmp_path, Ending, **settings)
+    ((rollout, _),) = held_out_rollouts(run, completions=8)
+    starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
+    left = (starts.flip(1).cumsum(1).flip(1) * starts)[rollout.response_mask & starts]  # turns, each of which pays 1
+    assert torch.equal(rollout.returns[rollout.response_mask & starts], left.float()) and left.max() == 4
+    assert not (tmp_path / ANSWERS).exists()
+    numbers = pretrain_critic(run)
+    assert numbers["explained_variance_before"] < 0.1 and numbers["explained_variance_after"] > 0.2
+
+
+def test_probe_measures_episodes(tmp_path):
+    run = episodes_run(tmp_path, Ending, critic="side", normalize_values=True, advantage_level="turn", kl_coef=0.0)
+    assert probe(run, 64)["completions"] == 64

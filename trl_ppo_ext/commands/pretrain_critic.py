@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_p
 def check_can_pretrain(critic: str, push_to_hub: bool) -> None:
     """Raise for a run without a critic, or one that pushes the policy."""
     if critic == "none":
-        raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'head' or 'adapter'.")
+        raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or 'adapter'.")
     if push_to_hub:
         raise ValueError("`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`.")
 
@@ -113,10 +114,11 @@ def held_out_rollouts(
     args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
     # Monte Carlo returns: with another λ they would depend on the critic. Normalizing would rewrite the value head
     vars(args).update({"lam_critic": 1.0, "normalize_values": False} | changes)
+    roles = run.actor_critic, run.generator, run.rewards
     # without monitored rewards, which nothing would log
-    collector = RolloutCollector(
-        run.actor_critic, run.generator, run.rewards, [], run.tokenizer, args, run.accelerator, run.guard
-    )
+    collector = RolloutCollector(*roles, [], run.tokenizer, args, run.accelerator, run.guard)
+    if (episodes := run.episodes) is not None:  # without the record of their answers, which is the run's
+        collector.episodes = cast(Any, SimpleNamespace(sample=lambda rows, seeds, step: episodes.sample(rows, seeds)))
     collector.load_state_dict(run.state_dict())
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
@@ -152,6 +154,8 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
     collector, values, returns = trainer.collector, [], []
     for rollout, samples in rollouts:
         sequences, mask = rollout.sequences, rollout.response_mask
+        if trainer.args.advantage_level == "turn":
+            mask = mask & ppo_math.turn_starts(sequences.turns)[0]
         if collector.earned is not None:  # in the units that the critic has now
             sequences = collector.earned.read_by_critic(sequences, samples.scored)
         values.append(cast(Tensor, collector.score_tokens(sequences).values)[mask])

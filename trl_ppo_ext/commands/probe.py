@@ -69,7 +69,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         raise ValueError(f"`completions` must be {needed}, got {completions}.")
 
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
-    changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False}
+    changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False, "advantage_level": "token"}
     collected = held_out_rollouts(trainer, completions, size, **changes)
     rollouts = [rollout for rollout, _ in collected]
     rows = sum(map(len, rollouts)) // size * size  # of complete groups

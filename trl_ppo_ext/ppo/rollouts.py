@@ -68,7 +68,7 @@ class Samples(NamedTuple):
     @property
     def is_cut(self) -> Tensor:
         """Completions after which the value bootstraps, `[batch]`."""
-        return torch.tensor([ids is not None for ids in self.after], device=self.stopped.device)
+        return torch.tensor([ids is not None for ids in self.after]).to(self.stopped.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ class RolloutCollector:
     def _values_after(self, samples: Samples) -> Tensor | None:
         """Values of the states after completions that a limit cut, `[batch]`, 0 after others; `None` if none is."""
         batch, sequences, device = samples.batch, samples.sequences, self.accelerator.device
-        rows = samples.is_cut.nonzero()[:, 0].tolist()
+        rows = [row for row, ids in enumerate(samples.after) if ids is not None]
         if is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
             rows = [*range(len(sequences))] if self.all_sum(samples.is_cut.sum()) else []
         if not rows:
