@@ -304,7 +304,9 @@ class RolloutCollector:
             advantages = self._over_groups(args.advantage_estimator, rewards.sum(1), usable)[:, None] * response_mask
         if args.advantage_level == "turn":
             advantages = advantages.gather(1, first) * response_mask
-        advantages, unit = self._scaled(advantages, policy_mask, samples.sampler_weights)
+        advantages, unit = self._scaled(advantages, policy_mask, returns, steps)
+        if samples.sampler_weights is not None:  # PPO's clipped objective is linear in a factor that is not negative
+            advantages = advantages * samples.sampler_weights
         if self.earned is not None:
             self.earned.update(scored, response_mask)
 
@@ -502,20 +504,21 @@ class RolloutCollector:
             self.normalizer.update(values, returns, response_mask)
         return values, advantages, returns
 
-    def _scaled(self, advantages: Tensor, policy_mask: Tensor, weights: Tensor | None) -> tuple[Tensor, float]:
+    def _scaled(
+        self, advantages: Tensor, policy_mask: Tensor, returns: Tensor | None, steps: Tensor
+    ) -> tuple[Tensor, float]:
         """Advantages as the policy learns from them, and their unit in that of the rewards."""
-        moments, unit = (advantages, policy_mask, self.all_sum), 1.0
         if self.args.whiten_advantages:
-            unit = math.sqrt(float(ppo_math.masked_var(*moments)) + 1e-8)
-            advantages = ppo_math.whiten(*moments)
-        elif self.normalizer is not None:
-            # in units of the returns: no scale of the rewards is left. When returns hardly vary any more, a critic
-            # that lags behind would make advantages large: they are then in units of its errors
-            mean_square = ppo_math.masked_mean(advantages**2, policy_mask, self.all_sum)
-            unit = max(self.normalizer.deviation, math.sqrt(float(mean_square)))
-            advantages = advantages / unit
-        # PPO's clipped objective is linear in a factor that is not negative
-        return advantages if weights is None else advantages * weights, unit
+            variance = ppo_math.masked_var(advantages, policy_mask, self.all_sum)
+            return ppo_math.whiten(advantages, policy_mask, self.all_sum), math.sqrt(float(variance) + 1e-8)
+        if self.normalizer is None or returns is None:
+            return advantages, 1.0
+        # The unit is the deviation of the returns: no scale of the rewards is left. When they hardly vary any more, a
+        # critic that lags behind is worse than a constant one: its errors are scaled down to what the returns vary.
+        error = ppo_math.masked_mean(advantages**2, steps, self.all_sum)
+        spread = ppo_math.masked_var(returns, steps, self.all_sum)
+        unit = self.normalizer.deviation * max(1.0, math.sqrt(float(error / spread.clamp(min=1e-20))))
+        return advantages / unit, unit
 
     def _over_groups(self, name: str, scores: Tensor, usable: Tensor) -> Tensor:
         """Advantages or weights of completions, `[batch]`, from the sums of their rewards; a group may span ranks."""
