@@ -61,6 +61,24 @@ def test_sequences_of_the_updates_have_the_rewards_of_the_rollout(tmp_path):
     assert [same < 1e-4 < other for same, other in differences[1:]] == [True] * (len(differences) - 1), differences
 
 
+def test_value_after_a_limit_reads_rewards_in_the_units_of_the_others(tmp_path, monkeypatch):
+    settings = DEFAULTS | {"bootstrap_truncated": True, "max_completion_length": 4}
+    run = trainer(
+        tmp_path, reward_funcs=reward_per_token, **settings, max_steps=2, num_mini_batches=1, num_ppo_epochs=1
+    )
+    earned, units = run.collector.earned, []
+    before = earned.before
+
+    def recorded(*args):
+        units.append((float(earned.critic.reward_mean), float(earned.critic.reward_deviation)))
+        return before(*args)
+
+    monkeypatch.setattr(earned, "before", recorded)
+    run.train()
+    first, after_first, second, after_second = units
+    assert first == after_first == (0, 0) and second == after_second != first
+
+
 def test_units_are_those_of_earlier_rollouts_and_saved_with_the_critic(tmp_path):
     run = trainer(tmp_path, reward_funcs=reward_per_token, **DEFAULTS, max_steps=8)
     rollouts = rollouts_of(run)
