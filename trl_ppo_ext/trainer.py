@@ -602,6 +602,7 @@ class PPOTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_weights(cast(str, self.state.best_model_checkpoint))
+        self.collector.forget_values()
 
     def _load_weights(self, directory: str) -> None:
         files.load_actor_critic_weights(self.actor_critic, directory)

@@ -21,6 +21,7 @@ ROLLOUT = {
     "updates.py:_start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
+WITH_CRITIC = {"rollouts.py:_scaled": 1}  # unit of the advantages
 FURTHER = {
     "reward model": {"model.py:score": 1},
     "defaults": {"scoring.py:update": 2},  # moments of the returns and of the rewards
@@ -51,7 +52,7 @@ def test_iteration_stays_on_one_device_and_waits_as_listed(results, name):
     result = results[name]
     assert "error" not in result, result["error"]
     assert result["without_gradient"] == []
-    assert result["rollout"] == ROLLOUT | FURTHER.get(name, {})
+    assert result["rollout"] == ROLLOUT | (WITH_CRITIC if name != "no critic" else {}) | FURTHER.get(name, {})
     assert result["updates"] == {key: n * result["optimizer_steps"] for key, n in UPDATE.items()}
     assert sum(result["rollout"].values()) <= 10
     assert sum(result["updates"].values()) <= 3 * result["micro_batches"]

@@ -58,7 +58,7 @@ class ValueNormalizer:
         """Add the returns of a rollout; return its values, which change only for a new head."""
         moments, head = self.moments, self.head
         is_untrained = self.is_new and not self._is_trained()
-        old_mean, old_deviation = float(head.mean), float(head.deviation)
+        old_mean, old_deviation = self.units
         moments.update(returns, mask, self.all_sum, DECAY)
         if not moments.count:  # no token counts
             return values

@@ -579,6 +579,11 @@ class RolloutCollector:
             if isinstance(x, RunningMoments)
         }
 
+    def forget_values(self) -> None:
+        """Drop the statistics of the values: another critic was loaded, which has its own units."""
+        for moments in self._moments.values():
+            vars(moments).update(vars(RunningMoments()))
+
     def state_dict(self) -> dict[str, Any]:
         """Running statistics of the rewards and coefficients, as plain numbers."""
         return {
