@@ -8,6 +8,7 @@ from runs_of_tiny import rollouts_of, trainer
 from tiny import WORDS, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
 from trl_ppo_ext.commands.pretrain_critic import held_out_rollouts, pretrain_critic
 from trl_ppo_ext.commands.probe import probe
 from trl_ppo_ext.data.prompts import PromptError
@@ -173,7 +174,8 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
-def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, level):
+def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, level):
+    monkeypatch.setattr(pretrain_critic_module, "HELD_OUT", 64)
     settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 20, "num_ppo_epochs": 4}
     settings |= {"advantage_level": level, "critic_learning_rate": 1e-2, "kl_coef": 0.0}
     run = episodes_run(tmp_path, Ending, **settings)

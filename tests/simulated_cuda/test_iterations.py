@@ -29,7 +29,8 @@ FURTHER = {
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
-SLOW = {"value head", "no critic", "shared prompts", "reward model"}  # the others have a head too
+# the others have a head too
+SLOW = {"value head", "critic adapter, checkpointing", "no critic", "shared prompts", "reward model"}
 
 
 @pytest.fixture(scope="module")
