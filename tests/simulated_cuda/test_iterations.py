@@ -29,8 +29,7 @@ FURTHER = {
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
-# the others have a head too
-SLOW = {"value head", "critic adapter, checkpointing", "no critic", "shared prompts", "reward model"}
+SLOW = {"value head", "no critic", "shared prompts", "reward model"}  # the others have a head too
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,6 @@ def test_benchmark_results_are_within_a_tenth():
         )
 
 
-@pytest.mark.slow
 def test_benchmark_results_are_current(benchmark, tmp_path):
     """The page would be about other formulas if they had changed since."""
     told = {x["name"]: x["estimated"]["peak"] for x in json.loads(benchmark.RESULTS.read_text())["results"]}

@@ -151,17 +151,17 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
 def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Samples]]) -> float:
     """Share of the returns' variance that the critic explains, over the tokens of all rollouts and processes."""
     trainer.actor_critic.eval()
-    collector, values, returns = trainer.collector, [], []
+    collector, pairs = trainer.collector, []
     for rollout, samples in rollouts:
         sequences, mask = rollout.sequences, rollout.response_mask
         if trainer.args.advantage_level == "turn":
             mask = mask & ppo_math.turn_starts(sequences.turns)[0]
         if collector.earned is not None:  # in the units that the critic has now
             sequences = collector.earned.read_by_critic(sequences, samples.scored)
-        values.append(cast(Tensor, collector.score_tokens(sequences).values)[mask])
-        returns.append(cast(Tensor, rollout.returns)[mask])
-    everything = torch.cat(values), torch.cat(returns), torch.ones_like(torch.cat(returns))
-    return float(ppo_math.explained_variance(*everything, collector.all_sum))
+        values = cast(Tensor, collector.score_tokens(sequences).values)
+        pairs.append((values[mask], cast(Tensor, rollout.returns)[mask]))
+    values, returns = map(torch.cat, zip(*pairs))
+    return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), collector.all_sum))
 
 
 def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs_of_tiny import trainer, weights
+from runs_of_tiny import rollouts_of, trainer, weights
 
 from trl_ppo_ext.checkpoints.files import load_actor_critic_weights
 from trl_ppo_ext.modeling import SideCritic, ValueHead
@@ -136,19 +136,6 @@ def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
     assert relative_distance(*map(weights, runs)) < 0.01
 
 
-def collected(run, monkeypatch):
-    """Rollouts of a run, as it collects them."""
-    rollouts, collect = [], run.collector.collect
-
-    def recorded(*args):
-        rollout, samples = collect(*args)
-        rollouts.append(rollout)
-        return rollout, samples
-
-    monkeypatch.setattr(run.collector, "collect", recorded)
-    return rollouts
-
-
 def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
     units, scale = [], ppo_math.scale_to_unit_variance
 
@@ -160,13 +147,13 @@ def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
     settings = {"kl_placement": "both", "kl_estimator": "exact", "kl_coef": 0.3, "whiten_rewards": True}
     settings |= {"whiten_advantages": False, "num_ppo_epochs": 1, "num_mini_batches": 1}
     run = trainer(tmp_path, reward_funcs=letters(9, 0), max_steps=1, **settings)
-    rollouts = collected(run, monkeypatch)
+    rollouts = rollouts_of(run)
     run.train()
     assert units[0] > 1.5
-    assert rollouts[0].kl_coef == pytest.approx(0.3 / units[0], rel=1e-4)
+    assert rollouts[0][0].kl_coef == pytest.approx(0.3 / units[0], rel=1e-4)
 
 
-def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path, monkeypatch):
+def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path):
     """The unit of the returns then goes to 0, and faster than the critic's errors."""
     calls = []
 
@@ -176,9 +163,9 @@ def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path, monkeypatc
 
     settings = {"critic": "side", "normalize_values": True, "whiten_advantages": False, "kl_coef": 0.0}
     run = trainer(tmp_path, reward_funcs=solved, max_steps=128, learning_rate=1e-3, **settings)
-    rollouts = collected(run, monkeypatch)
+    rollouts = rollouts_of(run)
     run.train()
-    squares = [(rollout.advantages[rollout.response_mask] ** 2).mean().item() for rollout in rollouts]
+    squares = [(rollout.advantages[rollout.response_mask] ** 2).mean().item() for rollout, _ in rollouts]
     # those of a rollout are at most its returns' spread, of which the running variance has at least a fifth
     assert len(squares) == 32 and max(squares) < 5 and max(squares[10:]) < 1
 
@@ -270,16 +257,17 @@ def test_first_rollout_has_the_mean_return_as_baseline():
     close(baseline(trust, values, returns), torch.full_like(values, returns.mean().item()))
 
 
-def test_value_after_a_cut_is_weighed_as_the_others(tmp_path, monkeypatch):
+def test_value_after_a_cut_is_weighed_as_the_others(tmp_path):
     """A critic that is not trusted yet adds nothing to completions that a limit cut, however wrong it is."""
     settings = {"advantage_estimator": "auto", "bootstrap_truncated": True, "kl_coef": 0.0, "max_steps": 1}
     settings |= {"critic": "head", "normalize_values": False, "whiten_advantages": False, "num_mini_batches": 1}
     settings |= {"generation_kwargs": {"min_new_tokens": 8}, "max_completion_length": 8, "num_ppo_epochs": 1}
     run = trainer(tmp_path, reward_funcs=letters(0, 0), **settings)
     torch.nn.init.constant_(run.actor_critic.value_head.bias, 50.0)
-    rollouts = collected(run, monkeypatch)
+    rollouts = rollouts_of(run)
     run.train()
-    assert rollouts[0].old_values.max() == 50 and not rollouts[0].advantages.any()
+    ((rollout, _),) = rollouts
+    assert rollout.old_values.max() == 50 and not rollout.advantages.any()
 
 
 def test_noise_is_not_trusted():
