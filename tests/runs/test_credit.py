@@ -9,7 +9,7 @@ from tiny import WORDS, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
-from trl_ppo_ext.commands.pretrain_critic import held_out_rollouts, pretrain_critic
+from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
 from trl_ppo_ext.commands.probe import probe
 from trl_ppo_ext.data.prompts import PromptError
 from trl_ppo_ext.environments.record import ANSWERS
@@ -186,6 +186,18 @@ def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, le
     assert not (tmp_path / ANSWERS).exists()
     numbers = pretrain_critic(run)
     assert numbers["explained_variance_before"] < 0.1 and numbers["explained_variance_after"] > 0.2
+
+
+def test_explained_variance_of_turns_is_at_their_first_tokens(tmp_path):
+    settings = {"advantage_level": "turn", "lam_critic": 1.0, "kl_coef": 0.0, "stop_token_ids": [*range(16, 32)]}
+    run = episodes_run(tmp_path, Ending, **settings)
+    torch.nn.init.normal_(run.actor_critic.value_head.weight, std=0.3)
+    ((rollout, samples),) = held_out_rollouts(run, completions=8)
+    first = ppo_math.turn_starts(rollout.sequences.turns)[0] & rollout.response_mask
+    assert first.sum() < rollout.response_mask.sum()
+    errors, returns = (rollout.returns - rollout.old_values)[first], rollout.returns[first]
+    expected = 1 - errors.var() / returns.var()
+    assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_probe_measures_episodes(tmp_path):
