@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import TRUST, AdaptiveKL, SamplerCorrection
+from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
 from .presets import load_preset
 from .redaction import shown, without_secrets
 from .trl_fields import TYPES as TRL_TYPES
@@ -347,7 +347,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
-            self.normalize_values = with_critic and not self.uses_deepspeed
+            self.normalize_values = with_critic
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
         self._set_clip()
@@ -390,9 +390,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 )
             self.gradient_accumulation_steps = steps
         completions = BatchPlan.from_config(self, self.world_size).completions
-        if self.kl_target is not None and self.kl_horizon <= AdaptiveKL.MAX_ERROR * completions:
+        if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:
             raise ValueError(
-                f"`kl_horizon` must be above {AdaptiveKL.MAX_ERROR * completions:g} for rollouts of {completions} "
+                f"`kl_horizon` must be above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} "
                 f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
             )
 

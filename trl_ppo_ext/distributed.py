@@ -116,11 +116,6 @@ def check_deepspeed(args: Any) -> None:
         raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
-    if args.normalize_values:
-        raise ValueError(
-            "`normalize_values=True` is not supported with DeepSpeed, whose optimizer keeps its own copy of the value "
-            "head; use DDP, or `normalize_rewards=True`."
-        )
     if args.value_warmup_steps:
         raise ValueError(
             f"`value_warmup_steps={args.value_warmup_steps}` is not supported with DeepSpeed, which takes the step "

@@ -45,12 +45,13 @@ from .data.supervised import PTXSampler, tokenize_ptx
 from .environments import Environments, record
 from .generation import build_generator
 from .modeling.averaging import AveragedWeights
-from .modeling.critics import SIDE_LEARNING_RATE
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
 from .ppo.metrics import Metrics, check_best_metric
-from .ppo.rollouts import RolloutCollector, Samples
+from .ppo.rollouts import Roles, Samples, collect, sample
+from .ppo.sampler import SamplerComparison
+from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .randomness import capture_random_state, fixed_seed
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
@@ -240,7 +241,7 @@ class PPOTrainer(Trainer):
         if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
             distributed.shard(actor_critic, actor_critic.policy.get_base_model(), self.accelerator)
 
-        # 5. Assemble the collector of rollouts, and the updates.
+        # 5. Assemble what collects a rollout, and the updates from it.
         self.actor_critic = actor_critic
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
@@ -248,13 +249,17 @@ class PPOTrainer(Trainer):
         self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         episodes = environments.sampler(generator, args, context_length, self)
-        self.collector = RolloutCollector(
-            actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard, episodes
-        )
+        uses_vllm = args.generation_backend == "vllm"
+        sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
+        parts = actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+        self.roles = Roles(*parts, episodes, sampler)
+        self.run_state = RunState(args.kl_coef, args.entropy_coef)
+        if actor_critic.value_head is not None:
+            self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
         self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
-        self.reward_weights = torch.tensor(self.collector.reward_weights or [1.0] * len(rewards))
+        self.reward_weights = torch.tensor(self.roles.reward_weights or [1.0] * len(rewards))
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         ptx = None
@@ -281,7 +286,7 @@ class PPOTrainer(Trainer):
     @property
     def environments(self) -> list | None:
         """Environments of the last episodes, as in TRL; `None` without."""
-        lent = getattr(self.collector.episodes, "lent", [])
+        lent = getattr(self.roles.episodes, "lent", [])
         return [episode.environment for _, episode in lent] or None
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
@@ -321,13 +326,14 @@ class PPOTrainer(Trainer):
         rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        rollout, samples = self.collector.collect([rows[number] for number in row_numbers], metrics, self.state)
+        prompts = [rows[number] for number in row_numbers]
+        rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
         sequences = samples.sequences
         lengths = torch.tensor([int(sequences.prompt_lengths.sum()), len(sequences.positions)])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
-        prompt_tokens, completion_tokens = self.collector.all_sum(lengths).tolist()
+        prompt_tokens, completion_tokens = self.roles.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
 
@@ -384,8 +390,8 @@ class PPOTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        exists, default = self.optimizer is not None, SIDE_LEARNING_RATE if self.args.critic == "side" else None
-        learning_rate = self.args.critic_learning_rate or default
+        exists, head = self.optimizer is not None, self.actor_critic.value_head
+        learning_rate = self.args.critic_learning_rate or getattr(head, "learning_rate", None)
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
@@ -449,7 +455,9 @@ class PPOTrainer(Trainer):
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples["eval"] = self.collector.sample(inputs, self._metrics["eval"], self.state, num_valid)
+        self._samples["eval"] = sample(
+            self.roles, inputs, self.run_state, self._metrics["eval"], self.state, num_valid
+        )
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -462,7 +470,7 @@ class PPOTrainer(Trainer):
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
         gather = self.accelerator.gather
-        return self._metrics[mode].compute(self.collector.all_sum, lambda x: gather(x[None]).amax(0))
+        return self._metrics[mode].compute(self.roles.all_sum, lambda x: gather(x[None]).amax(0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
@@ -598,11 +606,16 @@ class PPOTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)
-        self.collector.load_state_dict(files.load_state(resume_from_checkpoint))
+        self.run_state = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
+        if self.args.kl_target is None:  # a constant coefficient is the config's
+            self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
+        if self.args.entropy_target is None:
+            self.run_state = self.run_state._replace(entropy_coef=self.args.entropy_coef, entropy_bonus=True)
 
     def _load_best_model(self) -> None:
         self._load_weights(cast(str, self.state.best_model_checkpoint))
-        self.collector.forget_values()
+        if self.actor_critic.value_head is not None:
+            self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
 
     def _load_weights(self, directory: str) -> None:
         files.load_actor_critic_weights(self.actor_critic, directory)
@@ -656,21 +669,14 @@ class PPOTrainer(Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
-        metrics, collector = self._metrics["train"].state_dict(), self.collector.state_dict()
+        metrics, run_state = self._metrics["train"].state_dict(), self.run_state
         skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
-        # a rollout moves the units of its values, and the head with them
-        head, moves = self.actor_critic.value_head, self.collector.normalizer is not None
-        moved = {} if head is None else head.state_dict(keep_vars=True) if moves else dict(head.named_buffers())
-        units = {name: x.detach().clone() for name, x in moved.items()}
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
-            self.collector.load_state_dict(collector)
-            with torch.no_grad():
-                for name, x in units.items():
-                    moved[name].copy_(x)
+            self.run_state = run_state
             self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
@@ -728,7 +734,7 @@ class PPOTrainer(Trainer):
 
     def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
         os.makedirs(directory, exist_ok=True)
-        files.save_actor_critic(self.actor_critic, directory, weights)
+        files.save_actor_critic(self.actor_critic, directory, weights, self.run_state.critic)
         if self.averaged_policy is not None:
             policy, folder = self.actor_critic.policy, os.path.join(directory, files.AVERAGED)
             files.save_adapter(policy, self.actor_critic.policy_adapter, folder, self.averaged_policy.state_dict())
@@ -736,7 +742,7 @@ class PPOTrainer(Trainer):
             for file in files.AVERAGED_FILES:  # of an earlier run
                 Path(directory, file).unlink(missing_ok=True)
         settings = files.run_settings(self.args) | self._inputs
-        files.save_state(self.collector.state_dict() | {"settings": settings}, directory)
+        files.save_state({"run": self.run_state.to_json(), "settings": settings}, directory)
         self.processing_class.save_pretrained(directory)
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
@@ -803,7 +809,7 @@ class PPOTrainer(Trainer):
             files.run_settings(self.args),
             self.actor_critic.config._name_or_path or None,
             self.hub_model_id or os.path.abspath(output_dir),
-            [reward.name for reward in self.collector.rewards],
+            [reward.name for reward in self.roles.rewards],
             self.state.log_history,
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],

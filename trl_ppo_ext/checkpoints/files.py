@@ -2,15 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, float64, tensor
 from transformers import TrainingArguments
 
 from ..distributed import set_weights, uses_fsdp
@@ -75,8 +76,10 @@ def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")}
 
 
-def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor]) -> None:
-    """Write the value head, and the critic's adapter in its own folder, if the run has them."""
+def save_critic(
+    actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor], moments: Mapping[str, Iterable[float]]
+) -> None:
+    """Write the value head with the moments of its units, and the critic's adapter in its own folder, if there are."""
     # files of a run with another kind of critic would be read as part of this one
     for file in set(CRITIC_FILES["adapter"]) - set(CRITIC_FILES[_critic_kind(actor_critic)]):
         Path(output_dir, file).unlink(missing_ok=True)
@@ -84,17 +87,23 @@ def save_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, T
     if head is not None:
         os.makedirs(output_dir, exist_ok=True)
         parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
-        write_weights(dict(head.named_buffers()) | parameters, os.path.join(output_dir, VALUE_HEAD))
+        units = {name: tensor([*x], dtype=float64) for name, x in moments.items()} if head.is_normalized else {}
+        write_weights(dict(head.named_buffers()) | parameters | units, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights))
 
 
-def save_actor_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor] | None = None) -> None:
+def save_actor_critic(
+    actor_critic: ActorCritic,
+    output_dir: str,
+    weights: dict[str, Tensor] | None = None,
+    moments: Mapping[str, Iterable[float]] = MappingProxyType({}),
+) -> None:
     """Write the policy's adapter, and the critic beside it; pass `weights` if they are sharded."""
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
-    save_critic(actor_critic, output_dir, weights)
+    save_critic(actor_critic, output_dir, weights, moments)
 
 
 def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
@@ -120,7 +129,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     head = actor_critic.value_head
     if head is not None:
         with _weights_of(directory, VALUE_HEAD) as saved:
-            weights = head.in_own_units(saved)  # `normalize_values` may have changed
+            weights = head.without_moments(saved)
             tensors = head.state_dict(keep_vars=True)
             check_fit(tensors, weights)
             set_weights(tensors, weights)

@@ -17,11 +17,12 @@ from transformers.hf_argparser import HfArg
 from ..checkpoints.files import save_critic
 from ..config import PPOConfig
 from ..data.prompts import RolloutSampler
+from ..modeling import ValueHead
 from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.metrics import Metrics
-from ..ppo.rollouts import Rollout, RolloutCollector, Samples
+from ..ppo.rollouts import Rollout, Samples, collect, score_tokens, with_rewards_so_far
 from ..trainer import PPOTrainer
 from .launch import build_trainer, load_datasets, parse, spread_rows
 
@@ -88,9 +89,9 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
-    trainer.collector.warns_of_far_scores = False  # they mislead only a policy that learns
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
-    rollouts = held_out_rollouts(trainer, HELD_OUT)
+    # Monte Carlo returns: with another λ they would depend on the critic
+    rollouts = held_out_rollouts(trainer, HELD_OUT, lam_critic=1.0)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
@@ -99,7 +100,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     if args.should_save:
         directory = Path(output_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        save_critic(actor_critic, str(directory), weights)
+        save_critic(actor_critic, str(directory), weights, trainer.run_state.critic)
         _describe(trainer, directory, numbers)
     return numbers
 
@@ -107,34 +108,33 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 def held_out_rollouts(
     trainer: PPOTrainer, completions: int, num_generations: int = 1, **changes: Any
 ) -> list[tuple[Rollout, Samples]]:
-    """Collect rollouts that are not trained on, without changing the run's statistics and noise.
+    """Collect rollouts that are not trained on; the state that each leaves is dropped, and the run's noise restored.
 
     A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
     """
-    args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
-    # Monte Carlo returns: with another λ they would depend on the critic. Normalizing would rewrite the value head
-    vars(args).update({"lam_critic": 1.0, "normalize_values": False} | changes)
-    roles = run.actor_critic, run.generator, run.rewards
-    # without monitored rewards, which nothing would log
-    collector = RolloutCollector(*roles, [], run.tokenizer, args, run.accelerator, run.guard)
-    if (episodes := run.episodes) is not None:  # without the record of their answers, which is the run's
-        collector.episodes = cast(Any, SimpleNamespace(sample=lambda rows, seeds, step: episodes.sample(rows, seeds)))
-    collector.load_state_dict(run.state_dict())
+    args, plan, device = copy(trainer.args), trainer.plan, trainer.accelerator.device
+    vars(args).update(changes)
+    # without monitored rewards, which nothing would log, nor the record of episodes, which is the run's
+    roles = replace(trainer.roles, args=args, monitors=[], episodes=_unrecorded(trainer.roles.episodes))
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
     rows = [row for row in prompts for _ in range(num_generations)]
-    head = trainer.actor_critic.eval().value_head
-    rollouts, units = [], [(x, x.clone()) for x in (() if head is None else head.buffers())]
+    trainer.actor_critic.eval()
+    rollouts = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
         for number in range(rounds):
             start = (process * rounds + number) * size
-            # rewards draw their noise by the step; from step 1 on, scores that mislead a new critic are no news
+            # rewards draw their noise by the step; equal scores are no news from step 1 on
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
-            rollouts.append(collector.collect(rows[start : start + size], Metrics(device), state))
-    for buffer, unit in units:
-        buffer.copy_(unit)
+            part = rows[start : start + size]
+            rollout, _, samples = collect(roles, part, trainer.run_state, Metrics(device), state)
+            rollouts.append((rollout, samples))
     return rollouts
+
+
+def _unrecorded(episodes: Any) -> Any:
+    return episodes and SimpleNamespace(sample=lambda rows, seeds, step: episodes.sample(rows, seeds))
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
@@ -149,25 +149,26 @@ def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
 
 
 def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Samples]]) -> float:
-    """Share of the returns' variance that the critic explains, over the tokens of all rollouts and processes."""
+    """Share of the Monte Carlo returns' variance that the critic explains, over all tokens and processes."""
     trainer.actor_critic.eval()
-    collector, pairs = trainer.collector, []
+    roles, run, pairs = trainer.roles, trainer.run_state, []
+    units = cast(ValueHead, trainer.actor_critic.value_head).units(run.returns.units)
     for rollout, samples in rollouts:
         sequences, mask = rollout.sequences, rollout.response_mask
         if trainer.args.advantage_level == "turn":
             mask = mask & ppo_math.turn_starts(sequences.turns)[0]
-        if collector.earned is not None:  # in the units that the critic has now
-            sequences = collector.earned.read_by_critic(sequences, samples.scored)
-        values = cast(Tensor, collector.score_tokens(sequences).values)
-        pairs.append((values[mask], cast(Tensor, rollout.returns)[mask]))
+        if sequences.earned is not None:  # in the units that the critic reads now
+            sequences = with_rewards_so_far(sequences, samples.scored.tokens, sequences.completion_mask, run)
+        values = units.values(score_tokens(roles, sequences).values)
+        pairs.append((values[mask], cast(Tensor, samples.returns)[mask]))
     values, returns = map(torch.cat, zip(*pairs))
-    return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), collector.all_sum))
+    return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), roles.all_sum))
 
 
 def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -> None:
     """Write the critic's numbers and its model card."""
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
-    names = [reward.name for reward in trainer.collector.rewards]
+    names = [reward.name for reward in trainer.roles.rewards]
     about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
     about |= {"gamma": args.gamma, "lam": args.lam if args.lam_critic is None else args.lam_critic, **numbers}
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")

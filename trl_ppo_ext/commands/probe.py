@@ -69,12 +69,19 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         raise ValueError(f"`completions` must be {needed}, got {completions}.")
 
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
-    changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False, "advantage_level": "token"}
+    changes = {
+        "gamma": 0.0,
+        "lam_critic": 1.0,
+        "advantage_estimator": "rebn",
+        "whiten_advantages": False,
+        "advantage_level": "token",
+    }
     collected = held_out_rollouts(trainer, completions, size, **changes)
     rollouts = [rollout for rollout, _ in collected]
+    sampled = [samples for _, samples in collected]
     rows = sum(map(len, rollouts)) // size * size  # of complete groups
     mask = _stack([x.response_mask for x in rollouts])[:rows]
-    rewards = _stack([x.advantages if x.returns is None else x.returns for x in rollouts])[:rows]
+    rewards = _stack([cast(Tensor, x.advantages if x.returns is None else x.returns) for x in sampled])[:rows]
     _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, args.gamma, 1.0)
     counts = mask.any(1)
     if counts.sum() < FOLDS:

@@ -81,7 +81,8 @@ class ActorCritic(nn.Module):
             Name of the adapter that the value head reads. Defaults to the policy's.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
-        normalize_values (`bool`, *optional*, defaults to `False`): Whether the head predicts in units of its own.
+        normalize_values (`bool`, *optional*, defaults to `False`):
+            Whether a new head predicts in units of the returns.
         side_length (`int`, *optional*):
             Maximum completion length, in tokens, if the critic is a [`SideCritic`].
 
@@ -109,6 +110,7 @@ class ActorCritic(nn.Module):
         self.critic_backprop = critic_backprop
         self.active_adapter: str | None = self.policy_adapter
         self._switch = AdapterSwitch(policy)
+        self._is_checked = False
         self._names: dict[str, set[str]] = {}  # of an adapter's parameters: PEFT takes tens of milliseconds
         head = policy.get_base_model().get_output_embeddings()
         if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
@@ -302,7 +304,12 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise a `ValueError` if the model changes its logits after the output projection, or reads padding."""
+        """Raise a `ValueError` if the model changes its logits after the output projection, or reads padding.
+
+        It is checked once, and not in a constructor: device and dtype are final at the first rollout.
+        """
+        if self._is_checked:
+            return
         base: PreTrainedModel = self.policy.get_base_model()
         ids = torch.arange(4, device=self.device)[None]
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
@@ -323,6 +330,7 @@ class ActorCritic(nn.Module):
                 f"{type(base).__name__} does not ignore padding on the left, so its log-probs would depend on the "
                 "other rows of a batch; use a model that reads the attention mask."
             )
+        self._is_checked = True
 
     @torch.no_grad()
     def sample(

@@ -1,12 +1,36 @@
-"""Value heads: linear on the last hidden state, or a small network on states of several layers."""
+"""Critics: a linear value head on one state, or a small network on several; their units, inputs and learning rates."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 SIDE_WIDTH = 256
-SIDE_LEARNING_RATE = 1e-3
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
+MOMENTS = ("returns", "rewards")  # in the file of a critic: count, mean and squares of each
+EARNED_BOUND = 5.0  # of outliers among the rewards so far
+
+
+class Units(NamedTuple):
+    """Mean and deviation of the returns, in which a critic predicts; the critic itself does not know them.
+
+    The moments of recent rollouts move them, and its outputs then mean other values: they follow the returns. So no
+    weight is corrected when they move, as PopArt does, which needs whole weights on every rank.
+
+    Source: https://huggingface.co/papers/1602.07714
+    """
+
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Values in the unit of the rewards."""
+        return self.mean + self.deviation * outputs
+
+    def targets(self, returns: Tensor) -> Tensor:
+        """What a critic must output to predict these returns."""
+        return (returns - self.mean) / self.deviation
 
 
 def side_layers(num_layers: int) -> list[int]:
@@ -14,36 +38,48 @@ def side_layers(num_layers: int) -> list[int]:
     return sorted({round(num_layers * (i + 1) / SIDE_STATES) for i in range(SIDE_STATES)})
 
 
-class ValueHead(nn.Linear):
-    """Linear head in float32 that starts at zero; with `normalized` it predicts in units that are saved with it."""
+def rewards_so_far(rewards: Tensor, mask: Tensor, units: Units, is_known: bool) -> Tensor:
+    """Mean reward per sampled token before each one, in units of *earlier* rollouts, `[batch, response]`.
 
-    def __init__(self, hidden_size: int, normalized: bool, device: torch.device):
+    With the units of this rollout, later rewards of an episode would enter its values. Without any the result is 0.
+    """
+    standardized = (units.targets(rewards) * is_known).masked_fill(~mask, 0)
+    total, tokens = (nn.functional.pad(x, (1, -1)).cumsum(1) for x in (standardized, mask.long()))
+    earned = total / tokens.clamp(min=1)
+    return earned.clamp(-EARNED_BOUND, EARNED_BOUND).masked_fill(~mask, 0)
+
+
+class ValueHead(nn.Linear):
+    """Linear head in float32 that starts at zero, so that a new critic predicts the mean return.
+
+    Attributes:
+        learning_rate (`float`, *optional*): Learning rate of the critic; that of the policy if it is `None`.
+        is_normalized (`bool`): Whether it predicts in units of the returns; else in those of the rewards.
+        saved_moments (`dict[str, Tensor]`): Moments that its file holds, with which a run begins.
+    """
+
+    learning_rate: float | None = None
+
+    def __init__(self, hidden_size: int, is_normalized: bool, device: torch.device):
         super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-        self.normalized = normalized
-        self.mean: Tensor
-        self.deviation: Tensor
-        if normalized:
-            self.register_buffer("mean", torch.zeros(1, device=device))
-            self.register_buffer("deviation", torch.ones(1, device=device))
+        self.is_normalized = is_normalized
+        self.saved_moments: dict[str, Tensor] = {}
+
+    def units(self, of_returns: Units) -> Units:
+        """Units in which it predicts."""
+        return of_returns if self.is_normalized else Units()
+
+    def without_moments(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a saved critic. Its moments are kept aside; one without any predicts in the unit of rewards."""
+        self.saved_moments = {name: saved[name] for name in MOMENTS if name in saved}
+        self.is_normalized = bool(self.saved_moments)
+        return {name: x for name, x in saved.items() if name not in MOMENTS}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values `[tokens, 1]` of states `[tokens, hidden]`."""
-        # DeepSpeed casts the weights that it trains
-        values = super().forward(hidden.to(self.weight.dtype)).float()
-        return self.mean + self.deviation * values if self.normalized else values
-
-    def in_own_units(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the weights of a head that was saved with or without units."""
-        head = {"mean": torch.zeros(1), "deviation": torch.ones(1)} | saved
-        if self.normalized:
-            return head
-        mean, deviation = head.pop("mean"), head.pop("deviation")
-        for name, offset in {"weight": torch.zeros(1), "bias": mean}.items():
-            if name in head:  # otherwise it does not fit, which is checked after this
-                head[name] = deviation * head[name] + offset
-        return head
+        """Outputs `[tokens, 1]` of states `[tokens, hidden]`."""
+        return super().forward(hidden.to(self.weight.dtype)).float()  # DeepSpeed casts the weights that it trains
 
 
 class SideCritic(ValueHead):
@@ -54,19 +90,17 @@ class SideCritic(ValueHead):
     (https://huggingface.co/papers/1712.00378), and the rewards so far tell what no state of the policy holds.
     """
 
+    learning_rate = 1e-3
+
     def __init__(
-        self, last_size: int, hidden_size: int, num_layers: int, length: int, normalized: bool, device: torch.device
+        self, last_size: int, hidden_size: int, num_layers: int, length: int, is_normalized: bool, device: torch.device
     ):
-        super().__init__(SIDE_WIDTH, normalized, device)
+        super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
         width = (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
         self.inputs = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
-        self.reward_mean: Tensor
-        self.reward_deviation: Tensor  # 0 until rewards have been seen
-        self.register_buffer("reward_mean", torch.zeros(1, device=device))
-        self.register_buffer("reward_deviation", torch.zeros(1, device=device))
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""
@@ -82,6 +116,6 @@ class SideCritic(ValueHead):
         return torch.cat([*normalized, scale * position, scale * rewards], 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values `[tokens, 1]` of what was [`read`]."""
+        """Outputs `[tokens, 1]` of what was [`read`]."""
         gate, up = self.inputs(hidden.to(self.inputs.weight.dtype)).chunk(2, 1)
         return super().forward(nn.functional.silu(gate) * up)

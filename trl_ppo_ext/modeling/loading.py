@@ -298,7 +298,7 @@ def load_actor_critic(
             if critic_adapter is not None and files is not None:
                 load_adapter_weights(policy, critic_adapter, files.weights)
             value_head = cast(ValueHead, actor_critic.value_head)
-            head = value_head.in_own_units(head)
+            head = value_head.without_moments(head)
             check_fit(value_head.state_dict(), head)
             value_head.load_state_dict(head)
         except ValueError as error:

@@ -20,7 +20,7 @@ class TokenScores(NamedTuple):
     # None if not computed; annotated as present, for the code that computes them
     entropies: Tensor = None  # type: ignore[assignment]  # entropy of the distribution it was sampled from
     kls: Tensor = None  # type: ignore[assignment]  # exact KL of that distribution from the reference's
-    values: Tensor = None  # type: ignore[assignment]  # value of the state in which it was sampled
+    values: Tensor = None  # type: ignore[assignment]  # the critic's output for the state before it, see `Units`
     ref_logprobs: Tensor = None  # type: ignore[assignment]  # log-prob under the reference
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "TokenScores":

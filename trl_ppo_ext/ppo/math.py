@@ -10,7 +10,7 @@ Tensors are `[batch, response]` unless noted otherwise. Arguments with these nam
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -26,6 +26,7 @@ SamplerCorrection = Literal[
 # A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
 # became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
+KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows
 TRUST = 2.0  # factor by which a token's probability may change per rollout, by default
 
 
@@ -455,112 +456,48 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
 
 
-def prompt_weights(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
-    r"""Weights of the value loss: 1/std of the scores of a group, with mean 1 over the completions that count.
-
-    The mean variance of all groups counts as one more observation of a group's, so that the weight of a few equal
-    scores stays finite.
-
-    Arguments are those of [`grpo_advantages`].
-
-    Returns:
-        `Tensor` of shape `[batch]`: Weight of each completion; 0 if it does not count.
-
-    Source: https://huggingface.co/papers/2609.36802
-    """
-    deviations, members = _deviations(scores, counts, group_size)
-    squares = (deviations**2).sum(1, keepdim=True)
-    mean_variance = squares.sum() / (members - 1).clamp(min=0).sum().clamp(min=1)
-    deviation = ((squares + mean_variance) / members.clamp(min=1)).sqrt().clamp(min=1e-8)
-    weights = counts.bool().reshape(-1, group_size) / deviation
-    return (weights * counts.sum() / weights.sum().clamp(min=1e-8)).reshape(-1)
-
-
 # ---- controllers: coefficients that follow a measurement ----
 
 
-class Coefficient:
-    """Coefficient that may follow a measurement; this one is constant, and the config's value applies on resume."""
-
-    _state: tuple[str, ...] = ()  # attributes of a checkpoint
-
-    def __init__(self, value: float):
-        self.value = value
-
-    def update(self, measured: float, completions: int = 1) -> None:
-        """Update by a measurement over a number of completions."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        return {name: float(getattr(self, name)) for name in self._state}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state returned by [`state_dict`]; what another controller did not save keeps its value."""
-        for name in self._state:
-            setattr(self, name, type(getattr(self, name))(state.get(name, getattr(self, name))))
-
-
-class AdaptiveKL(Coefficient):
+def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:
     r"""KL coefficient that rises while the KL is above its target and falls while it is below.
 
-    error = clip(measured/target − 1, −0.2, 0.2),  value ← value·(1 + error·completions/horizon)
+    error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·completions/horizon)
 
     Args:
-        value (`float`): Initial coefficient, above 0.
-        target (`float`): Target of a completion's mean KL (the sum over its tokens), in nats, above 0.
-        horizon (`float`):
-            Completions over which a full error multiplies the coefficient by about e^±0.2; above a fifth of those of
-            an update.
+        value (`float`): Coefficient so far, above 0.
+        measured (`float`): A completion's mean KL (the sum over its tokens), in nats. If not finite, nothing changes.
+        target (`float`): Its target, above 0.
+        horizon (`float`): Completions over which a full error multiplies the coefficient by about e^±0.2.
+        completions (`int`): Completions that were measured.
+
+    Returns:
+        `float`: The next coefficient.
 
     Source: https://huggingface.co/papers/1909.08593
     """
-
-    MAX_ERROR = 0.2
-    _state = ("value",)
-
-    def __init__(self, value: float, target: float, horizon: float):
-        self.value, self.target, self.horizon = float(value), target, horizon
-
-    def update(self, measured: float, completions: int = 1) -> None:
-        """Update the coefficient by a completion's mean KL; a non-finite one changes nothing."""
-        if math.isfinite(measured):
-            error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
-            self.value *= 1 + error * completions / self.horizon
+    if not math.isfinite(measured):
+        return value
+    error = min(max(measured / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
+    return value * (1 + error * completions / horizon)
 
 
-class AdaptiveEntropy(Coefficient):
-    r"""Entropy coefficient that keeps the policy's entropy above a target.
+def adapt_entropy_coef(value: float, measured: float, target: float, step: float = 0.005) -> float:
+    r"""Entropy coefficient that rises by `step` below the target (to at most 1), and falls above it (to at least 0).
 
-    c rises by `step` (to at most 1) after an entropy below the target and falls by `step` (to at least 0) after one
-    above. It is applied only while the last measured entropy is at or below the target: `value` is c then, and 0
-    otherwise.
+    The authors apply it only while the last measured entropy is at or below the target, and start at 0.
 
     Args:
-        value (`float`): Initial c, applied until an entropy is measured; the authors' runs start at 0.
-        target (`float`): Target of a token's mean entropy, in nats, at least 0.
-        step (`float`, *optional*, defaults to `0.005`): Change of c per update, above 0.
+        value (`float`): Coefficient so far.
+        measured (`float`): A token's mean entropy, in nats. If not finite, nothing changes.
+        target (`float`): Its target, at least 0.
+        step (`float`, *optional*, defaults to `0.005`): Change per measurement.
+
+    Returns:
+        `float`: The next coefficient.
 
     Source: https://huggingface.co/papers/2505.22312
     """
-
-    MAX_VALUE = 1.0  # bounds the bonus if the target is out of reach
-    _state = ("coefficient", "applied")
-
-    def __init__(self, value: float, target: float, step: float = 0.005):
-        self.coefficient, self.target, self.step = float(value), target, step
-        self.applied = True
-
-    @property
-    def value(self) -> float:  # type: ignore[override]
-        """Coefficient c if it is applied, else 0."""
-        return self.coefficient if self.applied else 0.0
-
-    def update(self, measured: float, completions: int = 1) -> None:
-        """Update c by a token's mean entropy; a non-finite one changes nothing."""
-        if not math.isfinite(measured):
-            return
-        if measured < self.target:
-            self.coefficient = min(self.coefficient + self.step, max(self.MAX_VALUE, self.coefficient))
-        elif measured > self.target:
-            self.coefficient = max(self.coefficient - self.step, 0.0)
-        self.applied = measured <= self.target
+    if measured < target:
+        return min(value + step, max(1.0, value))  # a target may be out of reach
+    return max(value - step, 0.0) if target < measured < math.inf else value

@@ -50,7 +50,7 @@ def loss_denominators(
 def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
     """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
 
-    The first epoch takes consecutive minibatches, each sorted by length as in [`RolloutCollector.score_tokens`]: the
+    The first epoch takes consecutive minibatches, each sorted by length as in [`score_tokens`]: the
     old log-probs were computed in the same micro-batches, so the first ratios are exactly 1. Later epochs shuffle.
     """
     size = len(lengths)
@@ -91,10 +91,8 @@ def ppo_loss(
     # 2. Squared error of the values, with a mean of its own if the critic learns from more tokens.
     critic_loss: Tensor | float = 0.0
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
-        unit = rollout.value_unit
-        values, old_values, returns = scores.values / unit, rollout.old_values / unit, rollout.returns / unit
-        value = ppo_math.clipped_value_loss(values, old_values, returns, cliprange_value)
-        metrics["value/clip_ratio"] = value.detach() > 0.5 * (values.detach() - returns) ** 2
+        value = ppo_math.clipped_value_loss(scores.values, rollout.old_values, rollout.returns, cliprange_value)
+        metrics["value/clip_ratio"] = value.detach() > 0.5 * (scores.values.detach() - rollout.returns) ** 2
         if rollout.value_weights is not None:
             value = rollout.value_weights * value
         metrics["loss/value"] = value

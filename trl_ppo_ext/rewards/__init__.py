@@ -11,8 +11,6 @@ from .model import load_classifier as load_classifier
 from .scoring import FunctionReward as FunctionReward
 from .scoring import Reward as Reward
 from .scoring import RewardError as RewardError
-from .scoring import RewardShaping as RewardShaping
-from .scoring import RunningMoments as RunningMoments
 from .scoring import Scored as Scored
 from .scoring import ScoringBatch as ScoringBatch
 from .scoring import monitor as monitor

@@ -54,7 +54,7 @@ def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, A
     `advantage` of its first token. These are `None` if the environment wrote it, or if there are none.
     """
     rewards = samples.scored.tokens[:rows].cpu()
-    values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.tokens.values, samples.advantages))
+    values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
     completions = []
     for row, completion in enumerate(samples.batch.completions[:rows]):
         starts, texts = [0], [("", as_text(completion))]

@@ -1,0 +1,122 @@
+"""Advantages for the policy and targets for the critic, from rewards per token."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..modeling.critics import Units
+from . import math as ppo_math
+from .math import Reduction
+from .state import DECAY, Moments
+
+OVER_GROUPS = {
+    "grpo": ppo_math.grpo_advantages,
+    "dr_grpo": ppo_math.dr_grpo_advantages,
+    "rloo": ppo_math.rloo_advantages,
+}
+
+
+class Advantages(NamedTuple):
+    """Result of an estimator; tensors are `[batch, response]`."""
+
+    advantages: Tensor
+    unit: float = 1.0  # by which the advantages are divided, in that of the rewards
+    # None without a critic; annotated as present, for the code that has one
+    values: Tensor = None  # type: ignore[assignment]  # in the unit of the rewards
+    returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
+    targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
+
+
+def of_critic(
+    rewards: Tensor,
+    outputs: Tensor,
+    steps: Tensor,
+    seen: Moments,
+    is_normalized: bool,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    lam_critic: float | Tensor = 1.0,
+    outputs_after: Tensor | None = None,
+    is_cut: Tensor | None = None,
+    all_sum: Reduction = torch.clone,
+) -> tuple[Advantages, Moments]:
+    """GAE with the values of a critic.
+
+    Args:
+        rewards (`Tensor`): Rewards per token.
+        outputs (`Tensor`): Outputs of the critic, in units of the returns that were seen.
+        steps (`Tensor`): 1 at tokens, or first tokens of turns, that have a value.
+        seen (`Moments`): Moments of the returns of earlier rollouts.
+        is_normalized (`bool`): Whether the critic predicts in their units; else in the unit of the rewards.
+        gamma (`float`): Discount.
+        lam (`float` or `Tensor` of shape `[batch]`): λ of the advantages.
+        lam_critic (`float` or `Tensor` of shape `[batch]`): λ of the targets.
+        outputs_after (`Tensor` of shape `[batch]`, *optional*): Outputs for the states after completions.
+        is_cut (`Tensor` of shape `[batch]`, *optional*): Completions after which these outputs stand for the rest.
+        all_sum (`Callable`): Sums a tensor over ranks.
+
+    Returns:
+        `tuple[Advantages, Moments]`: The result, and the moments with the Monte Carlo returns of this rollout.
+
+    Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491 (decoupled λ)
+    """
+    nothing = torch.zeros_like(rewards)
+
+    def moments_with(after: Tensor | None) -> Moments:
+        return seen.add(ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1], steps, all_sum, DECAY)
+
+    # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
+    units = (seen if seen.weight else moments_with(None)).units if is_normalized else Units()
+    values, after = units.values(outputs) * steps, None
+    if outputs_after is not None and is_cut is not None:
+        after = units.values(outputs_after) * is_cut
+
+    # 2. Advantages for the policy and returns for the critic, each with its λ.
+    advantages, returns = ppo_math.gae(rewards, values, steps, gamma, lam, after)
+    if lam_critic is not lam:
+        _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
+
+    # 3. The critic learns in units with this rollout's Monte Carlo returns, which do not depend on its own values.
+    seen = moments_with(after)
+    targets = (seen.units if is_normalized else Units()).targets(returns) * steps
+    return Advantages(advantages, 1.0, values, returns, targets), seen
+
+
+def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
+    """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
+
+    When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
+    scaled down to what the returns vary.
+    """
+    error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
+    spread = ppo_math.masked_var(result.returns, steps, all_sum)
+    unit = seen.units.deviation * max(1.0, math.sqrt(float(error / spread.clamp(min=1e-20))))
+    return result._replace(advantages=result.advantages / unit, unit=unit)
+
+
+def whitened(result: Advantages, mask: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
+    """Shift and scale the advantages of a rollout to zero mean and unit variance."""
+    variance = ppo_math.masked_var(result.advantages, mask, all_sum)
+    advantages = ppo_math.whiten(result.advantages, mask, all_sum)
+    return result._replace(advantages=advantages, unit=math.sqrt(float(variance) + 1e-8))
+
+
+def of_groups(
+    name: str, rewards: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone, rank: int = 0
+) -> Advantages:
+    """A completion's score against the others of its prompt, `[batch, 1]`; a group may span ranks."""
+    scores = rewards.sum(1)
+    if name == "reinforce":
+        return Advantages(scores.masked_fill(~usable, 0)[:, None])
+    advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
+    return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
+
+
+def to_go(rewards: Tensor, steps: Tensor, gamma: float) -> Advantages:
+    """Sum of the rewards from each token on, without a baseline.
+
+    Source: https://huggingface.co/papers/2510.01051
+    """
+    return Advantages(ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[0])
