@@ -19,8 +19,7 @@ from trl import is_conversational
 
 from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..distributed import is_sharded
-from ..environments import Episode, EpisodeSampler, RolloutFunction
-from ..generation import Generator
+from ..episodes import Episode, EpisodeSampler, Generator, RolloutFunction
 from ..modeling import ActorCritic, TokenScores
 from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
