@@ -23,7 +23,7 @@ def with_noise(trainer, noise, seed):
     """Let another model sample: the policy with relative Gaussian noise in the weights of its base."""
     import torch
 
-    from trl_ppo_ext.generation import TransformersGenerator
+    from trl_ppo_ext.episodes import TransformersGenerator
     from trl_ppo_ext.ppo.sampler import SamplerComparison
     from trl_ppo_ext.sequences import Sequences
 

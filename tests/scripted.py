@@ -7,8 +7,7 @@ import torch
 from tiny import byte_tokenizer
 
 from trl_ppo_ext.data.prompts import PROMPT_IDS
-from trl_ppo_ext.environments import Environments
-from trl_ppo_ext.generation import Generator
+from trl_ppo_ext.episodes import Environments, Generator
 
 
 def call(name, **arguments):

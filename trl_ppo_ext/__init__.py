@@ -7,8 +7,8 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig
-    from .environments import StepResult as StepResult
-    from .environments import openenv as openenv
+    from .episodes import StepResult as StepResult
+    from .episodes import openenv as openenv
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
     from .rewards import RewardAdapter as RewardAdapter
@@ -26,9 +26,9 @@ _MODULES = {
     "RemoteReward": "rewards.http",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
-    "StepResult": "environments",
+    "StepResult": "episodes",
     "estimate_memory": "memory",
-    "openenv": "environments",
+    "openenv": "episodes",
 }
 
 __all__ = [*_MODULES]

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Generati
 
 from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
-from .environments import Environments
-from .generation import ensure_pad_token, stop_token_ids
+from .episodes import Environments, ensure_pad_token, stop_token_ids
 from .modeling.loading import check_available, check_model_arguments, hub_kwargs
 from .rewards import check_reward_arguments, check_reward_columns
 

@@ -26,7 +26,7 @@ from transformers.training_args import OptimizerNames
 
 from .arguments import as_list
 from .config import PPOConfig
-from .generation.transformers import BLOCK
+from .episodes.transformers import BLOCK
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS

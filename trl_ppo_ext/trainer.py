@@ -42,8 +42,7 @@ from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
-from .environments import Environments, record
-from .generation import build_generator
+from .episodes import Environments, build_generator, record
 from .modeling.averaging import AveragedWeights
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan

@@ -18,7 +18,7 @@ from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, StepResult
 from trl_ppo_ext.checkpoints.atomic import checkpoints
-from trl_ppo_ext.environments.record import ANSWERS
+from trl_ppo_ext.episodes.record import ANSWERS
 
 STEPS = 6  # three rollouts
 SLOWEST = 0.04  # seconds of an answer

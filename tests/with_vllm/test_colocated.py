@@ -16,8 +16,8 @@ from served import CONTEXT, LONG, SHORT, largest_difference, logged, long_prompt
 from served import small_llama as llama
 from tiny import qwen2
 
-from trl_ppo_ext.generation import build_generator
-from trl_ppo_ext.generation.engine import Request, VLLMError
+from trl_ppo_ext.episodes import build_generator
+from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.ppo.sampler import SamplerError
 
 EXACT = 1e-4  # nats; measured 1e-6

@@ -22,7 +22,7 @@ from vllm_servers import VLLM, served
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import checkpoints
-from trl_ppo_ext.generation import VLLMError, vllm_server
+from trl_ppo_ext.episodes import VLLMError, vllm_server
 
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM, see `make test-vllm`")
 

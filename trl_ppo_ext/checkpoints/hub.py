@@ -17,8 +17,8 @@ from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
 from ..config import LOCK
-from ..environments.record import ANSWERS
-from ..generation.vllm import SERVED
+from ..episodes.record import ANSWERS
+from ..episodes.vllm import SERVED
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING

@@ -18,7 +18,7 @@ from ..config import PPOConfig
 from ..data.loading import get_split, load_splits
 from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
 from ..data.supervised import tokenize_ptx
-from ..environments import Environments
+from ..episodes import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
 from ..ppo.batch_plan import BatchPlan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..environments import Episode
+from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
 from . import math as ppo_math

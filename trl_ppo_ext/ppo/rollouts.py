@@ -20,8 +20,7 @@ from trl import is_conversational
 from ..config import PPOConfig
 from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..distributed import is_sharded
-from ..environments import Episode, EpisodeSampler, RolloutFunction
-from ..generation import Generator
+from ..episodes import Episode, EpisodeSampler, Generator, RolloutFunction
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, rewards_so_far
 from ..randomness import fixed_seed

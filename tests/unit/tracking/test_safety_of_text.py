@@ -21,7 +21,7 @@ from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
 from trl_ppo_ext.data.prompts import PromptError, encode
-from trl_ppo_ext.environments import Episode
+from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all

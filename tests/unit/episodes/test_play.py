@@ -13,7 +13,7 @@ from tiny import tokenizer
 
 from trl_ppo_ext import StepResult, openenv
 from trl_ppo_ext.data.prompts import PromptError
-from trl_ppo_ext.environments import Environments
+from trl_ppo_ext.episodes import Environments
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
 
 

@@ -28,14 +28,14 @@ from ..data.prompts import (
     row_template_kwargs,
     with_prompts,
 )
-from ..generation import Generator
 from ..randomness import fixed_seed
 from ..redaction import shortened
 from ..rewards import RewardError, ScoringBatch
 from .chat import CHARACTERS, ChatFormat
-from .protocol import TextEnvironment
+from .protocols import TextEnvironment
 from .record import ANSWERS, NOWHERE, Place, Record, forget
 from .tools import Answer, ToolEnvironment
+from .transformers import Generator
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Generators: transformers' `generate`, its continuous batching, and vLLM."""
+"""What samples: a generator of turns, and the tools and environments that answer them."""
 
 from typing import Any
 
@@ -6,8 +6,15 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
+from .chat import ChatFormat as ChatFormat
 from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
 from .engine import VLLMError as VLLMError
+from .play import Environments as Environments
+from .play import Episode as Episode
+from .play import EpisodeSampler as EpisodeSampler
+from .play import RolloutFunction as RolloutFunction
+from .protocols import openenv as openenv
+from .tools import StepResult as StepResult
 from .transformers import Generator as Generator
 from .transformers import TransformersGenerator as TransformersGenerator
 from .transformers import ensure_pad_token as ensure_pad_token

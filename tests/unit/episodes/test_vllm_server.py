@@ -15,9 +15,9 @@ from runs_of_tiny import trainer, weights
 from starlette.responses import PlainTextResponse
 from tiny import llama
 
-from trl_ppo_ext.generation import VLLMError, vllm_server
-from trl_ppo_ext.generation.engine import Request
-from trl_ppo_ext.generation.vllm_server import VLLMServer
+from trl_ppo_ext.episodes import VLLMError, vllm_server
+from trl_ppo_ext.episodes.engine import Request
+from trl_ppo_ext.episodes.vllm_server import VLLMServer
 
 BASE, KEY = "org/base", "tok-0123456789abcdef"
 SETTINGS = {"temperature": 0.7, "stop_token_ids": [1], "logprobs": 0}

@@ -4,7 +4,7 @@ import pytest
 from tiny import byte_tokenizer, tokenizer
 from trl.chat_template_utils import qwen3_template
 
-from trl_ppo_ext.environments.chat import ChatFormat
+from trl_ppo_ext.episodes.chat import ChatFormat
 
 QUESTION = [{"role": "user", "content": "hi"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}

@@ -8,7 +8,7 @@ import pytest
 from scripted import call, rows_of, sampler_of
 
 from trl_ppo_ext import StepResult
-from trl_ppo_ext.environments.record import ANSWERS, forget, void_errors
+from trl_ppo_ext.episodes.record import ANSWERS, forget, void_errors
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
 
 
