@@ -28,14 +28,13 @@ def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, ca
 
 def rollouts_of(built):
     """Record every rollout that a trainer collects."""
-    seen, collect = [], built.collector.collect
+    seen, start = [], built.updates.start
 
-    def recording(*args):
-        collected = collect(*args)
-        seen.append(collected[:2])
-        return collected
+    def recording(rollout, step):
+        seen.append((rollout, built._samples["train"]))
+        return start(rollout, step)
 
-    built.collector.collect = recording
+    built.updates.start = recording
     return seen
 
 

@@ -44,6 +44,8 @@ from .state import DECAY, Moments, RunState
 
 logger = logging.get_logger(__name__)
 
+SHAPING_FIELDS = ("reward_baseline", "normalize_rewards", "reward_clip_range", "missing_eos_penalty")
+
 
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
@@ -254,7 +256,8 @@ def collect(
     log_groups(metrics, scored, args.num_generations, gather)
 
     # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    scores, after = shaped_scores(roles, scored, samples.stopped, run)
+    shaping: dict[str, Any] = {name: getattr(args, name) for name in SHAPING_FIELDS}
+    scores, after = shape_scores(scored.totals, samples.stopped, usable, run, **shaping, all_sum=all_sum)
     rewards = ppo_math.token_rewards(scored.tokens, scores, kl_of_rewards(args, tokens), completion_mask, run.kl_coef)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
@@ -371,20 +374,29 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 # ---- step 4: scores and KL ----
 
 
-def shaped_scores(roles: Roles, scored: Scored, stopped: Tensor, run: RunState) -> tuple[Tensor, RunState]:
-    """Scores after baseline, normalization, clipping and the penalty for a missing EOS, and the state after them."""
-    args, scores, usable = roles.args, scored.totals, scored.usable
-    if args.reward_baseline == "reference":
+def shape_scores(
+    scores: Tensor,
+    stopped: Tensor,
+    usable: Tensor,
+    run: RunState,
+    reward_baseline: str | None = None,
+    normalize_rewards: bool = False,
+    reward_clip_range: float | None = None,
+    missing_eos_penalty: float | None = None,
+    all_sum: Reduction = torch.clone,
+) -> tuple[Tensor, RunState]:
+    """Subtract the baseline, normalize, clip, and subtract the penalty for a missing EOS; all are `[batch]`."""
+    if reward_baseline == "reference":
         if run.baseline is None:  # the first rollout is sampled from the initial policy, which is the reference
-            run = run._replace(baseline=Moments().add(scores, usable, roles.all_sum).mean)
+            run = run._replace(baseline=Moments().add(scores, usable, all_sum).mean)
         scores = scores - cast(float, run.baseline)
-    if args.normalize_rewards:
-        run = run._replace(scores=run.scores.add(scores, usable, roles.all_sum))
+    if normalize_rewards:
+        run = run._replace(scores=run.scores.add(scores, usable, all_sum))
         scores = (scores - run.scores.mean) / (run.scores.deviation + 1e-8)
-    if args.reward_clip_range is not None:
-        scores = scores.clamp(-args.reward_clip_range, args.reward_clip_range)
-    if args.missing_eos_penalty is not None:
-        scores = scores - args.missing_eos_penalty * (~stopped)
+    if reward_clip_range is not None:
+        scores = scores.clamp(-reward_clip_range, reward_clip_range)
+    if missing_eos_penalty is not None:
+        scores = scores - missing_eos_penalty * (~stopped)
     return scores, run
 
 

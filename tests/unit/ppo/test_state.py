@@ -1,0 +1,154 @@
+"""What one rollout leaves to the next: moments, coefficients, and their JSON."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from trl_ppo_ext.modeling.critics import Units
+from trl_ppo_ext.ppo.math import adapt_entropy_coef, adapt_kl_coef
+from trl_ppo_ext.ppo.state import Moments, RunState
+
+MASK = torch.ones(4, 10, dtype=torch.bool)
+
+
+def add(moments, x, mask=MASK, decay=1.0, all_sum=torch.clone):
+    return moments.add(x, mask, all_sum, decay)
+
+
+# ---- moments
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6])
+def test_moments_in_parts_equal_those_of_all_values(shift):
+    x = (torch.randn(12, 10, dtype=torch.float64) + shift).split(4)
+    moments = Moments()
+    for part in x:
+        moments = add(moments, part)
+    values = torch.cat(x)
+    assert moments.mean == pytest.approx(values.mean().item())
+    assert moments.deviation == pytest.approx(values.std().item(), rel=1e-6)
+    assert moments.units.deviation == pytest.approx(values.std(correction=0).item(), rel=1e-6)
+
+
+def test_earlier_moments_decay():
+    first, second = torch.randn(4, 10), torch.randn(4, 10) + 5
+    moments = add(add(Moments(), first), second, decay=0.8)
+    total = 40 * 1.8
+    mean = (0.8 * first.sum() + second.sum()) / total
+    variance = (0.8 * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
+    assert moments.units == pytest.approx((mean.item(), variance.sqrt().item()), rel=1e-5)
+
+
+def test_masked_values_never_count():
+    x, mask = torch.randn(4, 10), MASK.clone()
+    mask[:, 5:] = False
+    moments = add(Moments(), torch.where(mask, x, 1e6), mask)
+    assert moments.mean == pytest.approx(x[:, :5].mean().item(), abs=1e-6)
+    nothing = add(moments, x, torch.zeros_like(mask))
+    assert nothing.units == pytest.approx(moments.units)
+
+
+def test_moments_of_ranks_equal_those_of_one_process():
+    x, other = torch.randn(2, 4, 10, dtype=torch.float64)
+    whole = add(Moments(), torch.cat([x, other]), MASK.repeat(2, 1))
+
+    def all_sum(own):  # what the other rank adds: count and sum, then squares around the shared mean
+        return own + (torch.stack([other.sum(), MASK.sum()]) if own.ndim else ((other - whole.mean) ** 2).sum())
+
+    assert add(Moments(), x, all_sum=all_sum) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("values", [[], [3.0], [3.0] * 40])
+def test_values_without_spread_have_the_unit_one(values):
+    x = torch.tensor([values])
+    moments = add(Moments(), x, torch.ones_like(x))
+    assert moments.deviation == moments.units.deviation == 1
+
+
+def test_adding_returns_new_moments_and_keeps_the_old():
+    moments = add(Moments(), torch.randn(4, 10))
+    before = tuple(moments)
+    add(moments, torch.randn(4, 10))
+    assert tuple(moments) == before
+
+
+# ---- state
+
+
+def test_state_survives_json_bit_for_bit():
+    state = RunState(0.05, 0.01, False, 1 / 3, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
+    assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_state_of_a_saved_critic_has_its_units():
+    saved = RunState(0.05, 0.0, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
+    tensors = {name: torch.tensor([*x], dtype=torch.float64) for name, x in saved.critic.items()}
+    state = RunState(0.1, 0.2).with_critic(tensors)
+    assert state.critic == saved.critic and state.returns.units == Units(2.0, 3.0)
+    assert (state.kl_coef, state.entropy_coef) == (0.1, 0.2)
+
+
+# ---- coefficients
+
+
+@pytest.mark.parametrize(
+    ("measured", "error"),
+    [
+        pytest.param(6.0, 0.0, id="at the target"),
+        pytest.param(6.6, 0.1, id="a tenth above"),
+        pytest.param(5.4, -0.1, id="a tenth below"),
+        pytest.param(7.2, 0.2, id="at the upper clip"),
+        pytest.param(60.0, 0.2, id="far above"),
+        pytest.param(0.0, -0.2, id="no KL"),
+        pytest.param(-1.0, -0.2, id="an estimate below 0"),
+    ],
+)
+@pytest.mark.parametrize("completions", [64, 512])
+def test_kl_coefficient_moves_with_the_clipped_proportional_error(measured, error, completions):
+    moved = adapt_kl_coef(0.05, measured, target=6.0, horizon=10_000, completions=completions)
+    assert moved == pytest.approx(0.05 * (1 + error * completions / 10_000), rel=1e-12)
+
+
+def test_kl_coefficient_settles_at_the_target():
+    """A policy whose KL is inversely proportional to the coefficient meets the target at one coefficient only."""
+    for value in (0.001, 10.0):
+        for _ in range(1_000):
+            value = adapt_kl_coef(value, 0.3 / value, target=6.0, horizon=2_000, completions=512)
+        assert value == pytest.approx(0.05, rel=1e-6)
+
+
+def test_kl_coefficient_does_not_depend_on_small_step_sizes():
+    often = seldom = 0.05
+    for _ in range(200):
+        often = adapt_kl_coef(often, 60.0, 6.0, 100_000, 50)
+    for _ in range(100):
+        seldom = adapt_kl_coef(seldom, 60.0, 6.0, 100_000, 100)
+    assert often == pytest.approx(seldom, rel=1e-5)
+    assert often == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
+
+
+def test_entropy_coefficient_by_hand():
+    value, history = 0.0, []
+    for measured in (0.2, 0.1, 0.3, 0.4, 0.2, 0.5, 0.5, 0.5, 0.1):
+        value = adapt_entropy_coef(value, measured, target=0.3)
+        history.append(value)
+    # raised below the target, kept at it, lowered above it, never below 0
+    expected = [0.005, 0.010, 0.010, 0.005, 0.010, 0.005, 0.0, 0.0, 0.005]
+    assert history == pytest.approx(expected, abs=1e-15)
+
+
+def test_entropy_coefficient_is_bounded_by_one_or_its_start():
+    value = 0.0
+    for _ in range(10):
+        value = adapt_entropy_coef(value, 1.0, target=100.0, step=0.3)
+    assert value == 1.0
+    assert adapt_entropy_coef(3.0, 1.0, target=100.0) == 3.0
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
+def test_nonfinite_kl_changes_nothing(measured):
+    assert adapt_kl_coef(0.05, measured, 6.0, 10_000, 64) == 0.05
+    if measured != -math.inf:  # an entropy has a lower bound
+        assert adapt_entropy_coef(0.05, measured, 0.3) == 0.05
