@@ -1,4 +1,4 @@
-"""Generators: transformers' `generate`, its continuous batching, and vLLM."""
+"""Generators: transformers' `generate`, and vLLM."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
-from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
 from .engine import VLLMError as VLLMError
 from .transformers import Generator as Generator
 from .transformers import TransformersGenerator as TransformersGenerator
@@ -19,9 +18,5 @@ def build_generator(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
 ) -> Generator:
     """The generator of `generation_backend`."""
-    kinds: dict[str, type[Any]] = {
-        "transformers": TransformersGenerator,
-        "continuous_batching": ContinuousBatchingGenerator,
-        "vllm": VLLMGenerator,
-    }
+    kinds: dict[str, type[Any]] = {"transformers": TransformersGenerator, "vllm": VLLMGenerator}
     return kinds[args.generation_backend](actor_critic, tokenizer, args, accelerator)
