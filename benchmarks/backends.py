@@ -67,7 +67,7 @@ def main() -> None:
     import subprocess
 
     results = {}
-    for backend in ("transformers", "continuous_batching", *(["vllm"] if find_spec("vllm") else [])):
+    for backend in ("transformers", *(["vllm"] if find_spec("vllm") else [])):
         run = subprocess.run([sys.executable, __file__, backend], capture_output=True, text=True)
         lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
         results[backend] = json.loads(lines[0].removeprefix("RESULT")) if lines else run.stderr[-500:]

@@ -80,10 +80,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         min_p (`float`, *optional*): Lowest probability to sample, relative to the most likely token's.
         repetition_penalty (`float`, *optional*, defaults to `1.0`): Penalty on tokens that have already occurred.
         generation_backend (`str`, *optional*, defaults to `"transformers"`):
-            `"transformers"` samples with `generate`, `"continuous_batching"` with its continuous batching, `"vllm"`
-            with vLLM. See docs/generation.md.
+            `"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md.
         generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`], of continuous batching's config, or of vLLM's `LLM`.
+            Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`.
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
         vllm_base_model (`str`, *optional*): Base that vLLM serves, if not `model`. Its weights must be the same.
@@ -249,7 +248,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    generation_backend: Literal["transformers", "continuous_batching", "vllm"] = "transformers"
+    generation_backend: Literal["transformers", "vllm"] = "transformers"
     generation_kwargs: dict[str, Any] | str | None = None
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_base_model: str | None = None
@@ -512,11 +511,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     def _check_sampling(self) -> None:
         if self.stop_strings and self.generation_backend != "transformers":
             raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
-        if self.repetition_penalty != 1 and self.generation_backend == "continuous_batching":
-            raise ValueError(
-                "`repetition_penalty` must be 1.0 with continuous batching, which applies it to the newest token "
-                f"only, got {self.repetition_penalty}; use `generation_backend='transformers'`."
-            )
         if self.generation_backend != "vllm":
             unread = [name for name in self.changed_fields if name.startswith("vllm_")]
             if unread:
@@ -545,12 +539,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
 
     def _check_generation_kwargs(self) -> None:
-        names, backend = set(self.generation_kwargs or {}), self.generation_backend
-        if backend == "vllm":
+        names = set(self.generation_kwargs or {})
+        if self.generation_backend == "vllm":
             problems = {", which follows from the run; remove it": names & _OF_THE_ENGINE}
-        elif backend == "continuous_batching":
-            allowed = ", ".join(sorted(_CONTINUOUS_BATCHING))
-            problems = {f"; continuous batching takes only {allowed}": names - _CONTINUOUS_BATCHING}
         else:
             problems = {
                 ", an unknown field of `GenerationConfig`": names - vars(GenerationConfig()).keys(),
@@ -680,11 +671,6 @@ _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "
     "num_beam_groups diversity_penalty dola_layers low_memory".split()
-)
-# the other fields of its config are set by the generator, follow from this config, or would have no effect
-_CONTINUOUS_BATCHING = set(
-    "page_size num_blocks max_batch_tokens max_memory_percent safety_margin cpu_offload_space use_cuda_graph "
-    "use_async_batching default_compile_level auto_switch_to_flash".split()
 )
 # arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
 _OF_THE_ENGINE = set(

@@ -74,13 +74,8 @@ def _entropy_target(config: Any, adaptive: bool) -> Settings:
     return {}
 
 
-def _backend(name: str) -> Callable[[Any, bool], Settings]:
-    def settings(config: Any, on: bool) -> Settings:
-        if not on and config.generation_backend != name:  # as in a file with the defaults of all backends
-            return {}
-        return {"generation_backend": name if on else "transformers"}
-
-    return settings
+def _use_vllm(config: Any, on: bool) -> Settings:
+    return {"generation_backend": "vllm" if on else "transformers"}
 
 
 # type, and the field of PPOConfig, or a function from config and value to fields of PPOConfig
@@ -96,11 +91,8 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
     # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
     "use_bias_correction_kl": (bool, lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}),
     "use_adaptive_entropy": (bool, _entropy_target),
-    "use_vllm": (bool, _backend("vllm")),
-    "use_transformers_continuous_batching": (bool, _backend("continuous_batching")),
-    "use_transformers_paged": (bool, lambda _, on: {"generation_backend": "continuous_batching"} if on else {}),
+    "use_vllm": (bool, _use_vllm),
     "vllm_importance_sampling_cap": (float, "vllm_importance_sampling_clip_max"),
-    "transformers_continuous_batching_config": (dict, "generation_kwargs"),
     "cache_implementation": (str, lambda _, name: {"generation_kwargs": {"cache_implementation": name}}),
     "response_length": (int, "max_completion_length"),
     "local_rollout_forward_batch_size": (
@@ -113,9 +105,13 @@ _SAME: dict[str, tuple[type, str | Callable[[Any, Any], Settings]]] = {
 
 # ---- fields without one ----
 
+_BATCHING = "for continuous batching set `use_vllm=True`"
 _DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
 # the only value besides None (a type if there is none), and why
 _NEUTRAL: dict[str, tuple[Any, str]] = {
+    "use_transformers_continuous_batching": (False, _BATCHING),
+    "use_transformers_paged": (False, _BATCHING),
+    "transformers_continuous_batching_config": (dict, _BATCHING),
     "vllm_server_host": ("0.0.0.0", "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
     "vllm_server_port": (8000, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
     "vllm_tensor_parallel_size": (1, "each process has an engine; start a server with `--tensor-parallel-size`"),

@@ -48,14 +48,7 @@ def test_every_field_of_grpo_is_a_field():
         ({"scale_rewards": False, "critic": "none", "num_generations": 8}, {"advantage_estimator": "dr_grpo"}),
         ({"use_bias_correction_kl": False}, {"kl_estimator": "k3", "kl_placement": "loss"}),
         ({"use_adaptive_entropy": False, "entropy_target": 0.2}, {"entropy_target": None}),
-        ({"use_transformers_paged": True}, {"generation_backend": "continuous_batching"}),
-        (
-            {
-                "use_transformers_continuous_batching": True,
-                "transformers_continuous_batching_config": '{"page_size": 16}',
-            },
-            {"generation_backend": "continuous_batching", "generation_kwargs": {"page_size": 16}},
-        ),
+        ({"use_vllm": True}, {"generation_backend": "vllm"}),
         ({"cache_implementation": "static"}, {"generation_kwargs": {"cache_implementation": "static"}}),
         ({"response_length": 53}, {"max_completion_length": 53}),
         (
@@ -88,10 +81,9 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"must be a multiple of .*\(4\), got 6"),
         ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
         ({"scale_rewards": "batch", "critic": "none", "num_generations": 8}, r"one of 'group', 'none', got 'batch'"),
-        ({"transformers_continuous_batching_config": {"page_size": 16}}, r"`transformers_continuous_batching_config`"),
         (
-            {"use_vllm": True, "use_transformers_paged": True},
-            r"which sets `generation_backend` to 'continuous_batching'",
+            {"use_transformers_paged": True},
+            r"`use_transformers_paged` must be False or omitted, got True .*: for continuous batching set `use_vllm",
         ),
         (
             {"vllm_server_port": 9000},
@@ -181,9 +173,6 @@ def test_arguments_of_grpo_are_in_its_order():
     "given, backend",
     [
         ({"use_vllm": True, "use_transformers_continuous_batching": False, "use_transformers_paged": False}, "vllm"),
-        ({"use_vllm": False, "use_transformers_continuous_batching": True}, "continuous_batching"),
-        ({"use_transformers_continuous_batching": True, "use_transformers_paged": False}, "continuous_batching"),
-        ({"use_vllm": False, "generation_backend": "continuous_batching"}, "continuous_batching"),
         ({"use_vllm": False}, "transformers"),
     ],
 )

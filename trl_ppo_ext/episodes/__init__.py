@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling import ActorCritic
 from .chat import ChatFormat as ChatFormat
-from .continuous import ContinuousBatchingGenerator as ContinuousBatchingGenerator
 from .engine import VLLMError as VLLMError
 from .play import Environments as Environments
 from .play import Episode as Episode
@@ -26,9 +25,5 @@ def build_generator(
     actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
 ) -> Generator:
     """The generator of `generation_backend`."""
-    kinds: dict[str, type[Any]] = {
-        "transformers": TransformersGenerator,
-        "continuous_batching": ContinuousBatchingGenerator,
-        "vllm": VLLMGenerator,
-    }
+    kinds: dict[str, type[Any]] = {"transformers": TransformersGenerator, "vllm": VLLMGenerator}
     return kinds[args.generation_backend](actor_critic, tokenizer, args, accelerator)
