@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
@@ -24,12 +23,10 @@ from ..modeling.adapter_files import (
     save_adapter,
     write_weights,
 )
-from ..modeling.adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
+from ..modeling.adapters import check_fit, load_adapter_weights
 
 STATE = "ppo_state.json"
-AVERAGED = "ema"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
 CRITIC_FILES = {  # by `PPOConfig.critic`
     "none": [],
     "head": [VALUE_HEAD],
@@ -95,14 +92,6 @@ def save_actor_critic(actor_critic: ActorCritic, output_dir: str, weights: dict[
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
     save_critic(actor_critic, output_dir, weights)
-
-
-def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
-    """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
-    names = parameter_names(policy, name)
-    with _weights_of(directory, ADAPTER_WEIGHTS) as weights:
-        check_fit(adapter_weights(policy, name), weights)
-    return {names[key]: x for key, x in weights.items()}
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
