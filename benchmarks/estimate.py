@@ -67,11 +67,6 @@ CASES = {
     "fp32": Case(SHAPES["small"], "fp32"),
     "bf16": Case(SHAPES["small"]),
     "bf16, prompts of several lengths": Case(SHAPES["small"], same_length=False),
-    "bf16, accumulation, classifier, EMA": Case(
-        SHAPES["small"],
-        fields={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "ema_decay": 0.9},
-        classifier="bf16",
-    ),
     "bf16, critic adapter": Case(SHAPES["small"], fields={"critic": "adapter"}),
     "bf16, checkpointing": Case(SHAPES["small"], fields={"gradient_checkpointing": True}),
     "fp32, checkpointing, critic adapter": Case(

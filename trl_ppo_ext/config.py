@@ -199,7 +199,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`.
         ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`): Length in tokens at which a supervised row is cut.
-        ema_decay (`float`, *optional*): Decay of a moving average of the policy's adapter, saved in `ema/`.
         offload_rollout (`bool`, *optional*, defaults to `False`):
             Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
         offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
@@ -318,7 +317,6 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     ptx_coef: float = 1.0
     ptx_max_length: int = 512
-    ema_decay: float | None = None
 
     offload_rollout: bool = False
     offload_rewards: bool = False
@@ -633,7 +631,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print max_tool_calling_iterations",
     ),
     "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
-    "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2 ema_decay"),
+    "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
     "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p vllm_gpu_memory_utilization"),
     "above 1": (lambda x: x > 1, "dual_clip"),
     "at least 2": (lambda x: x >= 2, "ptx_max_length"),

@@ -164,7 +164,6 @@ class MemoryEstimate:
             "policy adapter": 4 * adapter.parameters,
             "critic": 4 * (trained - adapter.parameters),
             "base of vLLM": self.base_of_vllm,
-            "averaged weights": 4 * adapter.parameters if args.ema_decay is not None else 0,
             "optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained,
         }
         # ids of sequences, prompts and completions, and eleven numbers per completion token

@@ -43,7 +43,6 @@ from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
 from .episodes import Environments, build_generator, record
-from .modeling.averaging import AveragedWeights
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
@@ -265,8 +264,6 @@ class PPOTrainer(Trainer):
         if ptx_dataset is not None:
             ptx = PTXSampler(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
-        decay, averaged = args.ema_decay, actor_critic.policy_parameters()
-        self.averaged_policy = None if decay is None else AveragedWeights(averaged, decay)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
@@ -604,7 +601,7 @@ class PPOTrainer(Trainer):
             self.state.best_model_checkpoint = best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(resume_from_checkpoint)
+        files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
         self.run_state = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
@@ -612,21 +609,9 @@ class PPOTrainer(Trainer):
             self.run_state = self.run_state._replace(entropy_coef=self.args.entropy_coef, entropy_bonus=True)
 
     def _load_best_model(self) -> None:
-        self._load_weights(cast(str, self.state.best_model_checkpoint))
+        files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         if self.actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
-
-    def _load_weights(self, directory: str) -> None:
-        files.load_actor_critic_weights(self.actor_critic, directory)
-        if self.averaged_policy is None:
-            return
-        averaged = os.path.join(directory, files.AVERAGED)
-        if self.args.resume_with_changed_settings and not os.path.isdir(averaged):
-            weights = distributed.unsharded_weights(self.actor_critic.policy_parameters())
-        else:
-            policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
-            weights = files.read_averages(policy, name, averaged)
-        self.averaged_policy.load_state_dict(weights)
 
     def _run_state(self) -> dict[str, Tensor]:
         """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
@@ -734,12 +719,6 @@ class PPOTrainer(Trainer):
     def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
         os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights, self.run_state.critic)
-        if self.averaged_policy is not None:
-            policy, folder = self.actor_critic.policy, os.path.join(directory, files.AVERAGED)
-            files.save_adapter(policy, self.actor_critic.policy_adapter, folder, self.averaged_policy.state_dict())
-        else:
-            for file in files.AVERAGED_FILES:  # of an earlier run
-                Path(directory, file).unlink(missing_ok=True)
         settings = files.run_settings(self.args) | self._inputs
         files.save_state({"run": self.run_state.to_json(), "settings": settings}, directory)
         self.processing_class.save_pretrained(directory)
@@ -828,7 +807,7 @@ class PPOTrainer(Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Restores progress when training begins; after every step updates the average and stops on a signal."""
+    """Restores progress when training begins; after every step stops on a signal."""
 
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
@@ -848,10 +827,8 @@ class _StepCallback(TrainerCallback):
         self.trainer._return_to_step = None
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Update the average; agree on all ranks whether to stop."""
+        """Agree on all ranks whether to stop."""
         trainer = self.trainer
-        if trainer.averaged_policy is not None:
-            trainer.averaged_policy.update()
         trainer._return_to_step = lambda: None  # this step is complete, also if a callback fails now
         received = trainer.signals.received is not None
         if trainer.accelerator.num_processes > 1:

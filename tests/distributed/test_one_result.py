@@ -40,7 +40,6 @@ CHOICES = {
         "kl_estimator": "exact",
         "kl_placement": "both",
         "ptx_coef": 0.5,
-        "ema_decay": 0.5,
     },
     # one rollout has nothing to learn from: neither momentum nor weight decay may move the weights
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
@@ -155,7 +154,7 @@ def outcomes(tmp_path_factory):
     ids=lambda part: part,
 )
 def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
-    """Weights, averages, metrics, running statistics and steered coefficients, after 6 optimizer steps."""
+    """Weights, metrics, running statistics and steered coefficients, after 6 optimizer steps."""
     _, expected, expected_log, expected_state = outcomes("one process", choice, "8")
     about, weights, log, state = outcomes(how, choice, spread)
     assert about["num_processes"] == (1 if how == "one process" else 2) and about["zero_stage"] == stage_of(how)

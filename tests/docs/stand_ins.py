@@ -146,7 +146,7 @@ def _brevity(completions: list, **kwargs: Any) -> list[float]:
 
 def _trainer() -> PPOTrainer:
     """A run that was interrupted after the first of its two steps."""
-    args = partial(PPOConfig, "interrupted", save_steps=1, ema_decay=0.9, logging_steps=1, max_steps=2)
+    args = partial(PPOConfig, "interrupted", save_steps=1, logging_steps=1, max_steps=2)
     args = args(max_completion_length=8, per_device_train_batch_size=2)
     built = PPOTrainer(POLICIES[0], _brevity, args, _prompts(), eval_dataset=_prompts().select(range(2)))
     built.train()

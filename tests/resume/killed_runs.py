@@ -38,7 +38,6 @@ SETTINGS = {
     "normalize_rewards": True,
     "kl_target": 0.5,
     "kl_horizon": 100,
-    "ema_decay": 0.5,
     "critic": "adapter",
 }
 

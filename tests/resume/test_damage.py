@@ -26,10 +26,10 @@ from trl_ppo_ext.checkpoints.atomic import (
 )
 from trl_ppo_ext.checkpoints.files import CheckpointError
 
-SAVING = {"save_strategy": "steps", "save_steps": 1, "critic": "adapter", "ema_decay": 0.5}
+SAVING = {"save_strategy": "steps", "save_steps": 1, "critic": "adapter"}
 FILES = sorted(
     """README.md adapter_config.json adapter_model.safetensors critic/adapter_config.json
-    critic/adapter_model.safetensors ema/adapter_config.json ema/adapter_model.safetensors manifest.json optimizer.pt
+    critic/adapter_model.safetensors manifest.json optimizer.pt
     ppo_state.json rng_state.pth run_state_0.safetensors scheduler.pt tokenizer.json tokenizer_config.json
     trainer_state.json value_head.safetensors
     """.split()

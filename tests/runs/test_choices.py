@@ -582,62 +582,6 @@ def test_ptx_rows_that_do_not_fit_raise_before_training(tmp_path):
         build(tmp_path, ptx_dataset=questions())
 
 
-# ---- the moving average
-
-
-def policy_of(weights):
-    return {name: x for name, x in weights.items() if "lora" in name}
-
-
-@pytest.fixture(scope="module")
-def averaged(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("averaged")
-    built, record = build(folder, ema_decay=0.7, target_kl=0.05, num_ppo_epochs=4)
-    start = trained(built.model)
-    built.train()
-    built.save_model()
-    assert any(unchanged(step) for step in record.steps)  # the average continues over skipped steps
-    average = {name: 0.7**4 * x.double() for name, x in policy_of(start).items()}
-    for number, step in enumerate(record.steps, 1):
-        average = {name: x + 0.3 * 0.7 ** (4 - number) * step.after[name].double() for name, x in average.items()}
-    return built, record, folder, average
-
-
-def test_averaged_policy_has_its_closed_form(averaged):
-    built, _, _, average = averaged
-    got = {f"policy.{name}": x.double() for name, x in built.averaged_policy.state_dict().items()}
-    assert got.keys() == average.keys() and largest_difference(got, average) < 1e-6
-    assert largest_difference(policy_of(trained(built.model)), average) > 1e-3
-
-
-def test_averaged_policy_is_saved_as_a_plain_adapter(averaged):
-    built, _, folder, average = averaged
-    ids = torch.tensor([[4, 5, 6, 7]])
-    with torch.no_grad():
-        policy, mean = (
-            PeftModel.from_pretrained(base(), path)(input_ids=ids).logits for path in (folder, folder / "ema")
-        )
-        wanted = plain_models(built, average).policy(input_ids=ids).logits
-        torch.testing.assert_close(built.model.policy.eval()(input_ids=ids).logits, policy)
-    torch.testing.assert_close(mean.double(), wanted, rtol=0, atol=1e-5)
-    assert (mean - policy).abs().max() > 1e-3
-
-
-def test_swapped_evaluates_the_average_and_restores(averaged):
-    built, record, _, average = averaged
-    before = trained(built.model)
-    with built.averaged_policy.swapped():
-        metrics = built.evaluate(questions(8))
-    assert equal(trained(built.model), before)
-    sampled, s = record.rollouts[-1], plain_settings({})
-    mean, policy = (
-        sum(sample.old.k1.sum().item() for sample in plain_samples(built, sampled._replace(weights=weights), s)) / 8
-        for weights in (average, before)
-    )
-    assert metrics["eval_kl_per_completion"] == pytest.approx(mean, rel=1e-3)
-    assert abs(mean - policy) > 1e-2
-
-
 # ---- one run after the other
 
 
@@ -653,7 +597,6 @@ def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
             entropy_target=2.3,
             entropy_coef=0.01,
             target_kl=0.1,
-            ema_decay=0.8,
             num_ppo_epochs=3,
             max_steps=12,
             save_strategy="steps",
@@ -667,7 +610,6 @@ def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
     state = json.loads((tmp_path / "whole" / f"checkpoint-{saved}" / "ppo_state.json").read_text())
     assert state["kl_coef"]["value"] == pytest.approx(logged(whole, "kl_coef")[math.ceil(saved / 3)])
     assert state["kl_coef"]["value"] != 0.2 and state["entropy_coef"]["coefficient"] != 0.01
-    assert equal(whole.averaged_policy.state_dict(), again.averaged_policy.state_dict())
     resumed = one.steps[saved:]
     for ours, theirs in zip(resumed, other.steps, strict=True):
         assert equal(ours.after, theirs.after)

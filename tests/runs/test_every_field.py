@@ -357,7 +357,6 @@ def policy_moved(run):
 
 
 NO_CRITIC = {"critic": "none", "num_generations": 4}
-AVERAGED = "ema/adapter_model.safetensors"
 CASES = {
     # fields of the Trainer
     "learning_rate": Case((1e-2, 1e-3), "weights learning_rate"),
@@ -533,9 +532,6 @@ CASES = {
     "whiten_advantages": Case((True, False)),
     "ptx_coef": Case((1.0, 0.1), given=supervised),
     "ptx_max_length": Case((512, 3), "weights loss/ptx", given=supervised),
-    "ema_decay": Case(
-        (None, 0.5, 0.9), "files", same="weights", exact=lambda a, b: b.files.keys() - a.files == {AVERAGED}
-    ),
     "offload_rollout": Case((False, True), "calls", same="weights logs", exact=lambda a, b: not a.calls["offloaded"]),
     "offload_rewards": Case(
         (False, True),

@@ -148,7 +148,7 @@ def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
 @pytest.mark.parametrize(
     "case",
     [
-        {"dtype": "fp32", "fields": {"critic": "adapter", "ema_decay": 0.9}},
+        {"dtype": "fp32", "fields": {"critic": "adapter"}},
         {"dtype": "bf16", "fields": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
         {"dtype": "bf16", "same_length": False, "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
         {"dtype": "bf16", "fields": {"critic": "side"}},
@@ -193,7 +193,6 @@ def part(run, phase, name):
         ({}, {"critic": "side"}),
         ({}, {"critic": "adapter"}),
         ({}, {"base": replace(BASE, width=4)}),
-        ({}, {"ema_decay": 0.9}),
         ({}, {"ptx_length": 128}),
         ({}, {"processes": 2}),
         ({}, {"base": replace(BASE, layers=8)}),

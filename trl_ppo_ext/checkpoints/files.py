@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, float64, tensor
 from transformers import TrainingArguments
@@ -25,12 +24,10 @@ from ..modeling.adapter_files import (
     save_adapter,
     write_weights,
 )
-from ..modeling.adapters import adapter_weights, check_fit, load_adapter_weights, parameter_names
+from ..modeling.adapters import check_fit, load_adapter_weights
 
 STATE = "ppo_state.json"
-AVERAGED = "ema"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-AVERAGED_FILES = [os.path.join(AVERAGED, file) for file in ADAPTER]
 CRITIC_FILES = {  # by `PPOConfig.critic`
     "none": [],
     "head": [VALUE_HEAD],
@@ -104,14 +101,6 @@ def save_actor_critic(
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
     save_critic(actor_critic, output_dir, weights, moments)
-
-
-def read_averages(policy: PeftModel, name: str, directory: str) -> dict[str, Tensor]:
-    """Averaged weights of an adapter by parameter name, read from a file and not loaded into the model."""
-    names = parameter_names(policy, name)
-    with _weights_of(directory, ADAPTER_WEIGHTS) as weights:
-        check_fit(adapter_weights(policy, name), weights)
-    return {names[key]: x for key, x in weights.items()}
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:

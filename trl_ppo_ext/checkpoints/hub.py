@@ -22,12 +22,12 @@ from ..episodes.vllm import SERVED
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from .atomic import REPLACED, STAGING
-from .files import ADAPTER, AVERAGED_FILES, CRITIC_FILES, STATE
+from .files import ADAPTER, CRITIC_FILES, STATE
 from .resume import EARLIER
 
 logger = logging.get_logger(__name__)
 
-_WEIGHTS = [*ADAPTER, *AVERAGED_FILES, *CRITIC_FILES["adapter"]]
+_WEIGHTS = [*ADAPTER, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: checkpoints, answers of tools, adapters for vLLM, input of
 # `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token

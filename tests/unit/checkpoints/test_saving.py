@@ -65,12 +65,6 @@ def test_saved_adapter_loads_with_plain_peft_without_this_package(base, tmp_path
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), expected, atol=1e-3)
 
 
-def test_save_model_deletes_the_average_of_an_earlier_run(base, tmp_path):
-    for ema_decay in (0.5, None):
-        PPOTrainer(base, length_reward, config(tmp_path, ema_decay=ema_decay), prompts()).save_model()
-        assert (tmp_path / "ema" / "adapter_model.safetensors").exists() == (ema_decay is not None)
-
-
 def test_save_model_writes_plain_files_and_no_pickle(base, tmp_path):
     trained(base, tmp_path, max_steps=1).save_model()
     names = {path.name for path in tmp_path.iterdir()}
