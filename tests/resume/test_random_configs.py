@@ -25,7 +25,6 @@ def random_settings(seed):
         "normalize_rewards": pick([True, False]),
         "target_kl": pick([None, 1e-3]),
         "ema_decay": pick([None, 0.5]),
-        "offload_rollout": pick([True, False]),
         **pick([{"critic": "head"}, {"critic": "adapter"}, {"critic": "none", "advantage_estimator": "reinforce"}]),
         **pick([{"max_steps": 18}, {"max_steps": 18, "stream": True}, {"max_steps": -1, "num_train_epochs": 2.5}]),
     }

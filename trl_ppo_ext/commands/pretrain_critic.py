@@ -56,11 +56,14 @@ class PretrainCriticConfig(PPOConfig):
 
     _argument_group_name = "training (fields of PPOConfig; those about the policy's update have no effect)"
 
-    lam_critic: float | None = HfArg(default=1.0, help="Lambda of the critic's targets; 1 is Monte Carlo.")
+    critic_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Rarer settings of a critic. Its `lam` is 1 by default, which is Monte Carlo."
+    )
 
     def __post_init__(self):
         check_can_pretrain(self.critic, self.push_to_hub)
         super().__post_init__()
+        self.critic_kwargs = {"lam": 1.0, **cast(dict, self.critic_kwargs or {})}
 
 
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:
@@ -70,7 +73,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
     Args:
         trainer ([`PPOTrainer`]):
-            Trainer of the run, not trained yet. `lam_critic=1.0` in its config gives Monte Carlo targets.
+            Trainer of the run, not trained yet. `critic_kwargs={"lam": 1.0}` in its config gives Monte Carlo targets.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:
@@ -113,7 +116,8 @@ def held_out_rollouts(
     """
     args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
     # Monte Carlo returns: with another λ they would depend on the critic. Normalizing would rewrite the value head
-    vars(args).update({"lam_critic": 1.0, "normalize_values": False} | changes)
+    unbiased = {"critic_kwargs": {**cast(dict, args.critic_kwargs or {}), "lam": 1.0}, "normalize_values": False}
+    vars(args).update(unbiased | changes)
     roles = run.actor_critic, run.generator, run.rewards
     # without monitored rewards, which nothing would log
     collector = RolloutCollector(*roles, [], run.tokenizer, args, run.accelerator, run.guard)
@@ -169,7 +173,8 @@ def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
     names = [reward.name for reward in trainer.collector.rewards]
     about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
-    about |= {"gamma": args.gamma, "lam": args.lam if args.lam_critic is None else args.lam_critic, **numbers}
+    lam = args.critic_options.lam
+    about |= {"gamma": args.gamma, "lam": args.lam if lam is None else lam, **numbers}
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"]
     metadata = ModelCardData(base_model=base if base and not Path(base).exists() else None, tags=tags)

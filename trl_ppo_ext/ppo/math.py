@@ -455,27 +455,6 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
 
 
-def prompt_weights(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
-    r"""Weights of the value loss: 1/std of the scores of a group, with mean 1 over the completions that count.
-
-    The mean variance of all groups counts as one more observation of a group's, so that the weight of a few equal
-    scores stays finite.
-
-    Arguments are those of [`grpo_advantages`].
-
-    Returns:
-        `Tensor` of shape `[batch]`: Weight of each completion; 0 if it does not count.
-
-    Source: https://huggingface.co/papers/2609.36802
-    """
-    deviations, members = _deviations(scores, counts, group_size)
-    squares = (deviations**2).sum(1, keepdim=True)
-    mean_variance = squares.sum() / (members - 1).clamp(min=0).sum().clamp(min=1)
-    deviation = ((squares + mean_variance) / members.clamp(min=1)).sqrt().clamp(min=1e-8)
-    weights = counts.bool().reshape(-1, group_size) / deviation
-    return (weights * counts.sum() / weights.sum().clamp(min=1e-8)).reshape(-1)
-
-
 # ---- controllers: coefficients that follow a measurement ----
 
 

@@ -45,9 +45,8 @@ OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
     "rloo": ppo_math.rloo_advantages,
-    "prompt_std": ppo_math.prompt_weights,
 }
-SHAPING_FIELDS = ("reward_baseline", "normalize_rewards", "reward_clip_range", "missing_eos_penalty")
+SHAPING_FIELDS = ("normalize_rewards", "missing_eos_penalty")
 
 
 class Samples(NamedTuple):
@@ -169,10 +168,10 @@ class RolloutCollector:
         uses_vllm = args.generation_backend == "vllm"
         self.sampler = SamplerComparison(args, roles.dtype, all_sum) if uses_vllm else None
         self.logits_are_checked = False
-        is_shifted = args.normalize_rewards or args.reward_baseline is not None
-        sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and args.lam_length_alpha is None)
+        by_length = args.critic_options.lam_length_alpha is not None
+        sees_all = args.normalize_values or self.value_trust or (args.lam == 1 and not by_length)
         is_new = args.critic != "none" and args.critic_init is None
-        self.warns_of_far_scores = is_new and not is_shifted and not sees_all
+        self.warns_of_far_scores = is_new and not args.normalize_rewards and not sees_all
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -203,7 +202,7 @@ class RolloutCollector:
                 completion_ids = self.generator.generate(prompt_ids)
                 sampled_logprobs = self.generator.sampled_logprobs
                 ended = [*map(self.generator.has_stopped, completion_ids)]
-                after = [[] if args.bootstrap_truncated and not x else None for x in ended]
+                after = [[] if args.critic_options.bootstrap_truncated and not x else None for x in ended]
             else:
                 seeds = self._episode_seeds(len(rows), state, training)
                 episodes = self.episodes.sample(rows, seeds, state.global_step if training else None)
@@ -212,7 +211,7 @@ class RolloutCollector:
                 after = [x.after for x in episodes]
                 sampled_logprobs = [x.logprobs for x in episodes]
         stopped = torch.tensor(ended).to(device, non_blocking=True)
-        privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
+        privileged = None if args.critic_options.prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
         if any(x.critic_prompt_ids for x in episodes):
             privileged = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
         pad_token_id = self.tokenizer.pad_token_id
@@ -279,7 +278,7 @@ class RolloutCollector:
 
         # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
         kl_coef = self.kl_coef.value  # adapted to earlier rollouts; the entropy's coefficient also to this one
-        if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
+        if state.global_step >= args.critic_options.warmup_steps:  # until then the policy does not change
             self._update_coefficients(tokens, policy_mask, usable)
         rewards = self._token_rewards(tokens, scored, samples.stopped, completion_mask, kl_coef)
         metrics.mean("objective", rewards.sum(1), usable)
@@ -324,7 +323,7 @@ class RolloutCollector:
             old_values=values,
             returns=returns,
             policy_mask=None if policy_mask is response_mask else policy_mask,
-            value_weights=self._value_weights(rewards, steps, response_mask, usable),
+            value_weights=self._value_weights(steps, response_mask),
             kl_coef=kl_coef / (reward_unit * unit),  # a KL in the loss weighs as much as one in the reward
             entropy_coef=entropy_coef,
             value_unit=1.0 if self.normalizer is None else self.normalizer.deviation,
@@ -413,16 +412,13 @@ class RolloutCollector:
         first = self.accelerator.process_index * rows
         return [hash((self.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 
-    def _value_weights(self, rewards: Tensor, steps: Tensor, response_mask: Tensor, usable: Tensor) -> Tensor | None:
-        """Weights in the loss of the values, of turns and prompts; `None` if all are equal."""
-        weights = None
-        if self.args.advantage_level == "turn":  # the critic learns at first tokens, from a mean over turns
-            count, turns = self.all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
-            weights = steps * (count / turns.clamp(min=1))
-        if self.args.value_loss_weights == "prompt_std":
-            of_prompts = self._over_groups("prompt_std", rewards.sum(1), usable)[:, None]
-            weights = of_prompts if weights is None else of_prompts * weights
-        return weights
+    def _value_weights(self, steps: Tensor, response_mask: Tensor) -> Tensor | None:
+        """Weights in the loss of the values; `None` if all are equal."""
+        if self.args.advantage_level != "turn":
+            return None
+        # the critic learns at first tokens, from a mean over turns
+        count, turns = self.all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
+        return steps * (count / turns.clamp(min=1))
 
     def _token_rewards(
         self, tokens: TokenScores, scored: Scored, stopped: Tensor, completion_mask: Tensor, kl_coef: float
@@ -465,8 +461,6 @@ class RolloutCollector:
             scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
             ends = replace(ends, earned=self.earned.before(scores, mask | ends.completion_mask))
         values = cast(Tensor, self.score_tokens(ends, with_reference=False).values).sum(1)
-        if self.args.value_range is not None:
-            values = values.clamp(*self.args.value_range)
         values = values.new_zeros(len(sequences)).index_put((on_device,), values)
         return values.masked_fill(~samples.is_cut, 0)
 
@@ -477,16 +471,13 @@ class RolloutCollector:
 
         Source: https://huggingface.co/papers/2503.01491 (decoupled λ), https://huggingface.co/papers/2504.05118
         """
-        names = ("gamma", "lam", "lam_critic", "lam_length_alpha")
-        gamma, lam, lam_critic, alpha = (getattr(self.args, name) for name in names)
-        lam_critic = lam if lam_critic is None else lam_critic
+        gamma, lam, options = self.args.gamma, self.args.lam, self.args.critic_options
+        lam_critic, alpha = lam if options.lam is None else options.lam, options.lam_length_alpha
         new = self.normalizer if self.normalizer is not None and self.normalizer.is_new else None
         if new is not None:
             _, outcomes = ppo_math.gae(rewards, torch.zeros_like(values), response_mask, gamma, 1.0)
             values = new.update(values, outcomes, response_mask)
         final_values = self._values_after(samples)
-        if self.args.value_range is not None:  # https://huggingface.co/papers/2608.23566
-            values = values.clamp(*self.args.value_range)
         baseline, final_baseline = values, final_values
         if self.value_trust is not None:
             metrics.mean("value/weight", self.value_trust.weight)
@@ -552,8 +543,8 @@ class RolloutCollector:
             logger.warning(
                 "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0. Until it has learned "
                 "their mean, only a completion's last tokens receive it, and ending looks %s than continuing: "
-                "completions %s, for any reward. Set `normalize_values=True`, `normalize_rewards=True` or "
-                "`reward_baseline='reference'`, or start from a `critic_init` (see `trl-ppo pretrain-critic`).",
+                "completions %s, for any reward. Set `normalize_values=True` or `normalize_rewards=True`, or "
+                "start from a `critic_init` (see `trl-ppo pretrain-critic`).",
                 mean,
                 deviation,
                 ending,

@@ -292,42 +292,29 @@ class RunningMoments:
 
 @dataclass
 class RewardShaping:
-    """Baseline, normalization, clipping, and the penalty for a missing EOS, in this order."""
+    """Normalization, and the penalty for a missing EOS, in this order."""
 
-    reward_baseline: str | None = None
     normalize_rewards: bool = False
-    reward_clip_range: float | None = None
     missing_eos_penalty: float | None = None
 
     def __post_init__(self):
-        self.baseline: float | None = None
         self.moments = RunningMoments()
 
     def __call__(self, totals: Tensor, stopped: Tensor, usable: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
         """Shape the scores of a rollout, `[batch]`, and add them to the running statistics."""
         scores = totals
-        if self.reward_baseline == "reference":
-            if self.baseline is None:
-                # the first rollout is sampled from the initial policy, which is the reference
-                first = RunningMoments()
-                first.update(totals, usable, all_sum)
-                self.baseline = first.mean
-            scores = scores - self.baseline
         if self.normalize_rewards:
             self.moments.update(scores, usable, all_sum)
             scores = (scores - self.moments.mean) / (self.moments.deviation + 1e-8)
-        if self.reward_clip_range is not None:
-            scores = scores.clamp(-self.reward_clip_range, self.reward_clip_range)
         if self.missing_eos_penalty is not None:
             scores = scores - self.missing_eos_penalty * (~stopped)
         return scores
 
-    def state_dict(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, float]:
         """Return the running statistics."""
-        return {"baseline": self.baseline, **vars(self.moments)}
+        return dict(vars(self.moments))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the statistics returned by [`RewardShaping.state_dict`]."""
-        self.baseline = state["baseline"]
         for name in vars(self.moments):
             setattr(self.moments, name, float(state[name]))
