@@ -45,13 +45,14 @@ LENGTHS |= {name: task.length for name, task in TASKS.items()}
 RATES, TUNED_ON, SEEDS = (3e-4, 1e-3), 100, (0, 1, 2, 3, 4)
 GROUPS = {"critic": "none", "num_generations": 8}
 CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
+FIXED = {"critic_learning_rate": 1e-12, "critic_kwargs": {"backprop": False}}  # at the mean return
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the closed form, relative to the mean moment of the states
 RIVALS = {
     "GRPO": GROUPS | {"advantage_estimator": "grpo"},
     "Dr. GRPO": GROUPS | {"advantage_estimator": "dr_grpo"},
     "RLOO": GROUPS | {"advantage_estimator": "rloo"},
     "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
-    "PPO, running mean": CENTERED | {"critic_learning_rate": 1e-12, "critic_backprop": False},
+    "PPO, running mean": CENTERED | FIXED,
     "PPO, old default": {
         "critic": "head",
         "normalize_values": False,
@@ -62,7 +63,7 @@ RIVALS = {
     "PPO, head": CENTERED | {"critic": "head"},
     "PPO, adapter": CENTERED | {"critic": "adapter"},
     "PPO, side": CENTERED | {"critic": "side"},
-    "PPO, closed form": CENTERED | {"critic_learning_rate": 1e-12, "critic": "head", "critic_backprop": False},
+    "PPO, closed form": CENTERED | FIXED | {"critic": "head"},
 }
 COLORS = {
     "PPO, side": "#1f6f50",

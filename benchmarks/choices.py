@@ -29,7 +29,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "defaults": {"cliprange_value": None},
     "head": UNCLIPPED,
     "head, values clipped": CLIPPED,
-    "head, values clipped, no backprop": CLIPPED | {"critic_backprop": False},
+    "head, values clipped, no backprop": CLIPPED | {"critic_kwargs": {"backprop": False}},
     "adapter, values clipped": CLIPPED | {"critic": "adapter"},
     "adapter, values clipped, pretrained": CLIPPED | {"critic": "adapter"},
     "GRPO": GROUPS,
@@ -61,7 +61,7 @@ def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: i
         num_ppo_epochs=2,
         max_completion_length=48,
         missing_eos_penalty=2.0,
-        lam_critic=1.0,
+        critic_kwargs={"lam": 1.0},
         **CLIPPED | {"critic": "adapter"},
     )
     trainer = PPOTrainer(

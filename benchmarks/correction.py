@@ -54,7 +54,7 @@ def measure(job):
     sys.path.insert(0, str(HERE.parent / "tests" / "optimum"))
     from optimum import gap
 
-    settings = {"vllm_importance_sampling_correction": name in MODES, "vllm_max_logp_difference": 100.0}
+    settings = {"vllm_importance_sampling_correction": name in MODES, "vllm_kwargs": {"max_logp_difference": 100.0}}
     settings["vllm_importance_sampling_mode"] = name if name in MODES else MODES[0]
     prepare = None if name == ROWS[0] else lambda trainer: with_noise(trainer, noise, seed)
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):

@@ -30,10 +30,10 @@ REACHING = {
     "RLOO": (GROUPS | {"advantage_estimator": "rloo"}, 2),
 }
 OTHERS = {
-    "critic head, no backprop": ({"critic_backprop": False}, 2),
+    "critic head, no backprop": ({"critic_kwargs": {"backprop": False}}, 2),
     "GRPO, groups of 16": (GROUPS | {"num_generations": 16}, 2),
     "REINFORCE": ({"critic": "none", "advantage_estimator": "reinforce"}, 2),
-    "λ by length, critic's λ 1": ({"lam_length_alpha": 1.0, "lam_critic": 1.0}, 2),
+    "λ by length, critic's λ 1": ({"critic_kwargs": {"lam_length_alpha": 1.0, "lam": 1.0}}, 2),
     "sequence ratio (GSPO)": ({"importance_sampling_level": "sequence", "loss_aggregation": "sequence_mean"}, 2),
     "k2 in the reward": ({"kl_estimator": "k2"}, 2),
     "k3 in the reward": ({"kl_estimator": "k3"}, 2),

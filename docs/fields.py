@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from trl_ppo_ext.config import _UNSUPPORTED, PPOConfig
-from trl_ppo_ext.trl_fields import NO_EFFECT
+from trl_ppo_ext.config import _UNSUPPORTED, OPTIONS, PPOConfig
+from trl_ppo_ext.trl_names import NO_EFFECT
 
 PAGE = Path(__file__).with_suffix(".md")
 # first field of each part
@@ -18,7 +18,7 @@ PARTS = {
     "reward_weights": "Rewards",
     "num_ppo_epochs": "Updates, KL and critic",
     "ptx_coef": "Supervised loss and averages",
-    "offload_rollout": "Memory, failures and logs",
+    "offload_rewards": "Memory, failures and logs",
 }
 HEAD = """# All fields of `PPOConfig`
 
@@ -49,10 +49,15 @@ def default(field: Field) -> str:
     return f"`{getattr(value, 'value', value)!r}`"
 
 
+def descriptions(config: type) -> dict[str, tuple[str, str]]:
+    """Type and text of each argument in a docstring."""
+    docs = re.findall(r"^ {8}(\w+) \(`(.*?)`.*?\):(.*\n(?: {12}.*\n)*)", config.__doc__ or "", re.MULTILINE)
+    return {name: (kind, text) for name, kind, text in docs}
+
+
 def page(version: str) -> str:
     """The page, for a version of transformers."""
-    docs = re.findall(r"^ {8}(\w+) \(`(.*?)`.*?\):(.*\n(?: {12}.*\n)*)", PPOConfig.__doc__ or "", re.MULTILINE)
-    described = {name: (kind, text) for name, kind, text in docs}
+    described = descriptions(PPOConfig)
     lines, inherited = [HEAD.rstrip("\n")], [INHERITED.format(version=version).rstrip("\n")]
     own = [name for name in PPOConfig.__annotations__ if name in PPOConfig.__dataclass_fields__]
     for name in own:
@@ -60,12 +65,17 @@ def page(version: str) -> str:
             lines += ["", f"## {PARTS[name]}", "", "| field | type | default | |", "|---|---|---|---|"]
         kind, text = described[name]
         lines.append(f"| `{name}` | `{kind}` | {default(PPOConfig.__dataclass_fields__[name])} | {cell(text)} |")
+    for name, options in OPTIONS.items():
+        lines += ["", f"## Keys of `{name}`", "", "| key | type | default | |", "|---|---|---|---|"]
+        for entry in fields(options):
+            kind, text = descriptions(options)[entry.name]
+            lines.append(f'| `"{entry.name}"` | `{kind}` | {default(entry)} | {cell(text)} |')
     trainer = {field.name for field in fields(TrainingArguments)}
     of_trl = [
         "",
         "## TRL's names",
         "",
-        "[Coming from GRPO](from_grpo.md) and [from TRL's PPO](from_trl_ppo.md) explain them.",
+        "[Coming from GRPO](from_grpo.md) and [from TRL's PPO](from_trl_ppo.md) explain them. The last are our own.",
         "",
         "| field | |",
         "|---|---|",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 from tiny import byte_tokenizer
 
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.episodes import Environments, Generator
 
@@ -56,9 +57,8 @@ def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settin
         "overlong_prompts": "error",
         "environment_timeout": None,
         "max_tool_calling_iterations": None,
-        "bootstrap_truncated": False,
         "critic": "side",
-        "critic_prompt": None,
+        "critic_options": CriticOptions(),
         "max_steps": 1,
         "device": torch.device("cpu"),
     }

@@ -3,13 +3,14 @@
 import inspect
 import json
 import math
+import operator
 import os
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import type_validator
@@ -21,8 +22,7 @@ from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
 from .presets import load_preset
 from .redaction import shown, without_secrets
-from .trl_fields import TYPES as TRL_TYPES
-from .trl_fields import TRLFields, applied
+from .trl_names import NAMES, TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
@@ -30,6 +30,56 @@ logger = logging.get_logger(__name__)
 FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
+
+
+def number(default: Any, **limits: float) -> Any:
+    """Field of a number that is `at_least` or `above` one limit, and `at_most` or `below` another."""
+    return field(default=default, metadata={"limits": limits})
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """Settings of a critic that few runs change, as keys of `critic_kwargs`.
+
+    Args:
+        backprop (`bool`): Whether the value loss of `critic="head"` also trains the policy's adapter.
+        prompt (`str`):
+            Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
+            know, such as the answer. Needs `critic="adapter"`.
+        warmup_steps (`int`): Optimizer steps in which only the critic learns.
+        lam (`float`): λ of the critic's targets. Defaults to the policy's `lam`.
+        lam_length_alpha (`float`): α of λ = 1 − 1/(α·length), which replaces `lam` for the policy.
+        bootstrap_truncated (`bool`):
+            Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
+            `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates.
+    """
+
+    backprop: bool = True
+    prompt: str | None = None
+    warmup_steps: int = number(0, at_least=0)
+    lam: float | None = number(None, at_least=0, at_most=1)
+    lam_length_alpha: float | None = number(None, above=0)
+    bootstrap_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """Settings of vLLM that GRPO does not have, as keys of `vllm_kwargs`.
+
+    Args:
+        base_model (`str`): Base that vLLM serves, if not `model`. Its weights must be the same.
+        sleep_level (`int`): 1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too.
+        max_logp_difference (`float`):
+            End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then
+            vLLM samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters.
+    """
+
+    base_model: str | None = None
+    sleep_level: Literal[0, 1] = 0
+    max_logp_difference: float | None = number(None, above=0)
+
+
+OPTIONS: dict[str, type] = {"critic_kwargs": CriticOptions, "vllm_kwargs": VLLMOptions}
 
 
 @dataclass(repr=False)
@@ -85,7 +135,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`.
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
-        vllm_base_model (`str`, *optional*): Base that vLLM serves, if not `model`. Its weights must be the same.
         vllm_server_base_url (`str`, *optional*):
             Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its
             key is read from the environment variable `VLLM_API_KEY`.
@@ -97,7 +146,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context.
         vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
             Whether a colocated vLLM frees its keys and values on the GPU between rollouts.
-        vllm_sleep_level (`int`, *optional*, defaults to `0`): 1 moves its base to CPU memory meanwhile, too.
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
             Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels.
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_truncate"`):
@@ -105,9 +153,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             clamps it to the two limits, `"..._mask"` sets it to 0 outside.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`): Largest ratio.
         vllm_importance_sampling_clip_min (`float`, *optional*): Smallest ratio.
-        vllm_max_logp_difference (`float`, *optional*):
-            End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then
-            vLLM samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters.
+        vllm_kwargs (`dict`, *optional*): Further settings of vLLM, the fields of [`VLLMOptions`].
         max_tool_calling_iterations (`int`, *optional*):
             Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
         environment_timeout (`float`, *optional*):
@@ -123,17 +169,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             Maximum share of a rollout's completions for which a reward may fail before the run ends.
         reward_timeout (`float`, *optional*):
             Seconds after which a reward function fails for the rollout. Functions then run in a thread.
-        reward_baseline (`str`, *optional*):
-            `"reference"` subtracts the mean score of the first rollout, which the reference sampled.
         normalize_rewards (`bool`, *optional*, defaults to `False`):
             Whether to normalize scores by their running mean and standard deviation.
-        reward_clip_range (`float`, *optional*): Clip the weighted sum of the rewards to ± this.
         missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
         mask_truncated_completions (`bool`, *optional*, defaults to `False`):
             Whether the policy skips truncated completions; a critic learns from them.
-        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
-            `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates.
         num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
         num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
         kl_coef (`float`, *optional*, defaults to `0.05`):
@@ -156,20 +196,15 @@ class PPOConfig(TRLFields, TrainingArguments):
         critic (`str`, *optional*, defaults to `"side"`):
             `"side"` network on states of several layers and the position (nothing flows back into the policy), value
             `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`.
-        critic_backprop (`bool`, *optional*, defaults to `True`):
-            Whether the value loss of `critic="head"` also trains the policy's adapter.
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
             `learning_rate`.
         normalize_values (`bool`, *optional*):
             Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
             then begins at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the
-            rewards' scale. Defaults to `True` with a critic, except with DeepSpeed.
+            rewards' scale. Defaults to `True` with a critic.
+        critic_kwargs (`dict`, *optional*): Rarer settings of a critic, the fields of [`CriticOptions`].
         critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
-        critic_prompt (`str`, *optional*):
-            Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
-            know, such as the answer. Needs `critic="adapter"`.
-        value_warmup_steps (`int`, *optional*, defaults to `0`): Optimizer steps in which only the critic learns.
         cliprange (`float`, *optional*):
             Clip range of the ratio, e.g. 0.2. By default a token's probability changes at most by a factor of 2 per
             rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set.
@@ -182,28 +217,18 @@ class PPOConfig(TRLFields, TrainingArguments):
             `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
         cliprange_value (`float`, *optional*):
             Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none.
-        value_range (`list[float]`, *optional*): Lowest and highest return, e.g. `[0, 1]`, to which values are clamped.
-        value_loss_weights (`str`, *optional*, defaults to `"uniform"`):
-            `"prompt_std"` weighs the value loss of a completion by 1/std of the returns of its prompt's completions,
-            with mean 1. Needs `num_generations` of at least 2.
         vf_coef (`float`, *optional*, defaults to `0.5`): Coefficient of the value loss.
         entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
         entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
         gamma (`float`, *optional*, defaults to `1.0`): Discount factor.
         lam (`float`, *optional*, defaults to `0.95`): λ of generalized advantage estimation.
-        lam_critic (`float`, *optional*): λ of the critic's targets. Defaults to `lam`.
-        lam_length_alpha (`float`, *optional*): α of λ = 1 − 1/(α·length), which replaces `lam` for the policy.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
             Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
             Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`.
         ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
         ptx_max_length (`int`, *optional*, defaults to `512`): Length in tokens at which a supervised row is cut.
-        offload_rollout (`bool`, *optional*, defaults to `False`):
-            Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
         offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
-        max_skipped_steps (`int`, *optional*, defaults to `5`):
-            End the run after this many consecutive steps with a NaN or inf gradient (not with fp16's scaler).
         resume_from_checkpoint (`str` or `bool`, *optional*):
             Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or `False` to
             begin anew and move those of an earlier run aside.
@@ -218,12 +243,14 @@ class PPOConfig(TRLFields, TrainingArguments):
         "model_init_kwargs",
         "chat_template_kwargs",
         "generation_kwargs",
+        "critic_kwargs",
+        "vllm_kwargs",
     ]
 
-    learning_rate: float = 5e-5
-    adam_epsilon: float = 1e-5
+    learning_rate: float = number(5e-5, at_least=0)
+    adam_epsilon: float = number(1e-5, at_least=0)
     bf16: bool | None = None
-    logging_steps: float = 10
+    logging_steps: float = number(10, at_least=0)
     logging_nan_inf_filter: bool = False
     logging_first_step: bool | None = None
     remove_unused_columns: bool | None = False
@@ -233,108 +260,96 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     shuffle_dataset: bool = True
     chat_template_kwargs: dict[str, Any] | str | None = None
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = number(None, at_least=1)
     overlong_prompts: Literal["error", "truncate", "drop"] = "error"
     pad_token: str | None = None
-    num_generations: int = 1
-    generation_batch_size: int | None = None
-    per_device_generation_batch_size: int | None = None
-    max_completion_length: int = 256
+    num_generations: int = number(1, at_least=1)
+    generation_batch_size: int | None = number(None, at_least=1)
+    per_device_generation_batch_size: int | None = number(None, at_least=1)
+    max_completion_length: int = number(256, at_least=1)
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = 0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    temperature: float = number(1.0, above=0)
+    top_p: float = number(1.0, above=0, at_most=1)
+    top_k: int | None = number(0, at_least=0)
+    min_p: float | None = number(None, at_least=0, at_most=1)
+    repetition_penalty: float = number(1.0, above=0)
     generation_backend: Literal["transformers", "vllm"] = "transformers"
     generation_kwargs: dict[str, Any] | str | None = None
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    vllm_base_model: str | None = None
     vllm_server_base_url: str | None = None
-    vllm_server_timeout: float = 240.0
-    vllm_gpu_memory_utilization: float = 0.3
-    vllm_max_model_length: int | None = None
+    vllm_server_timeout: float = number(240.0, above=0)
+    vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
+    vllm_max_model_length: int | None = number(None, at_least=1)
     vllm_enable_sleep_mode: bool = False
-    vllm_sleep_level: Literal[0, 1] = 0
     vllm_importance_sampling_correction: bool = False
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
-    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     vllm_importance_sampling_clip_min: float | None = None
-    vllm_max_logp_difference: float | None = None
+    vllm_kwargs: dict[str, Any] | str | None = None
 
-    max_tool_calling_iterations: int | None = None
-    environment_timeout: float | None = None
+    max_tool_calling_iterations: int | None = number(None, at_least=0)
+    environment_timeout: float | None = number(None, above=0)
 
     reward_weights: list[float] | None = None
     reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
-    per_device_reward_batch_size: int = 16
+    per_device_reward_batch_size: int = number(16, at_least=1)
     reward_label: int | None = None
     reward_on_error: str = "raise"
-    max_reward_failures: float = 0.5
-    reward_timeout: float | None = None
-    reward_baseline: Literal["reference"] | None = None
+    max_reward_failures: float = number(0.5, at_least=0, at_most=1)
+    reward_timeout: float | None = number(None, above=0)
     normalize_rewards: bool = False
-    reward_clip_range: float | None = None
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: float | None = number(None, at_least=0)
     mask_truncated_completions: bool = False
-    bootstrap_truncated: bool = False
 
-    num_ppo_epochs: int = 4
-    num_mini_batches: int | None = None
-    kl_coef: float = 0.05
+    num_ppo_epochs: int = number(4, at_least=1)
+    num_mini_batches: int | None = number(None, at_least=1)
+    kl_coef: float = number(0.05, at_least=0)
     kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
     kl_placement: Literal["reward", "loss", "both"] = "reward"
-    kl_target: float | None = None
-    kl_horizon: int = 10000
-    target_kl: float | None = None
+    kl_target: float | None = number(None, above=0)
+    kl_horizon: int = number(10000, at_least=1)
+    target_kl: float | None = number(None, above=0)
     advantage_estimator: Literal["gae", "auto", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     advantage_level: Literal["token", "turn"] = "token"
     critic: Literal["head", "side", "adapter", "none"] = "side"
-    critic_backprop: bool = True
-    critic_learning_rate: float | None = None
+    critic_learning_rate: float | None = number(None, above=0)
     normalize_values: bool | None = None
+    critic_kwargs: dict[str, Any] | str | None = None
     critic_init: str | None = None
-    critic_prompt: str | None = None
-    value_warmup_steps: int = 0
-    cliprange: float | None = None
-    cliprange_high: float | None = None
-    dual_clip: float | None = None
+    cliprange: float | None = number(None, above=0)
+    cliprange_high: float | None = number(None, above=0)
+    dual_clip: float | None = number(None, above=1)
     importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
-    cliprange_value: float | None = None
-    value_range: list[float] | None = None
-    value_loss_weights: Literal["uniform", "prompt_std"] = "uniform"
-    vf_coef: float = 0.5
+    cliprange_value: float | None = number(None, above=0)
+    vf_coef: float = number(0.5, at_least=0)
     entropy_coef: float = 0.0
-    entropy_target: float | None = None
-    gamma: float = 1.0
-    lam: float = 0.95
-    lam_critic: float | None = None
-    lam_length_alpha: float | None = None
+    entropy_target: float | None = number(None, at_least=0)
+    gamma: float = number(1.0, at_least=0, at_most=1)
+    lam: float = number(0.95, at_least=0, at_most=1)
     whiten_rewards: bool = False
     whiten_advantages: bool | None = None
 
-    ptx_coef: float = 1.0
-    ptx_max_length: int = 512
+    ptx_coef: float = number(1.0, at_least=0)
+    ptx_max_length: int = number(512, at_least=2)
 
-    offload_rollout: bool = False
     offload_rewards: bool = False
 
-    max_skipped_steps: int = 5
     resume_with_changed_settings: bool = False
 
     log_completions: bool = False
-    num_completions_to_print: int | None = 8
+    num_completions_to_print: int | None = number(8, at_least=0)
 
     def __post_init__(self):
+        self._read_mappings()
         check_types(self)
         with applied(self):
             self._finish()
 
     def _finish(self) -> None:
         # for the report, before defaults are filled in
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {entry.name: entry.default for entry in fields(self)}
         self.changed_fields = [name for name, x in defaults.items() if x not in (MISSING, getattr(self, name, None))]
         # 1. Defaults that depend on other fields
         with_critic = self.critic != "none"
@@ -393,6 +408,22 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
             )
 
+    def _read_mappings(self) -> None:
+        """Read the JSON of mappings from text; raise for other text."""
+        for name in [*self._VALID_DICT_FIELDS, *(name for name, (kind, *_) in NAMES.items() if kind is dict)]:
+            text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
+            if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
+                continue
+            try:
+                mapping = json.loads(text)
+            except (ValueError, RecursionError):
+                mapping = None
+            if not isinstance(mapping, dict):
+                file = ", or the path of a file" if may_be_file else ""
+                raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
+            if name not in TrainingArguments._VALID_DICT_FIELDS:
+                setattr(self, name, mapping)
+
     def _set_clip(self) -> None:
         if self.cliprange is None:
             self.cliprange = 1 - 1 / TRUST
@@ -407,12 +438,20 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
-        for needed, (fits, names) in _RANGES.items():
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not fits(value):
-                    raise ValueError(f"`{name}` must be {needed}, got {value}.")
-        self._check_mappings()
+        for name, limits in LIMITS.items():
+            _check_limits(name, getattr(self, name), limits)
+        for name, kind in OPTIONS.items():
+            settings, keys = getattr(self, name) or {}, [entry.name for entry in fields(kind)]
+            for key in settings.keys() - set(keys):
+                raise ValueError(f"`{name}` holds the unknown key {key!r}; it takes {', '.join(keys)}.")
+            options = kind(**settings)
+            check_types(options, form=f"{name}[{{!r}}]")
+            for entry in fields(kind):
+                _check_limits(
+                    f"{name}[{entry.name!r}]", getattr(options, entry.name), entry.metadata.get("limits", {})
+                )
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"`max_steps` must be at least 1, or -1 to use `num_train_epochs`, got {self.max_steps}.")
         for name, why in _UNSUPPORTED.items():
             value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
             if value not in (default, None, False):
@@ -425,20 +464,6 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._check_coefficients()
         self._check_critic()
         self._check_sampling()
-
-    def _check_mappings(self) -> None:
-        """Raise for text that is not a JSON object, in fields that hold a mapping."""
-        for name in self._VALID_DICT_FIELDS:
-            text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
-            if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
-                continue
-            try:
-                valid = isinstance(json.loads(text), dict)
-            except (ValueError, RecursionError):
-                valid = False
-            if not valid:
-                file = ", or the path of a file" if may_be_file else ""
-                raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
 
     def _check_reward_on_error(self) -> None:
         if self.reward_on_error in ("raise", "skip"):
@@ -489,22 +514,16 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value != default and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
-        if self.value_range is not None and (len(self.value_range) != 2 or self.value_range[0] >= self.value_range[1]):
+        options = self.critic_options
+        if self.critic == "none" and options != CriticOptions():
+            raise ValueError(f"`critic_kwargs={self.critic_kwargs}` needs a critic, and `critic='none'`; remove it.")
+        if options.prompt is not None and self.critic != "adapter":
             raise ValueError(
-                f"`value_range` must be the lowest and the highest return, got {self.value_range}; use e.g. [0, 1]."
+                f"`critic_kwargs={{'prompt': {options.prompt!r}}}` needs `critic='adapter'`, got {self.critic!r}: any "
+                "other critic reads states of the policy, which must not see that column."
             )
-        if self.value_loss_weights == "prompt_std" and self.num_generations < 2:
-            raise ValueError(
-                "`num_generations` must be at least 2 for `value_loss_weights='prompt_std'`, which compares the "
-                f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'uniform'."
-            )
-        if self.critic_prompt is not None and self.critic != "adapter":
-            raise ValueError(
-                f"`critic_prompt={self.critic_prompt!r}` needs `critic='adapter'`, got {self.critic!r}: any other "
-                "critic reads states of the policy, which must not see that column."
-            )
-        if self.critic == "adapter" and not self.critic_backprop:
-            raise ValueError("`critic_backprop` must be True for `critic='adapter'`, which would stay untrained.")
+        if self.critic == "adapter" and not options.backprop:
+            raise ValueError("`critic_kwargs['backprop']` must be True for `critic='adapter'`, which would not train.")
 
     def _check_sampling(self) -> None:
         if self.stop_strings and self.generation_backend != "transformers":
@@ -562,6 +581,16 @@ class PPOConfig(TRLFields, TrainingArguments):
     __str__ = __repr__
 
     @property
+    def critic_options(self) -> CriticOptions:
+        """Settings in `critic_kwargs`, with the defaults of the others."""
+        return CriticOptions(**cast(dict, self.critic_kwargs or {}))
+
+    @property
+    def vllm_options(self) -> VLLMOptions:
+        """Settings in `vllm_kwargs`, with the defaults of the others."""
+        return VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
+
+    @property
     def prompt_seed(self) -> int:
         """Seed of the order of prompts."""
         return self.seed if self.data_seed is None else self.data_seed
@@ -583,7 +612,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`. Fields of TRL are
                 omitted: they have set others, or changed nothing.
         """
-        return without_secrets({name: x for name, x in super().to_dict().items() if name not in TRL_TYPES})
+        return without_secrets({name: x for name, x in super().to_dict().items() if name not in NAMES})
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
@@ -603,42 +632,27 @@ class PPOConfig(TRLFields, TrainingArguments):
         return cls(output_dir, **(load_preset(name) | overrides))
 
 
-# the help of `trl-ppo train` is the docstring's
+# limits of the Trainer's fields; those of ours stand beside them
+_OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
+    "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size total_episodes": {
+        "at_least": 1
+    },
+    "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
+    "dataloader_num_workers ddp_timeout": {"at_least": 0},
+    "adam_beta1 adam_beta2": {"at_least": 0, "below": 1},
+    "seed": {"at_least": 0, "below": 2**32},
+    "data_seed": {"at_least": 0, "below": 2**63},
+}
+LIMITS = {name: limits for names, limits in _OF_THE_TRAINER.items() for name in names.split()}
+# the help of `trl-ppo train` is the docstring's; all other metadata of a field would be an argument of argparse
 for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOConfig.__doc__ or "", re.MULTILINE):
-    PPOConfig.__dataclass_fields__[_name].metadata = MappingProxyType({"help": " ".join(_help.split())})
+    _field = PPOConfig.__dataclass_fields__[_name]
+    LIMITS |= {_name: _field.metadata["limits"]} if "limits" in _field.metadata else {}
+    _field.metadata = MappingProxyType({"help": " ".join(_help.split())})
 
 # default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
 _AGGREGATION: dict[str, Any] = dict.fromkeys(["gae", "auto", "rebn"], "token")
 _AGGREGATION |= {"grpo": "sequence_mean", "dr_grpo": "constant"}
-# numbers must also be finite
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "at least 1": (
-        lambda x: x >= 1,
-        "num_generations generation_batch_size per_device_generation_batch_size max_completion_length num_ppo_epochs "
-        "max_prompt_length per_device_reward_batch_size num_mini_batches total_episodes kl_horizon max_skipped_steps "
-        "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size vllm_max_model_length",
-    ),
-    "above 0": (
-        lambda x: x > 0,
-        "temperature repetition_penalty reward_clip_range cliprange cliprange_value cliprange_high kl_target "
-        "target_kl critic_learning_rate lam_length_alpha reward_timeout environment_timeout vllm_server_timeout "
-        "vllm_importance_sampling_clip_max vllm_max_logp_difference",
-    ),
-    "at least 0": (
-        lambda x: x >= 0,
-        "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
-        "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
-        "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print max_tool_calling_iterations",
-    ),
-    "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
-    "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
-    "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p vllm_gpu_memory_utilization"),
-    "above 1": (lambda x: x > 1, "dual_clip"),
-    "at least 2": (lambda x: x >= 2, "ptx_max_length"),
-    "at least 1, or -1 to use `num_train_epochs`": (lambda x: x == -1 or x >= 1, "max_steps"),
-    "from 0 to 2**32 - 1": (lambda x: 0 <= x < 2**32, "seed"),
-    "from 0 to 2**63 - 1": (lambda x: 0 <= x < 2**63, "data_seed"),
-}
 _WEAK_KL = {
     ("k1", "loss"): "its gradient is zero in expectation; use 'reward'",
     ("exact", "reward"): "the KL at a token does not depend on that token, so only earlier ones count; use 'both'",
@@ -660,10 +674,7 @@ _UNSUPPORTED = {
 }
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
-_CRITIC_ONLY = (
-    "gamma lam_critic lam_length_alpha bootstrap_truncated critic_backprop critic_learning_rate critic_init "
-    "critic_prompt value_warmup_steps whiten_rewards cliprange_value value_range value_loss_weights"
-).split()
+_CRITIC_ONLY = ("gamma", "critic_learning_rate", "critic_init", "whiten_rewards", "cliprange_value")
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
@@ -687,17 +698,29 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
+_COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+    if value is None or all(_COMPARISONS[side](value, limit) for side, limit in limits.items()):
+        return
+    needed = " and ".join(f"{side.replace('_', ' ')} {limit}" for side, limit in limits.items())
+    if limits.keys() == {"at_least", "at_most"}:
+        needed = f"between {limits['at_least']} and {limits['at_most']}"
+    raise ValueError(f"`{name}` must be {needed}, got {value}.")
+
+
+def check_types(config: Any, skip: tuple[str, ...] = (), form: str = "{}") -> None:
     """Raise a `ValueError` if a value has another type than its field, e.g. from a YAML file."""
     hints = get_type_hints(type(config))
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name, None)
-        if name in skip or not field.init or value is field.default:
+    for entry in fields(config):
+        name, value = form.format(entry.name), getattr(config, entry.name, None)
+        if entry.name in skip or not entry.init or value is entry.default:
             continue
-        hint = _TYPES.get(name, hints[name])
+        hint = _TYPES.get(entry.name, hints[entry.name])
         types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        enums = [entry for entry in types if isinstance(entry, type) and issubclass(entry, Enum)]
-        choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
+        enums = [x for x in types if isinstance(x, type) and issubclass(x, Enum)]
+        choices = entry.metadata.get("choices") or [member.value for enum in enums for member in enum]
         if choices:
             types = (Literal[tuple(choices)],)
         try:
@@ -707,10 +730,10 @@ def check_types(config: Any, skip: tuple[str, ...] = ()) -> None:
             # in YAML 1.1 `eval_strategy: no` is a boolean
             quotes = " In YAML, no, off, yes and on are booleans: quote them." if isinstance(value, bool) else ""
             raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}.{quotes}") from None
-        for entry in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(entry, float) and not math.isfinite(entry):
+        for x in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(x, float) and not math.isfinite(x):
                 raise ValueError(f"`{name}` must be finite, got {value}.")
-            if isinstance(entry, str) and ("\0" in entry or entry != entry.encode(errors="replace").decode()):
+            if isinstance(x, str) and ("\0" in x or x != x.encode(errors="replace").decode()):
                 raise ValueError(f"`{name}` contains a NUL or an unpaired surrogate, invalid in a path; remove it.")
 
 

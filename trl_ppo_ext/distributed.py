@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from .redaction import shortened
+
+if TYPE_CHECKING:
+    from .config import PPOConfig
 
 T = TypeVar("T")
 DEEPSPEED = Version("0.19.8")  # skips steps with a non-finite gradient in every dtype
@@ -99,7 +102,7 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
 
 
-def check_deepspeed(args: Any) -> None:
+def check_deepspeed(args: "PPOConfig") -> None:
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
     plugin, installed = args.deepspeed_plugin, version("deepspeed")
     config = plugin.hf_ds_config.config
@@ -116,9 +119,9 @@ def check_deepspeed(args: Any) -> None:
         raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
-    if args.value_warmup_steps:
+    if steps := args.critic_options.warmup_steps:
         raise ValueError(
-            f"`value_warmup_steps={args.value_warmup_steps}` is not supported with DeepSpeed, which takes the step "
+            f"`critic_kwargs={{'warmup_steps': {steps}}}` is not supported with DeepSpeed, which takes the step "
             "within the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
         )
 
@@ -141,12 +144,12 @@ def loading_unsharded() -> Iterator[None]:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-def uses_fsdp(args: Any) -> bool:
+def uses_fsdp(args: "PPOConfig") -> bool:
     """Check if the config or the launcher enables FSDP; on CPUs Accelerate itself does not see it."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
+def _fsdp_plugin(args: "PPOConfig") -> FullyShardedDataParallelPlugin:
     settings = args.fsdp_plugin_args or {}
     default = 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)
     if int(settings.get("fsdp_version", default)) != 2:
@@ -158,7 +161,7 @@ def _fsdp_plugin(args: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**settings)
 
 
-def check_fsdp(args: Any, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
+def check_fsdp(args: "PPOConfig", optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
     """Raise a `ValueError` for settings that do not work with FSDP2."""
     plugin, optim = _fsdp_plugin(args), args.optim
     unsupported = {

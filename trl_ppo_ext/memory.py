@@ -203,7 +203,6 @@ class MemoryEstimate:
         # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
         gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
         early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
-        update = training | ({"rollout": 0.0} if args.offload_rollout and self.on_gpu else {})
 
         moments: dict[str, list[dict[str, float]]] = {
             "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
@@ -217,10 +216,10 @@ class MemoryEstimate:
             "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
-                update | {"activations": forwards + states, "gradients": early},
-                update | {"activations": forwards, "logits": projecting, "gradients": early},
-                update | {"activations": trunks + backward, "logits": kept, "gradients": early},
-                update | {"gradients": float(gradients + buckets)},  # the optimizer's step
+                training | {"activations": forwards + states, "gradients": early},
+                training | {"activations": forwards, "logits": projecting, "gradients": early},
+                training | {"activations": trunks + backward, "logits": kept, "gradients": early},
+                training | {"gradients": float(gradients + buckets)},  # the optimizer's step
             ],
         }
         peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}

@@ -169,7 +169,7 @@ class PPOTrainer(Trainer):
             eval_dataset,
             environments,
         )
-        check_trackers(args)
+        check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
             create = partial(hub.create_repository, args)
@@ -179,7 +179,7 @@ class PPOTrainer(Trainer):
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
         if args.generation_backend == "vllm" and args.vllm_max_model_length is not None:
             context_length = min(context_length or args.vllm_max_model_length, args.vllm_max_model_length)
-        if context_length is not None and (environments or args.bootstrap_truncated):
+        if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
         rows = BatchPlan.from_config(args, args.world_size).prompts
@@ -192,7 +192,7 @@ class PPOTrainer(Trainer):
             chat_template_kwargs=prompt_kwargs,
             max_prompt_length=args.max_prompt_length,
             overlong=args.overlong_prompts,
-            critic_prompt=args.critic_prompt,
+            critic_prompt=args.critic_options.prompt,
             vocab_size=vocab_size,
         )
         if train_dataset is not None:
@@ -244,7 +244,7 @@ class PPOTrainer(Trainer):
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
-        self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
+        self.guard = NonFiniteGuard(self.accelerator.process_index, all_sum, gather)
         generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
         episodes = environments.sampler(generator, args, context_length, self)
         uses_vllm = args.generation_backend == "vllm"

@@ -27,11 +27,9 @@ CHOICES = {
         "num_generations": 4,
         "mask_truncated_completions": True,
         "advantage_estimator": "auto",
-        "value_loss_weights": "prompt_std",
-        "value_range": [0.0, 3.0],
         "max_grad_norm": 0.1,
     },
-    "warmup": {"critic": "adapter", "value_warmup_steps": 2},
+    "warmup": {"critic": "adapter", "critic_kwargs": {"warmup_steps": 2}},
     "all that is steered or added": {
         "kl_target": 0.01,
         "kl_horizon": 100,

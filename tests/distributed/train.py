@@ -107,7 +107,6 @@ def train(
         "max_steps": 6,
         "entropy_coef": 0.01,
         "normalize_rewards": True,
-        "reward_baseline": "reference",
         "max_grad_norm": 0.0,  # DeepSpeed clips the gradients of policy and critic together
     }
     rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]

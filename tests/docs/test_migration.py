@@ -12,7 +12,7 @@ from trl import GRPOConfig
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.train import TrainScriptArguments
-from trl_ppo_ext.trl_fields import TYPES
+from trl_ppo_ext.trl_names import NAMES
 
 PAGE = (ROOT / "docs" / "from_trl_ppo.md").read_text(encoding="utf-8")
 
@@ -36,7 +36,7 @@ SECTIONS = {
     "Metrics": OLD_METRICS,
 }
 
-FIELDS = {field.name for field in dataclasses.fields(PPOConfig)} - TYPES.keys()
+FIELDS = {field.name for field in dataclasses.fields(PPOConfig)} - NAMES.keys()
 ARGUMENTS = set(inspect.signature(PPOTrainer).parameters) - {"unknown"}
 NEW = FIELDS | ARGUMENTS | {"world_size"}  # a property of TrainingArguments
 
@@ -85,7 +85,9 @@ def test_old_field_sets_its_replacement_or_raises_with_it(old):
     new, note = table("Fields of `PPOConfig`")[old]
     try:
         _, args, *_ = parse(
-            "train", ["--output_dir", "out", "--use_cpu", f"--{old}", "3" if TYPES.get(old) is int else "true"], ""
+            "train",
+            ["--output_dir", "out", "--use_cpu", f"--{old}", "3" if NAMES.get(old, (None,))[0] is int else "true"],
+            "",
         )
     except ValueError as error:
         assert f"`{old}`" in str(error)
@@ -114,9 +116,9 @@ def test_every_field_of_grpo_is_on_the_page():
         for old, value, _ in rows(section("Fields with one value"))[2:]
     }
     idle = set(re.findall(r"`(\w+)`[,.]", section("Fields without effect")))
-    assert sorted([*renamed, *single, *idle]) == sorted(theirs & TYPES.keys())
+    assert sorted([*renamed, *single, *idle]) == sorted(theirs & NAMES.keys())
     assert all(new and set(new) <= FIELDS for new in renamed.values())
-    for name in theirs & TYPES.keys() - renamed.keys():
+    for name in theirs & NAMES.keys() - renamed.keys():
         value = single[name] if name in single else GRPOConfig.__dataclass_fields__[name].default
         args = PPOConfig("out", use_cpu=True, **{name: value})
         assert args.to_dict() == PPOConfig("out", use_cpu=True).to_dict(), name
@@ -128,7 +130,7 @@ def test_page_lists_defaults_of_both():
     for name, there, here, note in table:
         name, there, here = spans(name)[0], *(ast.literal_eval(spans(cell)[0]) for cell in (there, here))
         assert theirs[name].default == there, name
-        assert ours[spans(note)[0] if name in TYPES else name].default == here, name
+        assert ours[spans(note)[0] if name in NAMES else name].default == here, name
     listed = {spans(row[0])[0] for row in table}
     shared = theirs.keys() & FIELDS - {"entropy_target"}  # which differs in meaning
     assert {name for name in shared if theirs[name].default != ours[name].default} <= listed

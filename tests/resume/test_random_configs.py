@@ -24,7 +24,6 @@ def random_settings(seed):
         "optim": pick(["adamw_torch", "adafactor", "sgd"]),
         "normalize_rewards": pick([True, False]),
         "target_kl": pick([None, 1e-3]),
-        "offload_rollout": pick([True, False]),
         **pick([{"critic": "head"}, {"critic": "adapter"}, {"critic": "none", "advantage_estimator": "reinforce"}]),
         **pick([{"max_steps": 18}, {"max_steps": 18, "stream": True}, {"max_steps": -1, "num_train_epochs": 2.5}]),
     }

@@ -62,7 +62,6 @@ WHOLE = (
         ({"repetition_penalty": 0.0}, r"`repetition_penalty` must be above 0, got 0.0"),
         ({"cliprange": 0.0}, r"`cliprange` must be above 0, got 0.0"),
         ({"cliprange_value": -0.2}, r"`cliprange_value` must be above 0, got -0.2"),
-        ({"reward_clip_range": 0.0}, r"`reward_clip_range` must be above 0, got 0.0"),
         ({"kl_coef": -0.1}, r"`kl_coef` must be at least 0, got -0.1"),
         ({"vf_coef": -0.1}, r"`vf_coef` must be at least 0, got -0.1"),
         ({"missing_eos_penalty": -1.0}, r"`missing_eos_penalty` must be at least 0, got -1.0"),
@@ -302,7 +301,12 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
     [
         (0, {}, {}, r"would apply NaN or inf gradients without ZeRO.*set ZeRO's `stage` to 1, 2 or 3"),
         (2, {"bf16": {"check_grad_overflow": False}}, {}, r"or with `check_grad_overflow` False; set ZeRO's `stage`"),
-        (2, {}, {"value_warmup_steps": 3}, r"`value_warmup_steps=3` is not supported.*use a `critic_init`"),
+        (
+            2,
+            {},
+            {"critic_kwargs": {"warmup_steps": 3}},
+            r"`critic_kwargs={'warmup_steps': 3}` is not supported.*use a `critic_init`",
+        ),
         (2, {}, {"fp16": True}, r"`fp16=True` is not supported with DeepSpeed.*use `bf16`"),
         (2, {"scheduler": {}}, {}, r"DeepSpeed's `scheduler` does not.*set `lr_scheduler_type`"),
         (
@@ -312,7 +316,7 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
             r"`critic_learning_rate` needs.*remove DeepSpeed's `optimizer`",
         ),
     ],
-    ids=["no ZeRO", "overflow", "value_warmup_steps", "fp16", "scheduler", "critic_learning_rate"],
+    ids=["no ZeRO", "overflow", "warmup_steps", "fp16", "scheduler", "critic_learning_rate"],
 )
 def test_unsupported_settings_of_deepspeed_raise(
     tmp_path, nothing_is_loaded, monkeypatch, stage, deepspeed, settings, message

@@ -557,8 +557,6 @@ REFUSED = [
         "not work with `critic='head'`; use 'gae' or 'auto' with",
     ),
     (NONE | {"advantage_estimator": "auto"}, "`advantage_estimator='auto'` does not work with `critic='none'`"),
-    (NONE | {"value_range": [0.0, 1.0]}, r"`value_range=\[0.0, 1.0\]` needs a critic"),
-    (ADAPTER | {"value_loss_weights": "prompt_std"}, "`num_generations` must be at least 2 for `value_loss_weights="),
     (ADAPTER | {"advantage_estimator": "reinforce"}, "does not work with `critic='adapter'`"),
     *(
         (NONE | {"advantage_estimator": name, "num_generations": 1}, f"`num_generations` .*'{name}'`.* got 1;")
@@ -568,19 +566,16 @@ REFUSED = [
         (NONE | {name: value}, f"`{name}={value!r}` needs a critic")
         for name, value in {
             "gamma": 0.9,
-            "lam_critic": 0.9,
-            "lam_length_alpha": 0.05,
-            "critic_backprop": False,
+            "critic_kwargs": {"warmup_steps": 3, "lam": 0.9},
             "critic_learning_rate": 1e-3,
             "critic_init": "somewhere",
-            "value_warmup_steps": 3,
-            "value_loss_weights": "prompt_std",
         }.items()
     ),
-    (ADAPTER | {"critic_backprop": False}, "`critic_backprop` must be True for `critic='adapter'`"),
+    (ADAPTER | {"critic_kwargs": {"backprop": False}}, r"`critic_kwargs\['backprop'\]` must be True for `critic='ada"),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0, got 0.0"),
-    ({"value_warmup_steps": -1}, "`value_warmup_steps` must be at least 0, got -1"),
-    ({"value_warmup_steps": 1.5}, "`value_warmup_steps` must be int, got 1.5"),
+    ({"critic_kwargs": {"warmup_steps": -1}}, r"`critic_kwargs\['warmup_steps'\]` must be at least 0, got -1"),
+    ({"critic_kwargs": {"warmup_steps": 1.5}}, r"`critic_kwargs\['warmup_steps'\]` must be int, got 1.5"),
+    ({"critic_kwargs": {"warm_up": 1}}, "`critic_kwargs` holds the unknown key 'warm_up'; it takes backprop, prompt,"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
         ({"fp16": "maybe"}, "fp16"),
         ({"save_steps": None}, r"`save_steps` must be float, got None"),
         ({"learning_rate": -1.0}, r"`learning_rate` must be at least 0, got -1.0"),
-        ({"seed": -1}, r"`seed` must be from 0 to"),
+        ({"seed": -1}, r"`seed` must be at least 0 and below"),
         ({"max_steps": 0}, r"`max_steps` must be at least 1, or -1 to use `num_train_epochs`"),
         ({"generation_kwargs": "temperature=1"}, r"`generation_kwargs` must be a mapping, its JSON"),
         ({"deepspeed": "null"}, r"`deepspeed` must be a mapping, .* or the path of a file"),

@@ -109,7 +109,6 @@ def all_equal(one, other):
 
 STEERED = {
     "normalize_rewards": True,
-    "reward_baseline": "reference",
     "kl_target": 0.5,
     "kl_horizon": 100,
     "entropy_target": 3.0,
@@ -286,7 +285,7 @@ def only_first(completion_ids, **kwargs):
 
 CRITIC_FREE = {"critic": "none", "num_generations": 2}
 DEGENERATE = {
-    "equal scores": {"whiten_rewards": True, "normalize_rewards": True, "reward_baseline": "reference"},
+    "equal scores": {"whiten_rewards": True, "normalize_rewards": True},
     "equal scores, GRPO": CRITIC_FREE | {"normalize_rewards": True},
     "equal scores, RLOO": CRITIC_FREE | {"advantage_estimator": "rloo"},
     "equal scores, whitened REINFORCE": {
@@ -395,8 +394,13 @@ def break_after_collecting(built):
     built.collector.collect = breaking
 
 
-def test_nonfinite_gradients_in_a_row_end_the_run_with_unchanged_weights(tmp_path):
-    built = scripted(tmp_path, max_skipped_steps=2, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
+@pytest.fixture
+def ends_after_two(monkeypatch):
+    monkeypatch.setattr("trl_ppo_ext.ppo.guards.MAX_SKIPPED_STEPS", 2)
+
+
+def test_nonfinite_gradients_in_a_row_end_the_run_with_unchanged_weights(tmp_path, ends_after_two):
+    built = scripted(tmp_path, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
     break_after_collecting(built)
     before = weights(built)
     with pytest.raises(NonFiniteError, match=r"^2 optimizer steps in a row, up to step 2"):
@@ -406,12 +410,12 @@ def test_nonfinite_gradients_in_a_row_end_the_run_with_unchanged_weights(tmp_pat
 
 def check_gradients(*finite):
     """Check one optimizer step after the other."""
-    guard = NonFiniteGuard(0, 2, lambda x: x, lambda x: x)
+    guard = NonFiniteGuard(0, lambda x: x, lambda x: x)
     for step, is_finite in enumerate(finite):
         guard.check_gradient(is_finite, 7 + step)
 
 
-def test_only_skipped_steps_in_a_row_end_a_run(caplog):
+def test_only_skipped_steps_in_a_row_end_a_run(caplog, ends_after_two):
     check_gradients(False, True, False, True)
     assert "Optimizer step 7 is skipped: its gradient is not finite" in caplog.text
     with pytest.raises(NonFiniteError, match=r"^2 optimizer steps in a row.*Lower the learning rate"):

@@ -62,7 +62,7 @@ def test_unknown_name_raises():
 # a module imports only from lower floors, or from its own room
 FLOORS = [
     {"ppo.math", "ppo.batch_plan", "concurrency", "presets", "randomness", "redaction", "sequences", "servers"},
-    {"trl_fields"},
+    {"trl_names"},
     {"config", "distributed", "ppo_math"},
     {"data", "modeling"},
     {"rewards"},

@@ -14,7 +14,7 @@ from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.sequences import Sequences
 
 SECRETS = [[20, 21], [22, 23, 24], [25]]
-PRIVILEGED = {"critic": "adapter", "critic_prompt": "answer"}
+PRIVILEGED = {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}}
 
 
 def privileged(critic_prompts=SECRETS):
@@ -55,7 +55,7 @@ def test_rows_keep_their_critic_prompts():
 
 
 def test_stand_in_of_an_excluded_row_has_none_of_its_critic_prompt():
-    guard = NonFiniteGuard(0, 5, lambda x: x, lambda x: x)
+    guard = NonFiniteGuard(0, lambda x: x, lambda x: x)
     stand_ins = guard.stand_ins(privileged(), torch.tensor([False, True, False]))
     read = [
         row[mask.bool()].tolist()
@@ -162,8 +162,8 @@ def test_run_resumes_bit_for_bit_within_a_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"critic_prompt": "answer"}, "`critic_prompt='answer'` needs `critic='adapter'`, got 'head'"),
-        (PRIVILEGED | {"critic_prompt": "solution"}, "needs the column that `critic_prompt='solution'` names, got"),
+        ({"critic_kwargs": {"prompt": "answer"}}, "'prompt': 'answer'}` needs `critic='adapter'`, got 'head'"),
+        (PRIVILEGED | {"critic_kwargs": {"prompt": "solution"}}, "needs the column 'solution' of `critic_kwargs"),
         (PRIVILEGED | {"max_completion_length": 60}, "The critic's prompt has .* room for 4"),
     ],
 )

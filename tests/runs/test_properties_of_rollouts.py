@@ -15,6 +15,7 @@ from tiny import config
 from torch.utils.data import BatchSampler
 
 from trl_ppo_ext import ppo_math
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import RolloutSampler
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (
@@ -32,8 +33,7 @@ from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
 
-ARGS = {"gamma": 1.0, "lam": 0.95, "lam_critic": None, "lam_length_alpha": None, "value_range": None}
-ARGS |= {"num_generations": 2}
+ARGS = {"gamma": 1.0, "lam": 0.95, "critic_options": CriticOptions(), "num_generations": 2}
 ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
 
 
@@ -75,7 +75,7 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     mask = torch.rand(rows, width, generator=generator) < 0.5
     rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
     for alpha in (None, 0.05):
-        collector = collecting(lam_length_alpha=alpha)
+        collector = collecting(critic_options=CriticOptions(lam_length_alpha=alpha))
         _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask, None, Metrics())
         white = ppo_math.whiten(advantages, mask)
         assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()

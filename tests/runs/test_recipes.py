@@ -250,7 +250,7 @@ def test_gsm8k_configs_differ_only_in_the_critic():
         yaml.safe_load((RECIPES / "gsm8k" / f"{name}.yaml").read_text()) for name in ("critic", "grpo")
     )
     differing = {name for name in with_critic.keys() | grpo.keys() if with_critic.get(name) != grpo.get(name)}
-    assert differing == {"critic", "num_generations", "gamma", "lam", "value_warmup_steps", "output_dir"}
+    assert differing == {"critic", "num_generations", "gamma", "lam", "critic_kwargs", "output_dir"}
 
 
 def test_gsm8k_rewards_parse_answers(monkeypatch):

@@ -1,14 +1,10 @@
 """Repairs of the critic, one field each: in runs, the outcome without it is another one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer, weights
-from tiny import config
 
 from trl_ppo_ext.ppo import math as ppo_math
-from trl_ppo_ext.ppo.rollouts import RolloutCollector
 
 SIDE = {"critic": "side", "normalize_values": True}
 
@@ -66,56 +62,6 @@ def test_rollout_has_one_mask_unless_critic_and_policy_differ(tmp_path, critic):
     assert rollouts[0][0].policy_mask is None
 
 
-# ---- values within the range of the returns
-
-
-def test_values_are_clamped_to_their_range(tmp_path):
-    run = trainer(tmp_path, value_range=[0, 0.5], learning_rate=1e-2, max_steps=8)
-    rollouts, score_tokens, scored = rollouts_of(run), run.collector.score_tokens, []
-    run.collector.score_tokens = lambda sequences: scored.append(score_tokens(sequences)) or scored[-1]
-    run.train()
-    rollout, samples = rollouts[1]
-    raw, mask, args = scored[1].values, rollout.response_mask, run.args
-    assert (raw[mask] > 0.5).any()
-    expected, returns = ppo_math.gae(token_rewards(run, samples), raw.clamp(0, 0.5), mask, args.gamma, args.lam)
-    torch.testing.assert_close(rollout.advantages, ppo_math.whiten(expected, mask))
-    torch.testing.assert_close(rollout.returns, returns)
-    assert rollout.old_values.max() == 0.5 and rollout.old_values.min() >= 0
-
-
-@pytest.mark.parametrize("value", [[1.0], [0.0, 1.0, 2.0], [1.0, 0.0], [1.0, 1.0]])
-def test_value_range_must_be_two_rising_numbers(tmp_path, value):
-    with pytest.raises(ValueError, match=r"`value_range` must be the lowest and the highest return, got .*; use e.g."):
-        config(tmp_path, value_range=value)
-
-
-# ---- weights of prompts
-
-
-def test_value_loss_is_weighted_by_the_spread_of_the_prompt(tmp_path):
-    run = trainer(tmp_path, value_loss_weights="prompt_std", num_generations=4, max_steps=1, num_mini_batches=1)
-    run.args.per_device_train_batch_size, rollouts = 8, rollouts_of(run)
-    run.train()
-    rollout, samples = rollouts[0]
-    totals = token_rewards(run, samples).sum(1)
-    wanted = ppo_math.prompt_weights(totals, torch.ones_like(totals), 4)
-    torch.testing.assert_close(rollout.value_weights[:, 0], wanted)
-    assert len(set(wanted.tolist())) == len(wanted) / 4
-    loss = wanted[:, None] * 0.5 * (rollout.old_values - rollout.returns) ** 2
-    assert run.state.log_history[0]["loss/value"] == pytest.approx(loss[rollout.response_mask].mean().item(), rel=1e-5)
-
-
-def test_weights_of_prompts_are_those_of_all_ranks():
-    scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    usable, ranks = torch.ones(8, dtype=torch.bool), []
-    for rank in (0, 1):
-        accelerator = SimpleNamespace(process_index=rank, gather=lambda x: scores if x.is_floating_point() else usable)
-        collector = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(num_generations=2))
-        rows = slice(4 * rank, 4 * rank + 4)
-        ranks.append(RolloutCollector._over_groups(collector, "prompt_std", scores[rows], usable[rows]))
-    assert torch.equal(torch.cat(ranks), ppo_math.prompt_weights(scores, usable, 2))
-
-
 # ---- values that are trusted as far as they predicted
 
 
@@ -138,13 +84,13 @@ def test_auto_advantages_are_gae_of_the_weighed_values(tmp_path, settings):
     unit = rollout.value_unit * max(worse.item(), 1)
     scaled = expected / unit if args.normalize_values else ppo_math.whiten(expected, mask)
     torch.testing.assert_close(rollout.advantages, scaled)
-    _, returns = ppo_math.gae(rewards, rollout.old_values, mask, args.gamma, args.lam_critic or args.lam)
+    _, returns = ppo_math.gae(rewards, rollout.old_values, mask, args.gamma, args.critic_options.lam or args.lam)
     torch.testing.assert_close(rollout.returns, returns)  # the critic's own
 
 
 def test_auto_run_resumes_bit_for_bit(tmp_path):
     settings = {"advantage_estimator": "auto", "mask_truncated_completions": True, "num_generations": 4, **SIDE}
-    settings |= {"value_loss_weights": "prompt_std", "value_range": [0, 9], "max_steps": 12, "learning_rate": 1e-2}
+    settings |= {"max_steps": 12, "learning_rate": 1e-2}
     settings |= {"save_strategy": "steps", "save_steps": 5}
     whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
     whole.train()

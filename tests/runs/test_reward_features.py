@@ -358,9 +358,7 @@ def outcome_as_pair(completion_ids, **kwargs):
     return [[(len(ids) - 1, 0.1 * sum(ids))] for ids in completion_ids]
 
 
-@pytest.mark.parametrize(
-    "shaped", [{}, {"normalize_rewards": True, "reward_clip_range": 1.0, "missing_eos_penalty": 1.0}]
-)
+@pytest.mark.parametrize("shaped", [{}, {"normalize_rewards": True, "missing_eos_penalty": 1.0}])
 def test_outcome_on_the_last_token_trains_as_a_scalar(tmp_path, shaped):
     results = []
     for reward in (outcome, outcome_per_token, outcome_as_pair):
@@ -488,13 +486,6 @@ def shape(scores, **settings):
     return shaping, shaping(torch.tensor(scores), mask, mask, ALONE["all_sum"])
 
 
-def test_reference_baseline_is_the_first_rollouts_mean():
-    shaping, first = shape([1.0, 3.0], reward_baseline="reference")
-    assert first.tolist() == [-1.0, 1.0]
-    mask = torch.ones(2, dtype=torch.bool)
-    assert shaping(torch.tensor([5.0, 6.0]), mask, mask, ALONE["all_sum"]).tolist() == [3.0, 4.0]
-
-
 def test_normalized_scores_use_running_mean_and_deviation():
     _, first = shape([1.0, 2.0, 3.0], normalize_rewards=True)
     torch.testing.assert_close(first, torch.tensor([-1.0, 0.0, 1.0]))
@@ -503,7 +494,7 @@ def test_normalized_scores_use_running_mean_and_deviation():
 
 
 def test_running_statistics_resume_from_a_checkpoint(tmp_path):
-    settings = {"normalize_rewards": True, "reward_baseline": "reference", "save_strategy": "steps", "save_steps": 4}
+    settings = {"normalize_rewards": True, "save_strategy": "steps", "save_steps": 4}
     whole = trainer(tmp_path / "whole", max_steps=8, **settings)
     whole.train()
     again = trainer(tmp_path / "again", max_steps=8, **settings)
@@ -610,7 +601,7 @@ def warned(tmp_path, caplog):
 def test_scores_far_from_zero_warn_with_numbers_and_remedies(warned, mean, what):
     said = warned(first_scores(mean, 3))
     assert f"{mean} ± 3" in said and re.search(what, said)
-    for remedy in ("`normalize_rewards=True`", "`reward_baseline='reference'`", "`critic_init`", "pretrain-critic"):
+    for remedy in ("`normalize_values=True`", "`normalize_rewards=True`", "`critic_init`", "pretrain-critic"):
         assert remedy in said
 
 
@@ -623,7 +614,6 @@ def test_three_deviations_are_far(warned):
     "settings",
     [
         {"normalize_rewards": True},
-        {"reward_baseline": "reference"},
         {"critic_init": "somewhere"},
         {"lam": 1.0},
         {"critic": "none", "num_generations": 2},

@@ -207,11 +207,10 @@ def test_score_enters_at_the_last_sampled_token():
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.15, -0.2, -1.25]]))
 
 
-def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path, monkeypatch):
+def test_missing_eos_is_penalized(tmp_path, monkeypatch):
     built = trainer(
         tmp_path,
         reward_funcs=lambda completions, **kwargs: [3.0] * len(completions),
-        reward_clip_range=2.0,
         missing_eos_penalty=0.5,
         max_completion_length=12,
         per_device_train_batch_size=16,
@@ -225,7 +224,7 @@ def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path, monkeypatch
     ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
     assert 0 < ended.sum() < len(ended)
     assert torch.equal(samples.stopped, ended)
-    assert torch.equal(shaped[0], torch.where(ended, 2.0, 1.5))
+    assert torch.equal(shaped[0], torch.where(ended, 3.0, 2.5))
 
 
 def test_rewards_get_columns_and_are_weighted(tmp_path):

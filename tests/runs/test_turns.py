@@ -104,9 +104,7 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 
 
 def test_stand_in_of_an_excluded_episode_has_one_sampled_token():
-    stand_ins = NonFiniteGuard(0, 5, lambda x: x, lambda x: x).stand_ins(
-        episodes(), torch.tensor([False, False, True])
-    )
+    stand_ins = NonFiniteGuard(0, lambda x: x, lambda x: x).stand_ins(episodes(), torch.tensor([False, False, True]))
     assert stand_ins.completion_mask.sum(1).tolist() == [4, 3, 1]
     assert stand_ins.rows(torch.tensor([2])).input_ids.tolist() == [PROMPTS[0][:2]]
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, float64, tensor
 from transformers import TrainingArguments
 
+from ..config import PPOConfig
 from ..distributed import set_weights, uses_fsdp
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import (
@@ -139,10 +140,10 @@ TRAINER_SETTINGS = (
 ).split()
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
-    "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures max_skipped_steps "
-    "model_init_kwargs num_completions_to_print offload_rewards offload_rollout per_device_reward_batch_size "
-    "resume_with_changed_settings reward_timeout trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization "
-    "vllm_max_logp_difference vllm_server_base_url vllm_server_timeout vllm_sleep_level".split()
+    "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures model_init_kwargs "
+    "num_completions_to_print offload_rewards per_device_reward_batch_size resume_with_changed_settings "
+    "reward_timeout trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url "
+    "vllm_server_timeout".split()
 )
 
 
@@ -156,10 +157,14 @@ def load_state(directory: str) -> dict[str, Any]:
     return json.loads(Path(directory, STATE).read_text())
 
 
-def run_settings(args: Any) -> dict[str, Any]:
+def run_settings(args: PPOConfig) -> dict[str, Any]:
     """Settings that determine the course of a run, as JSON."""
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     values, deepspeed = args.to_dict(), args.deepspeed_plugin
+    values |= {
+        "critic_kwargs": asdict(args.critic_options),
+        "vllm_kwargs": {"base_model": args.vllm_options.base_model},
+    }
     settings = {name: values[name] for name in sorted(own | set(TRAINER_SETTINGS)) if name in values}
     settings["num_processes"] = args.world_size
     settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage
@@ -167,7 +172,9 @@ def run_settings(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(directory: str, saved: dict[str, Any], args: Any, inputs: dict[str, Any] | None = None) -> None:
+def check_settings(
+    directory: str, saved: dict[str, Any], args: PPOConfig, inputs: dict[str, Any] | None = None
+) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
     current = run_settings(args) | (inputs or {})
     was, now = _processes(current | saved), _processes(current)

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
-from ..config import LOCK
+from ..config import LOCK, PPOConfig
 from ..episodes.record import ANSWERS
 from ..episodes.vllm import SERVED
 from ..redaction import shortened
@@ -66,11 +66,11 @@ def push_errors(repo: str, folder: str | None, token: str | None) -> Iterator[No
         raise PushError(f"`{repo}` was not pushed to the Hub ({shortened(reason)}). {kept}") from None
 
 
-def _repository(args: Any) -> str:
+def _repository(args: PPOConfig) -> str:
     return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
-def create_repository(args: Any) -> None:
+def create_repository(args: PPOConfig) -> None:
     """Create the run's repository if it does not exist, before models are loaded."""
     token, repo = args.hub_token, _repository(args)
     with push_errors(repo, None, token):

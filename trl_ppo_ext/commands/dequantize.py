@@ -74,7 +74,7 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     # 1. Quantize. A base that is saved in 4 bits stays as it is.
     model, dtype, trusted = options.model, options.dtype, options.trust_remote_code
     init_kwargs = {"dtype": dtype, "revision": options.revision}
-    args = SimpleNamespace(bf16=False, fp16=False, trust_remote_code=trusted, model_init_kwargs=init_kwargs)
+    args: Any = SimpleNamespace(bf16=False, fp16=False, trust_remote_code=trusted, model_init_kwargs=init_kwargs)
     kind, is_double = options.bnb_4bit_quant_type, options.use_bnb_nested_quant
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double)
     check_model_arguments(model, args, config, None)

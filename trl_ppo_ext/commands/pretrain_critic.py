@@ -57,11 +57,14 @@ class PretrainCriticConfig(PPOConfig):
 
     _argument_group_name = "training (fields of PPOConfig; those about the policy's update have no effect)"
 
-    lam_critic: float | None = HfArg(default=1.0, help="Lambda of the critic's targets; 1 is Monte Carlo.")
+    critic_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Rarer settings of a critic. Its `lam` is 1 by default, which is Monte Carlo."
+    )
 
     def __post_init__(self):
         check_can_pretrain(self.critic, self.push_to_hub)
         super().__post_init__()
+        self.critic_kwargs = {"lam": 1.0, **cast(dict, self.critic_kwargs or {})}
 
 
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:
@@ -71,7 +74,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
     Args:
         trainer ([`PPOTrainer`]):
-            Trainer of the run, not trained yet. `lam_critic=1.0` in its config gives Monte Carlo targets.
+            Trainer of the run, not trained yet. `critic_kwargs={"lam": 1.0}` in its config gives Monte Carlo targets.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:
@@ -90,8 +93,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
-    # Monte Carlo returns: with another λ they would depend on the critic
-    rollouts = held_out_rollouts(trainer, HELD_OUT, lam_critic=1.0)
+    rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
@@ -113,7 +115,8 @@ def held_out_rollouts(
     A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
     """
     args, plan, device = copy(trainer.args), trainer.plan, trainer.accelerator.device
-    vars(args).update(changes)
+    # Monte Carlo returns: with another λ they would depend on the critic
+    vars(args).update({"critic_kwargs": {**cast(dict, args.critic_kwargs or {}), "lam": 1.0}} | changes)
     # without monitored rewards, which nothing would log, nor the record of episodes, which is the run's
     roles = replace(trainer.roles, args=args, monitors=[], episodes=_unrecorded(trainer.roles.episodes))
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
@@ -170,7 +173,8 @@ def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -
     args, base = trainer.args, trainer.actor_critic.config._name_or_path
     names = [reward.name for reward in trainer.roles.rewards]
     about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
-    about |= {"gamma": args.gamma, "lam": args.lam if args.lam_critic is None else args.lam_critic, **numbers}
+    lam = args.critic_options.lam
+    about |= {"gamma": args.gamma, "lam": args.lam if lam is None else lam, **numbers}
     (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"]
     metadata = ModelCardData(base_model=base if base and not Path(base).exists() else None, tags=tags)

@@ -111,7 +111,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         name: {part: float(ppo_math.explained_variance(x, flat, chosen)) for part, chosen in parts.items()}
         for name, x in baselines.items()
     }
-    table, totals, alpha = torch.zeros_like(rewards), rewards.sum(1), args.lam_length_alpha
+    table, totals, alpha = torch.zeros_like(rewards), rewards.sum(1), args.critic_options.lam_length_alpha
     value_table = table.masked_scatter(mask, values)
     lam = args.lam if alpha is None else ppo_math.length_adaptive_lambda(mask, alpha)
     advantages = {
@@ -241,7 +241,8 @@ def verdict(
     if best > PAYS and max(explained[name]["all"] for name in ("group mean", "states")) < EXPLAINS:
         return (
             "No critic that reads the policy's states pays, as nothing there explains the returns: take "
-            '`critic="adapter"` with a `critic_prompt` that does, or `critic="none", advantage_estimator="rebn"`.'
+            '`critic="adapter"` with a `prompt` in `critic_kwargs` that does, or `critic="none", '
+            'advantage_estimator="rebn"`.'
         )
     setting = f'`critic="none", advantage_estimator="{"rloo" if rloo < 1 else "rebn"}"`'
     return f"No critic pays, so take {setting}: values from the policy's states add little to it."

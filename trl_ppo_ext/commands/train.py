@@ -130,7 +130,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     environments = Environments(arguments.pop("tools"), arguments.pop("environment_factory"))
     checked = {"eval_dataset": evaluation, "environments": environments}
     check_trainer_arguments(**arguments, **checked, reward_processing_classes=[], optimizer=None)
-    check_trackers(args)
+    check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     try:
         if start is not None:
@@ -150,7 +150,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
                 length,
                 None,
                 prompt_kwargs,
-                critic_prompt=args.critic_prompt,
+                critic_prompt=args.critic_options.prompt,
                 vocab_size=vocab_size,
             )
             prompts = rows[PROMPT_IDS]

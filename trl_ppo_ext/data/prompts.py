@@ -138,7 +138,7 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
         )
     if critic_prompt is not None and critic_prompt not in columns:
         raise PromptError(
-            f"`{name}` needs the column that `critic_prompt={critic_prompt!r}` names, got {sorted(columns)}."
+            f"`{name}` needs the column {critic_prompt!r} of `critic_kwargs['prompt']`, got {sorted(columns)}."
         )
     for column in {*REWARD_ARGUMENTS} & {*columns}:
         raise PromptError(

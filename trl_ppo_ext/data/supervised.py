@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..sequences import Sequences
 from .prompts import PROMPT_IDS, PromptError, described, encode, map_rows, row_template_kwargs
@@ -99,7 +100,7 @@ class PTXSampler:
     rollout's number, so no state is saved, and a resumed run continues with the same rows.
     """
 
-    def __init__(self, dataset: Dataset, plan: BatchPlan, args: Any, pad_token_id: int):
+    def __init__(self, dataset: Dataset, plan: BatchPlan, args: PPOConfig, pad_token_id: int):
         self.dataset, self.plan, self.args, self.pad_token_id = dataset, plan, args, pad_token_id
 
     def draw(self, rollout: int) -> Sequences:

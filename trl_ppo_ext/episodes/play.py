@@ -171,7 +171,9 @@ class Environments:
     ) -> "EpisodeSampler | RolloutFunction | None":
         """What samples episodes; `None` if a completion is one turn."""
         if self.rollout_func is not None:
-            return RolloutFunction(self.rollout_func, trainer, self.chat, generator, args.bootstrap_truncated)
+            return RolloutFunction(
+                self.rollout_func, trainer, self.chat, generator, args.critic_options.bootstrap_truncated
+            )
         return EpisodeSampler(self, generator, args, context_length) if self else None
 
 
@@ -291,7 +293,7 @@ class EpisodeSampler:
         for episode, observation in self._answers("reset", episodes, resets, seed):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
-        if self.args.critic == "adapter" and self.args.critic_prompt is None:
+        if self.args.critic == "adapter" and self.args.critic_options.prompt is None:
             with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
             for episode, state in self._answers("hidden state", with_state, states, seed):
@@ -310,7 +312,7 @@ class EpisodeSampler:
                 episode.add(turn, True, of_turn)
                 episode.place = episode.place.after(episode.ids)
                 episode.stopped = self.generator.has_stopped(turn)
-                episode.after = [] if self.args.bootstrap_truncated and not episode.stopped else None
+                episode.after = [] if self.args.critic_options.bootstrap_truncated and not episode.stopped else None
 
             # 3. Let tools and environments answer, and go on with the episodes that they do not end.
             asked = [x for x in active if x.error is None and x.turns <= self.iterations]
@@ -392,7 +394,7 @@ class EpisodeSampler:
                 return True
         if is_limited:
             episode.stopped = False
-            if answer.truncated or self.args.bootstrap_truncated:
+            if answer.truncated or self.args.critic_options.bootstrap_truncated:
                 episode.after = ids if len(ids) <= room else []
         return False
 

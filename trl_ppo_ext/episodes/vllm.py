@@ -143,23 +143,25 @@ def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
 
 def served_base(actor_critic: ActorCritic, args: Any) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
-    config, path = actor_critic.policy.get_base_model().config, args.vllm_base_model
+    config, path = actor_critic.policy.get_base_model().config, args.vllm_options.base_model
     base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: completions would come from "
             "another policy (0.25 nats off per token with NF4). Write the quantized weights with `trl-ppo dequantize` "
-            "and set `vllm_base_model` to that directory, or, with vLLM's plugin for bitsandbytes, set "
-            "`generation_kwargs={'quantization': 'bitsandbytes'}`. `vllm_base_model` allows any base by its name."
+            "and set `vllm_kwargs={'base_model': ...}` to that directory (or to any base by its name), or, with "
+            "vLLM's plugin for bitsandbytes, set `generation_kwargs={'quantization': 'bitsandbytes'}`."
         )
     written = dequantized_from(path) if path and is_quantized and os.path.isdir(path) else None
     if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
         raise ValueError(
-            f"`vllm_base_model` was written by `trl-ppo dequantize` from other 4-bit weights (of "
+            f"`vllm_kwargs['base_model']` was written by `trl-ppo dequantize` from other 4-bit weights (of "
             f"`{written['base_model']}`) than the policy's; write it again with this run's base and quantization."
         )
     if not base:
-        raise ValueError("`model` has no name or path that vLLM could load; save it, or set `vllm_base_model`.")
+        raise ValueError(
+            "`model` has no name or path that vLLM could load; save it, or set `vllm_kwargs={'base_model': ...}`."
+        )
     return base
 
 
@@ -244,7 +246,7 @@ class ColocatedEngine(Engine):
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
-        self.sleep_level = args.vllm_sleep_level if args.vllm_enable_sleep_mode else None
+        self.sleep_level = args.vllm_options.sleep_level if args.vllm_enable_sleep_mode else None
         self.requests: dict[str, Any] = {}
         self.device = accelerator.device
         quiet = args.disable_tqdm or not accelerator.is_main_process

@@ -45,7 +45,7 @@ class VLLMServer(Engine):
         if base not in served:
             raise VLLMError(
                 f"The server at {self.name} serves `{served[0]}`, and the policy's base is `{base}`; start it with "
-                f"`{self.command}`, or set `vllm_base_model` to what it serves, if the weights are the same."
+                f"`{self.command}`, or set `vllm_kwargs['base_model']` to what it serves, if the weights are the same."
             )
 
     # ---- adapters ----

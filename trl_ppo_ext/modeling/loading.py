@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
+from ..config import PPOConfig
 from ..redaction import shortened
 from .actor_critic import ActorCritic
 from .adapter_files import check_same_base, read_adapter_config, read_critic
@@ -32,7 +33,7 @@ logger = logging.get_logger(__name__)
 ANSWER = 2  # seconds in which the Hub must answer
 
 
-def compute_dtype(args: Any) -> torch.dtype:
+def compute_dtype(args: PPOConfig) -> torch.dtype:
     """Dtype in which a frozen base is stored and computes."""
     if args.bf16:
         return torch.bfloat16
@@ -45,7 +46,7 @@ def default_peft_config() -> LoraConfig:
 
 
 def check_model_arguments(
-    model: Any, args: Any, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | str | None
+    model: Any, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | str | None
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
@@ -134,10 +135,10 @@ def _check_adapter(peft_config: Any) -> None:
         )
 
 
-def hub_kwargs(args: Any) -> dict[str, Any]:
+def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that locate a model's files."""
     names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
-    settings = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+    settings = {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
     return {key: value for key, value in settings.items() if key in names}
 
 
@@ -166,18 +167,19 @@ def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
 
 
 def load_base(
-    model_id: str, args: Any, quantization_config: BitsAndBytesConfig | None, device: torch.device
+    model_id: str, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
     """Load a base for a run, quantized on its device."""
     kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
+    options = cast(dict[str, Any], args.model_init_kwargs or {})
     if quantization_config is not None:
-        quantization_config, dtype = copy(quantization_config), (args.model_init_kwargs or {}).get("dtype", "auto")
+        quantization_config, dtype = copy(quantization_config), options.get("dtype", "auto")
         if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
             dtype = kwargs["dtype"] if dtype == "auto" else dtype
             quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
         # quantized weights cannot be moved afterwards
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
-    kwargs |= {**(args.model_init_kwargs or {}), "output_loading_info": True}
+    kwargs |= {**options, "output_loading_info": True}
     model, report = AutoModelForCausalLM.from_pretrained(model_id, **kwargs)
     check_loaded(model_id, report, "a causal language model with its output projection")
     return model
@@ -251,7 +253,7 @@ def _wrap(model: Any) -> PeftModel:
 
 def load_actor_critic(
     model: str | PreTrainedModel | PeftModel,
-    args: Any,
+    args: PPOConfig,
     quantization_config: BitsAndBytesConfig | None = None,
     peft_config: PeftConfig | str | None = None,
     device: torch.device | str = "cpu",
@@ -290,7 +292,13 @@ def load_actor_critic(
     _prepare_modules(policy)
     side_length = args.max_completion_length if critic == "side" else None
     actor_critic = ActorCritic(
-        policy, reference, critic != "none", critic_adapter, args.critic_backprop, args.normalize_values, side_length
+        policy,
+        reference,
+        critic != "none",
+        critic_adapter,
+        args.critic_options.backprop,
+        bool(args.normalize_values),
+        side_length,
     )
 
     if head is not None:

@@ -1,7 +1,10 @@
 """Every batch size of a run, derived once from the config."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import PPOConfig
 
 FEW_COMPLETIONS = 64  # smaller rollouts get a note
 
@@ -46,12 +49,12 @@ class BatchPlan:
             )
 
     @classmethod
-    def from_config(cls, config: Any, num_processes: int) -> "BatchPlan":
+    def from_config(cls, config: "PPOConfig", num_processes: int) -> "BatchPlan":
         """Plan of a [`PPOConfig`]."""
         return cls(
             config.per_device_train_batch_size,
             config.gradient_accumulation_steps,
-            config.num_mini_batches,
+            config.num_mini_batches or 1,
             config.num_ppo_epochs,
             config.num_generations,
             num_processes,

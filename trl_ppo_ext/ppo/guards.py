@@ -13,6 +13,7 @@ from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
 
+MAX_SKIPPED_STEPS = 5  # in a row
 _NAMES = {"logprobs": "log-probs", "ref_logprobs": "reference log-probs", "kls": "KLs"}
 
 
@@ -25,7 +26,6 @@ class NonFiniteGuard:
     """Excludes completions with non-finite scores, and ends a run that has too many non-finite gradients in a row."""
 
     rank: int
-    max_skipped_steps: int
     all_sum: Reduction
     gather: Reduction
     skipped: int = 0  # optimizer steps in a row
@@ -91,7 +91,7 @@ class NonFiniteGuard:
             return
         self.skipped += 1
         logger.warning("Optimizer step %d is skipped: its gradient is not finite.", step)
-        if self.skipped >= self.max_skipped_steps:
+        if self.skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"{self.skipped} optimizer steps in a row, up to step {step}, had a non-finite gradient and were "
                 "skipped. Lower the learning rate, or check the rewards."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import PPOConfig
 from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
@@ -181,7 +182,11 @@ def check_metric_name(name: str) -> None:
 
 
 def check_best_metric(
-    args: Any, eval_dataset: Any, rewards: Sequence[Reward], monitors: Sequence[Reward], may_be_other: bool = False
+    args: PPOConfig,
+    eval_dataset: Any,
+    rewards: Sequence[Reward],
+    monitors: Sequence[Reward],
+    may_be_other: bool = False,
 ) -> None:
     """Raise a `ValueError` if `metric_for_best_model` is none of the metrics that an evaluation logs."""
     metric = args.metric_for_best_model

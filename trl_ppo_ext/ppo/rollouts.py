@@ -44,7 +44,7 @@ from .state import DECAY, Moments, RunState
 
 logger = logging.get_logger(__name__)
 
-SHAPING_FIELDS = ("reward_baseline", "normalize_rewards", "reward_clip_range", "missing_eos_penalty")
+SHAPING_FIELDS = ("normalize_rewards", "missing_eos_penalty")
 
 
 class Samples(NamedTuple):
@@ -275,9 +275,9 @@ def collect(
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if roles.actor_critic.value_head is not None:
-        alpha, is_normalized = args.lam_length_alpha, roles.actor_critic.value_head.is_normalized
-        lam = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha)
-        lambdas = lam, args.lam if args.lam_critic is None else args.lam_critic
+        options, is_normalized = args.critic_options, roles.actor_critic.value_head.is_normalized
+        alpha, lam_critic = options.lam_length_alpha, args.lam if options.lam is None else options.lam
+        lambdas = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), lam_critic
         after_cuts = outputs_after(roles, samples, run), samples.is_cut
         result, returns = of_critic(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
@@ -298,7 +298,7 @@ def collect(
         result = in_units(result, after.returns, steps, all_sum)
 
     # 6. The rollout, and what it leaves to the next one.
-    if state.global_step >= args.value_warmup_steps:  # until then the policy does not change
+    if state.global_step >= args.critic_options.warmup_steps:  # until then the policy does not change
         after = adapted(roles, tokens, policy_mask, usable, after)
     entropy_coef = after.entropy_coef if after.entropy_bonus else 0.0  # adapted to this rollout, unlike that of the KL
     metrics.mean("kl_coef", run.kl_coef)
@@ -379,22 +379,14 @@ def shape_scores(
     stopped: Tensor,
     usable: Tensor,
     run: RunState,
-    reward_baseline: str | None = None,
     normalize_rewards: bool = False,
-    reward_clip_range: float | None = None,
     missing_eos_penalty: float | None = None,
     all_sum: Reduction = torch.clone,
 ) -> tuple[Tensor, RunState]:
-    """Subtract the baseline, normalize, clip, and subtract the penalty for a missing EOS; all are `[batch]`."""
-    if reward_baseline == "reference":
-        if run.baseline is None:  # the first rollout is sampled from the initial policy, which is the reference
-            run = run._replace(baseline=Moments().add(scores, usable, all_sum).mean)
-        scores = scores - cast(float, run.baseline)
+    """Normalize the scores, and subtract the penalty for a missing EOS; all are `[batch]`."""
     if normalize_rewards:
         run = run._replace(scores=run.scores.add(scores, usable, all_sum))
         scores = (scores - run.scores.mean) / (run.scores.deviation + 1e-8)
-    if reward_clip_range is not None:
-        scores = scores.clamp(-reward_clip_range, reward_clip_range)
     if missing_eos_penalty is not None:
         scores = scores - missing_eos_penalty * (~stopped)
     return scores, run

@@ -1,10 +1,9 @@
 """Comparison of the policy with another program that samples for it, such as vLLM."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ..config import PPOConfig
 from ..modeling import TokenScores
 from . import math as ppo_math
 from .math import Reduction
@@ -20,11 +19,11 @@ class SamplerError(RuntimeError):
 class SamplerComparison:
     """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
 
-    def __init__(self, args: Any, dtype: torch.dtype, all_sum: Reduction):
+    def __init__(self, args: PPOConfig, dtype: torch.dtype, all_sum: Reduction):
         names = ("correction", "mode", "clip_max", "clip_min")
         self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
         self.all_sum = all_sum
-        self.tolerance = args.vllm_max_logp_difference
+        self.tolerance = args.vllm_options.max_logp_difference
         filtered = args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1
         if self.tolerance is None and not filtered:  # filtered log-probs differ by the mass that was kept
             in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
@@ -43,7 +42,7 @@ class SamplerComparison:
             raise SamplerError(
                 f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
                 f"rounding explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "
-                "`vllm_max_logp_difference` accepts the difference."
+                "`vllm_kwargs['max_logp_difference']` accepts the difference."
             )
         if not self.corrects:
             return None
@@ -54,11 +53,11 @@ class SamplerComparison:
         return weights
 
     def _cause(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> str:
-        if tokens.ref_logprobs is not None:
+        if tokens.ref_logprobs is not None and self.tolerance is not None:
             from_reference = (tokens.ref_logprobs - sampler_logprobs).abs()
             if ppo_math.masked_mean(from_reference, mask, self.all_sum) <= self.tolerance:
                 return "It sampled from the reference: the policy's adapter is not applied."
         return (
-            "It has another base than the policy (see `vllm_base_model`), or samples with an older adapter, or its "
-            "`--logprobs-mode` is not processed_logprobs."
+            "It has another base than the policy (`vllm_kwargs['base_model']`), or samples with an older adapter, or "
+            "its `--logprobs-mode` is not processed_logprobs."
         )

@@ -54,7 +54,6 @@ class RunState(NamedTuple):
     kl_coef: float
     entropy_coef: float
     entropy_bonus: bool = True  # whether the coefficient is applied
-    baseline: float | None = None  # mean score of the first rollout
     scores: Moments = Moments()  # of completions, if they are normalized
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts

@@ -188,7 +188,7 @@ class Updates:
             if not args.uses_deepspeed:  # whose step would move the policy too
                 all_counts = counts + value_denominators
         self.is_empty, self.spares_policy = (torch.stack([all_counts, counts]) == 0).tolist()
-        self.rollout = rollout = rollout.to("cpu") if args.offload_rollout else rollout
+        self.rollout = rollout
         self.micro_batches = (
             MicroBatch(
                 rollout.rows(index).to(self.device),
@@ -223,7 +223,7 @@ class Updates:
 
     def trains_policy(self, global_step: int) -> bool:
         """Check if the optimizer step whose losses are computed moves the policy, or only the critic."""
-        return global_step >= self.args.value_warmup_steps and not self.spares_policy[self.step]
+        return global_step >= self.args.critic_options.warmup_steps and not self.spares_policy[self.step]
 
     def may_step(self) -> bool:
         """Decide on all ranks whether to take the optimizer step whose losses are computed.

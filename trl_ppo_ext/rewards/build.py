@@ -11,6 +11,7 @@ from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import PPOConfig
 from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
@@ -51,7 +52,7 @@ def _is_function(entry: Any) -> bool:
 
 
 def check_reward_arguments(
-    reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: Any, of_environments: bool = False
+    reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: PPOConfig, of_environments: bool = False
 ) -> None:
     """Check rewards before weights are loaded; there may be none if environments give them."""
     if not (reward_funcs or of_environments):
@@ -108,7 +109,7 @@ def build_rewards(
     processing_classes: Sequence[PreTrainedTokenizerBase | None] | None,
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
-    args: Any,
+    args: PPOConfig,
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
     batch_size, label, trusted = args.per_device_reward_batch_size, args.reward_label, args.trust_remote_code

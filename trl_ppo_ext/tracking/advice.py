@@ -203,7 +203,7 @@ def _trends(run: Run) -> list[Advice]:
     rule(
         explained.end < UNEXPLAINED and len(explained.curve.values) >= FEWEST_FLAT,
         "The critic does not predict the returns",
-        "Raise `critic_learning_rate` or `value_warmup_steps`, run `trl-ppo pretrain-critic`, or set `critic='none'`.",
+        "Raise `critic_learning_rate`, run `trl-ppo pretrain-critic`, or set `critic='none'`.",
         "value/explained_variance",
     )
     rule(

@@ -119,13 +119,13 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     console.print(table)
 
 
-def check_trackers(args: Any) -> None:
+def check_trackers(report_to: list[str]) -> None:
     """Raise an error if a tracker is not installed, or would upload the base model."""
     known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}  # these are available without being listed
-    for name in (known & set(args.report_to)) - set(get_available_reporting_integrations()):
+    for name in (known & set(report_to)) - set(get_available_reporting_integrations()):
         raise ValueError(f"`report_to` names {name!r}, which is not installed; install its package, or remove it.")
     log_model = os.environ.get("WANDB_LOG_MODEL", "")
-    if "wandb" in args.report_to and log_model.lower() not in ("", "false", "0"):
+    if "wandb" in report_to and log_model.lower() not in ("", "false", "0"):
         raise ValueError(
             f"WANDB_LOG_MODEL={log_model} makes the Trainer upload the whole base model, and its pickled arguments "
             "with the Hub token. Unset it; `push_to_hub` and `hub_strategy` push the adapter."

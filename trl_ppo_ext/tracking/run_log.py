@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .. import __version__
+from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened, without_secrets
@@ -84,7 +85,7 @@ class RunLog(TrainerCallback):
         self._evaluated = "eval"  # set of the last log; "eval_NAME" in a dict of sets
         self._warned = False
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Log models, settings and environment; entries of an earlier run after this step are then void."""
         if not state.is_world_process_zero:
             return
@@ -107,7 +108,7 @@ class RunLog(TrainerCallback):
             environment=environment() | launch,
         )
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the metrics of the Trainer's log."""
         logs = logs or {}
         self._append("metrics", step=state.global_step, metrics=logs)

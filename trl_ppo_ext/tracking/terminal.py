@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.utils import logging
 
+from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from .advice import number
 from .reading import RUN_LOG
@@ -32,7 +33,7 @@ class Terminal(ProgressCallback, PrinterCallback):
         self.plan = plan
         self.checkpoint: str | None = None  # that the run resumes from
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar."""
         self.current_step = state.global_step
         if not state.is_world_process_zero:
@@ -43,12 +44,12 @@ class Terminal(ProgressCallback, PrinterCallback):
         bar: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "disable": args.disable_tqdm}
         self.training_bar = tqdm(**bar, dynamic_ncols=True)
 
-    def on_prediction_step(self, args: Any, *positional: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: PPOConfig, *positional: Any, **kwargs: Any) -> None:
         """Advance the progress bar of an evaluation."""
         if not args.disable_tqdm:
             super().on_prediction_step(args, *positional, **kwargs)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print the main metrics in one line."""
         if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
             return
@@ -60,7 +61,7 @@ class Terminal(ProgressCallback, PrinterCallback):
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End the progress bar, and name the report, unless the run has no log."""
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and os.path.isfile(os.path.join(args.output_dir, RUN_LOG)):

@@ -191,13 +191,13 @@ def test_help_lists_fields_in_groups_with_defaults(capsys):
     assert stop.value.code == 0
     assert "--config FILE.yaml" in text
     groups = [text.index(group) for group in ("dataset and rewards:", "training (", "model:", "dataset mixture")]
-    options = ("--reward_funcs", "--lam_critic", "--model_name_or_path", "--datasets")
+    options = ("--reward_funcs", "--critic_kwargs", "--model_name_or_path", "--datasets")
     assert groups == sorted(groups)
     for option, start, end in zip(options, groups, [*groups[1:], None]):
         assert option in text[start:end]
     for name in (entry.name for entry in fields(PPOConfig)):
         assert f"--{name} " in text, name
-    assert "1 is Monte Carlo. (default: 1.0)" in text
+    assert "Its `lam` is 1 by default, which is Monte Carlo." in text
 
 
 def test_command_is_listed(capsys):
@@ -274,7 +274,7 @@ def shaken(run):
 @pytest.mark.parametrize(
     "scale",
     [
-        {"critic": "adapter", "normalize_rewards": True, "reward_baseline": "reference"},
+        {"critic": "adapter", "normalize_rewards": True},
         {"critic": "adapter", "normalize_values": True},
         {"critic": "side", "normalize_values": True},
     ],
@@ -306,7 +306,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
         assert torch.equal(weight, weights(measured)[name]), name
 
 
-@pytest.mark.parametrize("lams", [{"lam": 0.5, "lam_critic": None}, {"lam_length_alpha": 0.2, "lam_critic": 0.3}])
+@pytest.mark.parametrize("lams", [{"lam": 0.5}, {"critic_kwargs": {"lam_length_alpha": 0.2, "lam": 0.3}}])
 def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
     for name, value in lams.items():

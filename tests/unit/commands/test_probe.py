@@ -83,7 +83,7 @@ def test_noise_is_explained_by_nothing(tmp_path):
     assert max(share for row in result["explained_variance"].values() for share in row.values()) < 0.1
     assert result["gradient_variance"]["side, λ = 1"] == pytest.approx(1, abs=0.1)
     assert result["gradient_variance"]["rloo"] > 1
-    assert "critic_prompt" in result["verdict"] and "rebn" in result["verdict"]
+    assert "critic_kwargs" in result["verdict"] and "rebn" in result["verdict"]
 
 
 def test_equal_returns_have_no_relative_variance(tmp_path):
@@ -238,7 +238,7 @@ def test_gradient_variance_is_the_trace_of_the_covariance(tmp_path):
         (0.5, 0.6, 0.5, 'take `critic="side"`'),
         (0.95, 2.0, 0.5, 'advantage_estimator="rebn"`'),  # less than a tenth
         (0.5, 0.5, 0.5, 'advantage_estimator="rloo"`'),
-        (1.0, 1.1, 0.05, "`critic_prompt`"),
+        (1.0, 1.1, 0.05, "`critic_kwargs`"),
         (0.8, 1.1, 0.05, 'take `critic="side"`'),
     ],
 )

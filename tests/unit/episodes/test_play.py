@@ -12,6 +12,7 @@ from scripted import call, fails, rows_of, sampler_of
 from tiny import tokenizer
 
 from trl_ppo_ext import StepResult, openenv
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import PromptError
 from trl_ppo_ext.episodes import Environments
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
@@ -462,7 +463,8 @@ class Limited:
 
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
-    rows, settings = rows_of("alpha", "beta"), {"factory": Limited, "bootstrap_truncated": bootstraps}
+    rows, options = rows_of("alpha", "beta"), CriticOptions(bootstrap_truncated=bootstraps)
+    settings = {"factory": Limited, "critic_options": options}
     sampler = sampler_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
     limited, ended = sampled(sampler, rows)
     following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
@@ -485,7 +487,8 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
 def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     rows = rows_of("alpha")
     for length, after in ((100, None), (20, [])):
-        settings = {"tools": [add], "max_completion_length": length, "bootstrap_truncated": True}
+        options = CriticOptions(bootstrap_truncated=True)
+        settings = {"tools": [add], "max_completion_length": length, "critic_options": options}
         [episode] = sampled(sampler_of({"alpha": ["x" * 50]}, rows, **settings), rows)
         assert episode.after == after and episode.stopped == (after is None)
 

@@ -56,7 +56,7 @@ def test_adapter_that_vllm_cannot_load_is_refused_before_it_starts(tmp_path, bas
 
 
 def test_model_without_a_path_is_refused(tmp_path, no_engine):
-    with pytest.raises(ValueError, match="no name or path that vLLM could load; save it, or set `vllm_base_model`"):
+    with pytest.raises(ValueError, match="no name or path that vLLM could load; save it, or set `vllm_kwargs="):
         trainer(tmp_path, use_vllm=True)
 
 

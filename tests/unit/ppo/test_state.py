@@ -78,7 +78,7 @@ def test_adding_returns_new_moments_and_keeps_the_old():
 
 
 def test_state_survives_json_bit_for_bit():
-    state = RunState(0.05, 0.01, False, 1 / 3, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
+    state = RunState(1 / 3, 0.01, False, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 

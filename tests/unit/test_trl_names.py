@@ -1,8 +1,10 @@
 """Fields of TRL's configs set fields of PPOConfig, change nothing, or raise with a reason."""
 
+import ast
 import dataclasses
 import inspect
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ import yaml
 from tiny import config, length_reward, llama, prompts, tokenizer
 from trl import GRPOConfig, TrlParser
 
+import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.files import run_settings
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.ppo import math as ppo_math
-from trl_ppo_ext.trl_fields import TYPES
+from trl_ppo_ext.trl_names import NAMES
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -66,8 +70,8 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
     args = made(tmp_path, **theirs)
     assert {name: getattr(args, name) for name in ours} == ours
     # as if ours had been given: nothing of theirs is compared on resume, logged, or passed on by `replace`
-    assert not TYPES.keys() & {*args.to_dict(), *run_settings(args)} and dataclasses.replace(args) == args
-    assert not [name for name in theirs.keys() & TYPES.keys() if getattr(args, name) not in (None, True)]
+    assert not NAMES.keys() & {*args.to_dict(), *run_settings(args)} and dataclasses.replace(args) == args
+    assert not [name for name in theirs.keys() & NAMES.keys() if getattr(args, name) not in (None, True)]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +182,26 @@ def test_arguments_of_grpo_are_in_its_order():
 )
 def test_backends_that_are_off_choose_none(given, backend):
     assert PPOConfig("out", use_cpu=True, **given).generation_backend == backend
+
+
+def test_other_modules_read_no_name_that_sets_ours():
+    """It has its default after the config is built, so a reader would see no setting."""
+    package, read = Path(trl_ppo_ext.__file__).parent, set()
+    for path in package.rglob("*.py"):
+        if path.stem not in ("config", "trl_names"):
+            nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Attribute)]
+            read |= {f"{path.stem}: {x.attr}" for x in nodes if x.attr in NAMES and "args" in ast.unparse(x.value)}
+    assert not read
+
+
+@pytest.mark.parametrize("number", [0.3, 1])
+def test_earlier_names_set_keys_of_mappings(tmp_path, number):
+    theirs = {"lam_critic": number, "critic_prompt": "answer", "vllm_max_logp_difference": number}
+    args = made(tmp_path, critic="adapter", critic_kwargs='{"warmup_steps": 2}', **theirs)
+    assert args.critic_options == CriticOptions(lam=number, prompt="answer", warmup_steps=2)
+    assert args.vllm_options.max_logp_difference == number
+    with pytest.raises(ValueError, match=r"`lam_critic` .*sets `critic_kwargs`.*remove one of the two"):
+        made(tmp_path, lam_critic=number, critic_kwargs={"lam": 0.9})
 
 
 def test_backend_that_is_chosen_and_off_is_a_conflict():

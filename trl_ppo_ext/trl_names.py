@@ -1,0 +1,227 @@
+"""Fields of TRL's `GRPOConfig` and of its last `PPOConfig`, accepted by [`PPOConfig`] under TRL's names.
+
+A field with the same meaning sets ours. Others are accepted at values that change nothing, and refused at the rest.
+Checkpoints and logs show ours only, and no other module reads these names.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import field, make_dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from .ppo.batch_plan import BatchPlan
+from .redaction import shown
+
+if TYPE_CHECKING:
+    from .config import PPOConfig
+
+logger = logging.get_logger(__name__)
+Settings = dict[str, Any]  # of PPOConfig
+
+
+def _choose(name: str, value: Any, options: dict[Any, Settings], why: str) -> Settings:
+    if value not in options:
+        choices = ", ".join(map(repr, options))
+        raise ValueError(f"`{name}` must be one of {choices}, got {shown(name, value)}: {why}.")
+    return options[value]
+
+
+def _loss_type(config: "PPOConfig", value: str) -> Settings:
+    means = {"dapo": "token", "grpo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
+    options = {name: {"loss_aggregation": mean} for name, mean in means.items()}
+    return _choose("loss_type", value, options, "'bnpo' depends on the micro-batch, others are not PPO's clipped loss")
+
+
+def _scale_rewards(config: "PPOConfig", value: Any) -> Settings:
+    scale, options = {True: "group", False: "none"}.get(value, value), dict[Any, Settings]()
+    if config.critic == "none":
+        options |= {"group": {"advantage_estimator": "grpo"}, "none": {"advantage_estimator": "dr_grpo"}}
+    else:  # no groups are compared; what remains is whether advantages are scaled
+        options |= {"group": {}, "batch": {"whiten_advantages": True}, "none": {"whiten_advantages": False}}
+        if scale == "group" or (scale == "none" and config.normalize_values is not False):
+            logger.warning(
+                "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns.",
+                value,
+                "`critic='none'`" if scale == "group" else "`normalize_values=False` too",
+            )
+    return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
+
+
+def _num_mini_batches(config: "PPOConfig", steps: int) -> Settings:
+    accumulation = config.gradient_accumulation_steps
+    if steps < 1 or accumulation < 1 or steps % accumulation:
+        raise ValueError(
+            f"`steps_per_generation` must be a multiple of `gradient_accumulation_steps` ({accumulation}), got "
+            f"{steps}: an optimizer step takes completions of one rollout."
+        )
+    return {"num_mini_batches": steps // accumulation}
+
+
+def _dual_clip(config: "PPOConfig", delta: float) -> Settings:
+    clip = {} if config.cliprange else {"cliprange": 0.2}  # `delta` belongs to GRPO's own clip
+    high = config.cliprange_high or config.cliprange or 0.2
+    if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
+        raise ValueError(f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it.")
+    return {"dual_clip": delta} | clip
+
+
+def _entropy_target(config: "PPOConfig", adaptive: bool) -> Settings:
+    if adaptive:
+        raise ValueError("`use_adaptive_entropy` must be False; set `entropy_target`, which adapts once per rollout.")
+    config.entropy_target = None  # GRPO reads it only if the coefficient adapts
+    return {}
+
+
+ANY, NO_EFFECT = ..., "Already the case, or without effect."
+_DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
+# name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a mapping), a function
+# from config and value to such fields, or why other values are refused
+NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
+    "beta": (float, ANY, "kl_coef"),
+    "epsilon": (float, ANY, "cliprange"),
+    "epsilon_high": (float, ANY, "cliprange_high"),
+    "delta": (float, ANY, _dual_clip),
+    "num_iterations": (int, ANY, "num_ppo_epochs"),
+    "steps_per_generation": (int, ANY, _num_mini_batches),
+    "loss_type": (str, ANY, _loss_type),
+    "scale_rewards": (str, ANY, _scale_rewards),
+    # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
+    "use_bias_correction_kl": (bool, ANY, lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}),
+    "use_adaptive_entropy": (bool, ANY, _entropy_target),
+    "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
+    "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
+    "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
+    "vllm_importance_sampling_cap": (float, ANY, "vllm_importance_sampling_clip_max"),
+    "transformers_continuous_batching_config": (dict, ANY, NO_EFFECT),
+    "cache_implementation": (str, ANY, "generation_kwargs.cache_implementation"),
+    "vllm_server_host": (str, "0.0.0.0", "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_server_port": (int, 8000, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
+    "vllm_tensor_parallel_size": (int, 1, "each process has an engine; start a server with `--tensor-parallel-size`"),
+    "vllm_model_impl": (str, "vllm", "set `generation_kwargs={'model_impl': ...}`"),
+    "vllm_structured_outputs_regex": (str, None, "the policy would not have sampled such completions"),
+    "sync_ref_model": (bool, False, "the reference is the frozen base; a trained adapter can be that of the next run"),
+    "cast_lm_head_to_fp32": (
+        bool,
+        False,
+        "the base's dtype counts; set `model_init_kwargs={'dtype': 'float32'}`",
+    ),
+    "num_generations_eval": (int, 1, "an evaluation samples one completion per row; repeat rows of `eval_dataset`"),
+    "router_aux_loss_coef": (float, 0.0, "the router is frozen with the base"),
+    "top_entropy_quantile": (float, 1.0, "the loss takes all tokens"),
+    "off_policy_mask_threshold": (float, None, "sequences are not masked; set `dual_clip` or `target_kl`"),
+    "multi_objective_aggregation": (str, "sum_then_normalize", "rewards are summed; set `reward_weights`"),
+    "log_unique_prompts": (bool, False, "every completion is logged with its prompt"),
+    "log_completions_hub_repo": (str, None, "they are not pushed; `log_completions=True` logs them to the trackers"),
+    # read by GRPO only beside a value that is refused above, or for speed and memory
+    **dict.fromkeys(["disable_dropout", "ds3_gather_for_generation", "log_multimodal"], (bool, ANY, NO_EFFECT)),
+    **dict.fromkeys(["dataset_num_proc", "ref_model_sync_steps", "vllm_group_port"], (int, ANY, NO_EFFECT)),
+    **dict.fromkeys(["entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"], (float, ANY, NO_EFFECT)),
+    **dict.fromkeys(["sapo_temperature_neg", "sapo_temperature_pos"], (float, ANY, NO_EFFECT)),
+    **dict.fromkeys(["vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"], (float, ANY, NO_EFFECT)),
+    "ref_model_mixup_alpha": (float, ANY, NO_EFFECT),
+    "pad_to_multiple_of": (int | str, ANY, NO_EFFECT),
+    # of TRL's PPOConfig
+    "response_length": (int, ANY, "max_completion_length"),
+    "local_rollout_forward_batch_size": (
+        int,
+        ANY,
+        lambda _, size: {"per_device_generation_batch_size": size, "per_device_reward_batch_size": size},
+    ),
+    "stop_token_id": (int, ANY, lambda _, token: {"stop_token_ids": [token]}),
+    "stop_token": (str, "eos", "EOS ends a completion; set `stop_token_ids` for others"),
+    "total_episodes": (int, ANY, "max_steps"),  # when the sizes of a rollout are known
+    "num_sample_generations": (int, 0, "set `log_completions` and `num_completions_to_print`"),
+    "sft_model_path": (str, None, "pass it as `model`, or `model_name_or_path` in a file"),
+    "reward_model_path": (str, None, "pass it in `reward_funcs`"),
+    "model_adapter_name": (str, None, "pass a `PeftModel` as `model`; its active adapter initializes the policy"),
+    "ref_adapter_name": (str, None, "the reference is a frozen copy of the adapter of `model`"),
+    **dict.fromkeys(["batch_size", "mini_batch_size", "micro_batch_size"], (int, None, _DERIVED)),
+    **dict.fromkeys(["local_batch_size", "local_mini_batch_size"], (int, None, _DERIVED)),
+    "num_total_batches": (int, None, "set `max_steps`"),
+    # our own earlier names
+    "critic_backprop": (bool, ANY, "critic_kwargs.backprop"),
+    "critic_prompt": (str, ANY, "critic_kwargs.prompt"),
+    "value_warmup_steps": (int, ANY, "critic_kwargs.warmup_steps"),
+    "lam_critic": (float, ANY, "critic_kwargs.lam"),
+    "lam_length_alpha": (float, ANY, "critic_kwargs.lam_length_alpha"),
+    "bootstrap_truncated": (bool, ANY, "critic_kwargs.bootstrap_truncated"),
+    "vllm_base_model": (str, ANY, "vllm_kwargs.base_model"),
+    "vllm_sleep_level": (int, ANY, "vllm_kwargs.sleep_level"),
+    "vllm_max_logp_difference": (float, ANY, "vllm_kwargs.max_logp_difference"),
+}
+# True by default, which adds the flags --no_NAME
+_ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
+
+
+def _field(name: str) -> tuple[str, Any, Any]:
+    kind, accepted, effect = NAMES[name]
+    if effect == NO_EFFECT:
+        help_text = NO_EFFECT
+    elif accepted is not ANY:
+        help_text = f"{accepted} only: {effect}."
+    elif isinstance(effect, str):
+        ours, _, key = effect.partition(".")
+        help_text = f"`{ours}{f'={{{key!r}: ...}}' if key else ''}` under another name."
+    else:
+        help_text = "See docs/from_grpo.md."
+    metadata: dict[str, Any] = {"help": help_text}
+    if kind is bool and name not in _ON:
+        metadata |= {"nargs": "?", "const": True}  # --use_vllm is --use_vllm true
+    hint = dict | str if kind is dict else kind
+    return name, hint | None, field(default=True if name in _ON else None, metadata=metadata)
+
+
+TRLFields: Any = make_dataclass("TRLFields", map(_field, NAMES))
+
+
+def _set(config: "PPOConfig", name: str, settings: Settings) -> None:
+    """Set fields of PPOConfig from a field of TRL, which gets its default; mappings are merged."""
+    fields, value = config.__dataclass_fields__, getattr(config, name)
+    for ours, new in settings.items():
+        old = getattr(config, ours)
+        merges = isinstance(old, dict) and isinstance(new, dict)
+        if (old | new != new | old) if merges else old not in (fields[ours].default, new):
+            raise ValueError(
+                f"`{name}` is {shown(name, value)}, which sets `{ours}` to {shown(ours, new)}, but `{ours}` is "
+                f"{shown(ours, old)}; remove one of the two."
+            )
+        setattr(config, ours, old | new if merges else new)
+    setattr(config, name, fields[name].default)
+
+
+@contextmanager
+def applied(config: "PPOConfig") -> Iterator[None]:
+    """Set the config's fields from TRL's; errors raised within the context name both."""
+    sources, idle = dict[str, str](), []
+    for name, (_, accepted, effect) in NAMES.items():
+        value, settings = getattr(config, name), Settings()
+        if value is None or value is config.__dataclass_fields__[name].default or name == "total_episodes":
+            continue
+        if accepted not in (ANY, value):
+            needed = "omitted" if accepted is None else f"{accepted!r} or omitted"
+            raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}: {effect}.")
+        if effect == NO_EFFECT:
+            idle.append(name)
+        elif accepted is ANY and isinstance(effect, str):
+            ours, _, key = effect.partition(".")
+            settings = {ours: {key: value} if key else value}
+        elif not isinstance(effect, str):
+            settings = effect(config, value)
+        _set(config, name, settings)
+        sources |= dict.fromkeys(settings, name)
+    if idle:
+        logger.warning("Fields of TRL that are already the case, or without effect: %s.", ", ".join(idle))
+    try:
+        yield
+        if config.total_episodes is not None:
+            plan = BatchPlan.from_config(config, config.world_size)
+            rollouts = -(-config.total_episodes // plan.completions)
+            _set(config, "total_episodes", {"max_steps": rollouts * plan.optimizer_steps})
+    except ValueError as error:
+        used = [f"`{name}` sets `{ours}`." for ours, name in sources.items() if re.search(rf"`{ours}\b", str(error))]
+        if used:
+            raise ValueError(" ".join([str(error), *used])) from error
+        raise
