@@ -186,12 +186,16 @@ def test_package_is_marked_as_typed():
 # ---- what is optional ----
 
 
-def test_package_imports_without_optional_dependencies():
+def test_package_imports_without_optional_dependencies(tmp_path):
     """In a process in which the packages of the extras are not there."""
+    (tmp_path / "run_log.jsonl").write_text(
+        '{"kind": "metrics", "time": 1.0, "step": 1, "metrics": {"reward": 1.0}}\n'
+    )
     requirements = "\n".join(dict(setup()["options.extras_require"]).values())
     names = {re.split(r"[^\w-]", line.strip())[0].replace("-", "_") for line in requirements.splitlines()} - {""}
-    assert {"deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
-    everything = sorted(set(modules()) - {"trl_ppo_ext.commands.serve_reward"})  # the server itself
+    assert {"bokeh", "deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
+    # the server, and what draws
+    everything = sorted(set(modules()) - {"trl_ppo_ext.commands.serve_reward", "trl_ppo_ext.tracking.plots"})
     program = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({sorted(names)!r}))\n"
@@ -199,10 +203,12 @@ def test_package_imports_without_optional_dependencies():
         "from trl_ppo_ext import PPOTrainer\n"
         "from trl_ppo_ext.commands.main import main\n"
         "assert main(['serve-reward', 'model']) == 2\n"
+        f"assert main(['report', {str(tmp_path)!r}]) == 2\n"
         "main(['--help'])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert 'pip install "trl_ppo_ext[report]"' in done.stderr
     assert "pip install uvicorn starlette" in done.stderr and "pretrain-critic" in done.stdout
 
 

@@ -190,7 +190,7 @@ def _write_report(output_dir: str) -> None:
     if not os.path.isfile(os.path.join(output_dir, RUN_LOG)):
         return  # no run log
     try:
-        write_report([output_dir], os.path.join(output_dir, REPORT))
+        write_report(output_dir, os.path.join(output_dir, REPORT))
     except Exception as error:  # a report must not end a push
         logger.warning("The report of the run cannot be written, and is not pushed: %s", error)
 

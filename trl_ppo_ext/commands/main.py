@@ -12,7 +12,6 @@ from ..redaction import printable, redacted
 # subcommand: (module with `add_arguments(parser)` and `main(options)`, line of help)
 COMMANDS = {
     "check-reward": ("commands.check_reward", "compare a reward model in full precision and quantized"),
-    "compare": ("commands.report", "plot the curves of several runs in one HTML file"),
     "dequantize": ("commands.dequantize", "write a 4-bit base as a plain checkpoint, e.g. for vLLM"),
     "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
     "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
+from pandas import Series
 
-from .reading import Curve, Run
+from .reading import Run, smooth
 
 FEWEST = 3  # rollouts, and points of a curve, below which nothing is judged
 FEWEST_TREND = 10  # points below which a curve has no trend
@@ -22,52 +22,35 @@ def number(value: float) -> str:
     return f"{rounded:,.0f}" if 1e3 <= abs(rounded) < 1e9 else text
 
 
-class Trend(NamedTuple):
-    """Start and end of a curve, and how much of the difference can be noise."""
+class Trend:
+    """Start and end of a curve, and its noise: with too few points NaN, which makes every comparison false."""
 
-    curve: Curve  # finite values only
-    start: float = math.nan  # mean of the first fifth
-    end: float = math.nan  # mean of the last fifth
-    noise: float = math.nan  # standard deviation about the trend
-    error: float = math.nan  # standard error of `end - start` for independent points
-    scale: float = math.nan  # largest absolute value of the smoothed curve
-    rises: bool = False  # by more than noise, and by enough to matter
-    falls: bool = False
+    def __init__(self, curve: Series | None):
+        values = Series(dtype=float) if curve is None else curve.dropna()
+        self.values = values = values.iloc[: len(values) if len(values) >= FEWEST else 0]
+        self.smooth = smooth(values)
+        enough = len(values) >= FEWEST_TREND
+        fifth = max(len(values) // (5 if enough else 2), 1)  # of a short curve its half
+        self.start, self.end = float(values.iloc[:fifth].mean()), float(values.iloc[-fifth:].mean())
+        # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps.
+        differences = values.diff()
+        noise = 1.4826 / math.sqrt(2) * float((differences - differences.median()).abs().median())
+        self.error = noise * math.sqrt(2 / fifth)  # standard error of `end - start` for independent points
+        self.scale = float(self.smooth.abs().max())
+        least = max(4 * self.error, 0.02 * self.scale)  # more than noise, and enough to matter
+        self.rises, self.falls = enough and self.end - self.start > least, enough and self.start - self.end > least
 
     def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
         """First step at which the smoothed curve is above or below a level."""
-        smooth = self.curve.smooth().values
-        return next(iter(self.curve.steps[(smooth > above) | (smooth < below)].tolist()), None)
+        return next(iter(self.smooth.index[(self.smooth > above) | (self.smooth < below)]), None)
 
     def turning_point(self) -> int | None:
         """Step of the maximum, if the curve then falls by more than noise."""
-        smooth = self.curve.smooth().values
-        if len(smooth) < FEWEST_TREND:
+        if len(self.values) < FEWEST_TREND:
             return None
-        top = int(np.argmax(smooth))
-        least = max(5 * self.noise / math.sqrt(self.curve.window), 0.25 * np.ptp(smooth), 0.02 * self.scale)
-        return int(self.curve.steps[top]) if smooth[top] - self.end > least else None
-
-
-# every comparison with NaN is false, so that a missing curve triggers no rule
-NO_TREND = Trend(Curve(np.empty(0, int), np.empty(0)))
-
-
-def trend(curve: Curve | None) -> Trend:
-    """Start, end and noise of a curve; `NO_TREND` if it has too few points."""
-    if curve is None or len(curve.finite().values) < FEWEST:
-        return NO_TREND
-    curve = curve.finite()
-    enough = len(curve.values) >= FEWEST_TREND
-    fifth = max(len(curve.values) // (5 if enough else 2), 1)  # of a short curve its half
-    # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps.
-    differences = np.diff(curve.values)
-    noise = float(1.4826 / math.sqrt(2) * np.median(np.abs(differences - np.median(differences))))
-    start, end = float(curve.values[:fifth].mean()), float(curve.values[-fifth:].mean())
-    error, scale = noise * math.sqrt(2 / fifth), float(np.abs(curve.smooth().values).max())
-    least = max(4 * error, 0.02 * scale)
-    rises, falls = enough and end - start > least, enough and start - end > least
-    return Trend(curve, start, end, noise, error, scale, rises, falls)
+        top = self.smooth.max()
+        least = max(5.5 * self.error, 0.25 * (top - self.smooth.min()), 0.02 * self.scale)
+        return int(self.smooth.idxmax()) if top - self.end > least else None
 
 
 class Advice(NamedTuple):
@@ -80,17 +63,13 @@ class Advice(NamedTuple):
     metrics: tuple[str, ...]  # curves that show it
 
 
+TRUNCATED = "Raise `max_completion_length`, set `missing_eos_penalty`, or exclude them (`mask_truncated_completions`)."
 SMALLER_STEPS = "Lower `learning_rate` or `num_ppo_epochs`, or set `target_kl`."
+EXCLUDED = "Find out what excludes completions: failing rewards, or `mask_truncated_completions` if none emits EOS."
 UNEXPLAINED = 0.1  # explained variance below which a critic is of no use
 # metric, level that its end must stay below, title, remedy
 TOO_HIGH = (
-    (
-        "completions/clipped_ratio",
-        0.25,
-        "Many completions are truncated",
-        "Raise `max_completion_length`, penalize truncation (`missing_eos_penalty`), or exclude truncated completions "
-        "(`mask_truncated_completions`).",
-    ),
+    ("completions/clipped_ratio", 0.25, "Many completions are truncated", TRUNCATED),
     ("approx_kl", 0.05, "Updates move the policy too far", SMALLER_STEPS),
     ("clip_ratio/region_mean", 0.3, "Too many tokens are clipped", SMALLER_STEPS),
     ("stopped_early", 0.4, "`target_kl` skips many optimizer steps", "Lower `learning_rate` or `num_ppo_epochs`."),
@@ -99,27 +78,23 @@ TOO_HIGH = (
 FAILURES = (
     ("skipped_steps", "Non-finite gradients", "Lower `learning_rate` or `max_grad_norm`; prefer `bf16` to `fp16`."),
     ("nonfinite_completions", "Non-finite log-probs", "Prefer `bf16` to `fp16`, or lower `learning_rate`."),
-    (
-        "empty_steps",
-        "Steps without a token to learn from",
-        "Find out why completions are excluded: failing rewards, or `mask_truncated_completions` when none emits EOS.",
-    ),
+    ("empty_steps", "Steps without a token to learn from", EXCLUDED),
     ("rewards/*/failed", "A reward failed", "Read its errors in the run's warnings; `reward_on_error` handles them."),
 )
 
 
 def _monitors(run: Run) -> Iterator[Advice]:
     """A monitored reward turns down while the optimized reward does not."""
-    reward, kl = trend(run.curves.get("reward")), trend(run.curves.get("kl_per_completion"))
+    reward, kl = Trend(run.curves.get("reward")), Trend(run.curves.get("kl_per_completion"))
     for name in fnmatch.filter(run.curves, "monitor/*/mean"):
-        monitor = trend(run.curves[name])
+        monitor = Trend(run.curves[name])
         step = monitor.turning_point()
-        if reward is NO_TREND or step is None or not reward.end >= reward.curve.at(step) - 2 * reward.error:
+        if step is None or not len(reward.values) or not reward.end >= reward.smooth.asof(step) - 2 * reward.error:
             continue
         title, remedy = "The reward may be hacked", f"Read completions and fix the reward, or stop at step {step}."
         seen = (
-            f"After step {step}, `{name}` falls from {number(monitor.curve.at(step))} to {number(monitor.end)} while "
-            f"the reward goes from {number(reward.curve.at(step))} to {number(reward.end)}"
+            f"After step {step}, `{name}` falls from {number(monitor.smooth[step])} to {number(monitor.end)} while "
+            f"the reward goes from {number(reward.smooth.asof(step))} to {number(reward.end)}"
         )
         if kl.rises:
             title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
@@ -131,118 +106,101 @@ def _failures(run: Run) -> Iterator[Advice]:
     """Counts that should stay 0; they need no trend."""
     for pattern, title, remedy in FAILURES:
         for name in fnmatch.filter(run.curves, pattern):
-            counts = np.nan_to_num(run.curves[name].values)
-            if counts.sum() > 0:
-                first = int(run.curves[name].steps[np.argmax(counts > 0)])
-                seen = f"`{name}` adds up to {counts.sum():.0f}: the first at step {first}."
-                yield Advice(title, seen, remedy, first, (name,))
+            failures = run.curves[name][run.curves[name] > 0]
+            if len(failures):
+                seen = f"`{name}` adds up to {failures.sum():.0f}: the first at step {failures.index[0]}."
+                yield Advice(title, seen, remedy, int(failures.index[0]), (name,))
 
 
 def _trends(run: Run) -> list[Advice]:
     """Rules on the start and the end of curves."""
+    advice: list[Advice] = []
 
     def of(name: str) -> Trend:
-        return trend(run.curves.get(name))
+        return Trend(run.curves.get(name))
 
-    reward, spread, entropy, kl = of("reward"), of("reward_std"), of("entropy"), of("kl_per_completion")
+    def rule(applies: bool, title: str, remedy: str, *metrics: str, step: int | None = None) -> None:
+        if applies:
+            known = [(name, of(name)) for name in metrics if len(of(name).values)]
+            moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
+            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, metrics))
+
+    reward, spread, entropy, kl = map(of, ("reward", "reward_std", "entropy", "kl_per_completion"))
     length, correlation = of("completions/mean_length"), of("reward/length_correlation")
-    distinct, explained = of("completions/distinct_ratio"), of("value/explained_variance")
-    enough = len(reward.curve.values) >= FEWEST_FLAT
+    repeated, explained = of("completions/repeated_ratio"), of("value/explained_variance")
+    enough = len(reward.values) >= FEWEST_FLAT
     equal, negative = 1e-6 * max(reward.scale, 1.0), -max(4 * kl.error, 0.05)
     times = [f"time/{phase}" for phase in ("score", "generate", "forward", "update")]
     parts = fnmatch.filter(run.curves, "rewards/*/mean")
 
-    advice: list[Advice] = []
+    remedy = "Give it more weight in `reward_weights`."
+    for name in parts if len(parts) > 1 else ():
+        is_traded, step = reward.rises and of(name).falls, of(name).turning_point()
+        rule(is_traded, "One reward is traded for the others", remedy, name, "reward", step=step)
 
-    def rule(applies: bool, title: str, remedy: str, *metrics: str, step: int | None = None) -> None:
-        if applies:
-            known = [(name, of(name)) for name in metrics if of(name) is not NO_TREND]
-            moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
-            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, metrics))
-
-    for name in parts:
-        rule(
-            reward.rises and of(name).falls and len(parts) > 1,
-            "One reward is traded for the others",
-            "Give it more weight in `reward_weights`.",
-            *(name, "reward"),
-            step=of(name).turning_point(),
-        )
-    rule(
-        # unless short completions score as well within a rollout
-        length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2,
-        "Length drift: the reward may favor long completions",
+    # unless short completions score as well within a rollout
+    drifts = length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2
+    title, step = "Length drift: the reward may favor long completions", length.first(above=1.3 * length.start)
+    remedy = (
         "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor one "
-        "that ignores it (`monitor_funcs`), or lower `max_completion_length`.",
-        *("completions/mean_length", "reward", "reward/length_correlation"),
-        step=length.first(above=1.3 * length.start),
+        "that ignores it (`monitor_funcs`), or lower `max_completion_length`."
     )
-    rule(
-        spread.end <= equal,
-        "All completions get the same reward",
-        "Use graded rewards, easier prompts or a higher `temperature`. At the reward's maximum, the run is done.",
-        *("reward_std", "reward"),
-        step=spread.first(below=equal),
-    )
+    rule(drifts, title, remedy, "completions/mean_length", "reward", "reward/length_correlation", step=step)
+
+    title, step = "All completions get the same reward", spread.first(below=equal)
+    remedy = "Use graded rewards, easier prompts or a higher `temperature`. At the reward's maximum, the run is done."
+    rule(spread.end <= equal, title, remedy, "reward_std", "reward", step=step)
+
     for name, level, title, remedy in TOO_HIGH:
         rule(of(name).end >= level, title, remedy, name, step=of(name).first(above=level))
+
+    collapses = entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start
+    title, step = "Entropy collapse: the policy stops exploring", entropy.first(below=0.5 * entropy.start)
+    remedy = "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`."
+    rule(collapses, title, remedy, "entropy", step=step)
+
+    collapses = repeated.rises and repeated.end - repeated.start >= 0.1
+    title, step = "Mode collapse: completions become identical", repeated.first(above=repeated.start + 0.05)
+    remedy = "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it."
+    rule(collapses, title, remedy, "completions/repeated_ratio", step=step)
+
+    fails = explained.end < UNEXPLAINED and len(explained.values) >= FEWEST_FLAT
+    remedy = "Raise `critic_learning_rate`, run `trl-ppo pretrain-critic`, or set `critic='none'`."
+    rule(fails, "The critic does not predict the returns", remedy, "value/explained_variance")
+
+    title = "Negative KL: completions are not sampled from the policy's own distribution"
+    remedy = "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`."
+    rule(kl.end < negative, title, remedy, "kl_per_completion", step=kl.first(below=negative))
+
+    remedy = "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates."
+    rule(enough and reward.falls, "The reward falls", remedy, "reward")
+
+    is_flat = enough and not (reward.falls or reward.rises) and abs(kl.end) < 0.05
     rule(
-        entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start,
-        "Entropy collapse: the policy stops exploring",
-        "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`.",
-        "entropy",
-        step=entropy.first(below=0.5 * entropy.start),
-    )
-    rule(
-        distinct.falls and distinct.start - distinct.end >= 0.1,
-        "Mode collapse: completions become identical",
-        "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it.",
-        "completions/distinct_ratio",
-        step=distinct.first(below=distinct.start - 0.05),
-    )
-    rule(
-        explained.end < UNEXPLAINED and len(explained.curve.values) >= FEWEST_FLAT,
-        "The critic does not predict the returns",
-        "Raise `critic_learning_rate`, run `trl-ppo pretrain-critic`, or set `critic='none'`.",
-        "value/explained_variance",
-    )
-    rule(
-        kl.end < negative,
-        "Negative KL: completions are not sampled from the policy's own distribution",
-        "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`.",
-        "kl_per_completion",
-        step=kl.first(below=negative),
-    )
-    rule(
-        enough and reward.falls,
-        "The reward falls",
-        "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates.",
-        "reward",
-    )
-    rule(
-        enough and not reward.falls and not reward.rises and abs(kl.end) < 0.05,
+        is_flat,
         "The policy hardly changes",
         "Raise `learning_rate`, or lower `kl_coef`.",
-        *("reward", "kl_per_completion"),
+        "reward",
+        "kl_per_completion",
     )
-    rule(
-        of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9),
-        "Scoring takes most of the time",
+
+    waits = of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9)
+    remedy = (
         "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
-        "`per_device_reward_batch_size`, or serve the rewards from another GPU (`trl-ppo serve-reward`).",
-        *times,
+        "`per_device_reward_batch_size`, or serve the rewards from another GPU."
     )
+    rule(waits, "Scoring takes most of the time", remedy, *times)
     return advice
 
 
 def advise(run: Run) -> list[Advice]:
-    """Apply all rules."""
+    """Apply all rules. A remedy shows the current value of each setting that it names."""
+    settings = run.trainer_config | run.config
 
     def with_value(match: re.Match) -> str:
-        value = run.config.get(match[1], run.trainer_config.get(match[1]))
+        value = settings.get(match[1])
         return match[0] if value is None else f"{match[0]} (now {value})"
 
-    # A remedy shows the current value of each setting that it names.
     curves = [*_monitors(run), *_trends(run)] if run.rollouts >= FEWEST else []
     advice = [*curves, *_failures(run)]
     return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
@@ -255,9 +213,8 @@ def verdict(run: Run, advice: list[Advice]) -> str:
         return f"Needs attention: {'; '.join(titles)}."
     if run.rollouts < FEWEST:
         return f"Too early to judge: {run.rollouts} of at least {FEWEST} rollouts."
-    reward = trend(run.curves.get("reward"))
+    reward = Trend(run.curves.get("reward"))
     if not reward.rises:
         return "No curve shows a known problem, but the reward does not rise clearly, or not yet."
-    return (
-        f"Healthy: no curve shows a known problem, and the reward rises {number(reward.start)} → {number(reward.end)}."
-    )
+    rise = f"{number(reward.start)} → {number(reward.end)}"
+    return f"Healthy: no curve shows a known problem, and the reward rises {rise}."

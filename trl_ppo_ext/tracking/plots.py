@@ -1,10 +1,9 @@
-"""Plots of a report: groups of metrics, hints, and Bokeh's figures."""
+"""Plots of a report: groups of metrics, hints, and Bokeh's figures. Only the report imports this, with Bokeh."""
 
 import glob
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +11,10 @@ from bokeh.embed import json_item
 from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
+from pandas import Series
 
 from .advice import TOO_HIGH, UNEXPLAINED
-from .reading import Curve, Run
+from .reading import Run, smooth
 
 
 class Panel(NamedTuple):
@@ -42,7 +42,7 @@ SECTIONS = {
     "Is the reward hacked?": (
         Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
         Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
-        Panel("Distinct completions", ("completions/distinct_ratio",), "If it falls, one answer fits every prompt."),
+        Panel("Repeated completions", ("completions/repeated_ratio",), "If it rises, one answer fits every prompt."),
         Panel("Do rewards disagree?", ("rewards/disagreement",), "Spread of the rewards of one completion."),
     ),
     "Updates": (
@@ -73,36 +73,18 @@ SECTIONS = {
 # levels at which the advice on a curve starts
 LEVELS = {name: level for name, level, *_ in TOO_HIGH} | {"value/explained_variance": UNEXPLAINED}
 WARNING = "#B00020"  # color of these levels, and of steps with advice
+RESUMED = "#999999"  # color of steps at which the run was resumed
 # logged by the Trainer, or drawn in another form
 NOT_DRAWN = re.compile(
     r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
-    r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen|.*completions/repeated_ratio"
+    r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen"
 )
 # skipped if they are 0 throughout
 QUIET_AT_0 = "entropy_coef stopped_early rewards/*/failed nonfinite_completions empty_steps skipped_steps".split()
 FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
+MOST_DRAWN = 1_000  # points per curve
 # the palette of Okabe and Ito, which color-blind readers can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
-DASHES = ("solid", "dashed", "dotted", "dotdash")
-
-
-class Line(NamedTuple):
-    """A curve in a plot."""
-
-    label: str
-    color: str
-    dash: str
-    columns: dict[str, np.ndarray]  # step and y, and the moving average `smooth` of a long curve
-
-
-class Plot(NamedTuple):
-    """A plot on the page."""
-
-    title: str
-    hint: str
-    legend: list[Line]
-    levels: list[float]
-    item: dict[str, Any]  # Bokeh's JSON
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -116,88 +98,71 @@ def _trained(name: str, names: Iterable[str]) -> str:
     return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
 
 
-def _columns(curve: Curve) -> dict[str, np.ndarray]:
-    """Data of a line: thinned, with a moving average."""
-    thin = curve.thinned()
-    columns = {"step": thin.steps.astype(np.int32), "y": thin.values.astype(np.float32)}
-    if len(curve.values) > FEW_POINTS:
-        columns["smooth"] = curve.smooth().values[np.isin(curve.steps, thin.steps)].astype(np.float32)
-    return columns
+def thinned(curve: Series, most: int = MOST_DRAWN) -> Series:
+    """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
+    if len(curve) <= most:
+        return curve
+    curve = curve.dropna()
+    peaks = curve.groupby(np.arange(len(curve)) * (most // 2) // len(curve)).agg(["idxmin", "idxmax"])
+    return curve.loc[np.unique(peaks)]
 
 
-def _lines(panel: Panel, runs: list[Run], names: list[str]) -> list[Line]:
-    """Curves of a panel. One run: a color per metric. Several runs: a color per run, a dash per metric."""
-    selected = list(dict.fromkeys(name for pattern in panel.metrics for name in names if _matches(name, [pattern])))
+def _draw(panel: Panel, run: Run, names: list[str], marks: list[tuple[str, int]]) -> dict[str, Any] | None:
+    """Draw a panel as Bokeh's JSON; None without data. Each metric has a color, and its evaluations are dashed."""
+    selected = [name for pattern in panel.metrics for name in names if _matches(name, [pattern])]
     metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
-    lines = []
-    for run, run_color in zip(runs, cycle(COLORS)):
-        for index, name in enumerate(selected):
-            label = run.name if len(selected) == 1 else f"{run.name}: {name}"
-            color, dash = run_color, DASHES[index % len(DASHES)]
-            if len(runs) == 1:
-                color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
-                label, dash = name, "dashed" if name.startswith("eval_") else "solid"
-            if name in run.curves:
-                lines.append(Line(label, color, dash, _columns(run.curves[name])))
-    return lines
-
-
-def _draw(panel: Panel, runs: list[Run], names: list[str], marks: dict[str, dict[int, str]]) -> Plot | None:
-    """Draw a panel; None without data."""
-    lines = _lines(panel, runs, names)
-    if not lines:
+    if not selected:
         return None
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
     tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
-    plot = figure(
-        height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", output_backend="canvas", **tools
-    )
+    plot = figure(height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", **tools)
     plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo = "above", True, None
     plot.min_border_right = 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
-    height = max(float(np.nanmax(np.abs(line.columns["y"]))) for line in lines)
+    height = max(run.curves[name].abs().max() for name in selected)
     plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
 
     # 2. The lines: values and their moving average, or values with a mark at each.
-    for line in lines:
-        source = ColumnDataSource(line.columns)
-        style: dict[str, Any] = {"source": source, "line_color": line.color, "line_dash": line.dash}
-        tooltips = [("step", "@step"), (line.label, "@y")]
-        if "smooth" in line.columns:
-            plot.line("step", "y", line_width=1, line_alpha=0.3 if len(runs) == 1 else 0.15, **style)
-            tooltips.append(("smoothed", "@smooth"))
+    legend = []
+    for name in dict.fromkeys(selected):
+        color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
+        dash = "dashed" if name.startswith("eval_") else "solid"
+        legend.append((name, color, dash))
+        drawn, is_long = thinned(run.curves[name]), len(run.curves[name]) > FEW_POINTS
+        columns = {"step": drawn.index, "y": drawn}
+        if is_long:
+            columns["smooth"] = smooth(run.curves[name]).loc[drawn.index]
+        source = ColumnDataSource({key: np.asarray(x, np.float32) for key, x in columns.items()})
+        style: dict[str, Any] = {"source": source, "line_color": color, "line_dash": dash}
+        if is_long:
+            plot.line("step", "y", line_width=1, line_alpha=0.3, **style)
         else:
-            plot.scatter("step", "y", size=5, color=line.color, source=source)
-        touched = plot.line("step", "smooth" if "smooth" in line.columns else "y", line_width=2, **style)
+            plot.scatter("step", "y", size=5, color=color, source=source)
+        tooltips = [("step", "@step"), (name, "@y"), *([("smoothed", "@smooth")] if is_long else [])]
+        touched = plot.line("step", [*columns][-1], line_width=2, **style)
         plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False))
 
-    # 3. Steps at which the run was resumed, or at which the advice on a metric starts.
-    marked = ["", *(name for name in names if _matches(name, panel.metrics))]
-    for step, color in {at: color for name in marked for at, color in marks.get(name, {}).items()}.items():
+    # 3. Steps at which the run was resumed, or at which the advice on a metric starts; levels at which advice starts,
+    # which do not widen the range of the plot.
+    warned = [step for name, step in marks if name in selected]
+    for step, color in (dict.fromkeys(run.resumed_at, RESUMED) | dict.fromkeys(warned, WARNING)).items():
         plot.vspan(x=[step], line_color=color, line_dash="dotted")
-
-    # 4. Levels at which advice starts. They do not widen the range of the plot.
     levels = [level for name, level in LEVELS.items() if _matches(name, panel.metrics)]
     for level in levels:
         plot.add_layout(Span(location=level, dimension="width", line_color=WARNING, line_dash="dashed"))
-    return Plot(panel.title, panel.hint, lines, levels, dict(json_item(plot)))
+    return {"title": panel.title, "hint": panel.hint, "legend": legend, "levels": levels, "item": json_item(plot)}
 
 
-def draw_all(runs: list[Run], marks: dict[str, dict[int, str]]) -> dict[str, list[Plot]]:
-    """Plots by section; `marks` has colors of steps by metric."""
-    curves = [(name, curve) for run in runs for name, curve in run.curves.items()]
-    nonzero = {name for name, curve in curves if not _matches(name, QUIET_AT_0) or np.nansum(curve.values)}
-    names = [name for name in dict.fromkeys(name for name, _ in curves) if name in nonzero]
+def draw_all(run: Run, marks: list[tuple[str, int]]) -> dict[str, list[dict[str, Any]]]:
+    """Plots by section; `marks` are metrics with a step from which advice on them starts."""
+    names = [name for name, curve in run.curves.items() if not _matches(name, QUIET_AT_0) or curve.sum()]
 
     # Metrics that no panel draws, such as those of reward functions, get a plot each.
     patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
     others = [name for name in names if not NOT_DRAWN.fullmatch(name) and not _matches(name, patterns)]
     others = list(dict.fromkeys(_trained(name, others) for name in others))
     sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others)}
-    plots = {
-        section: [plot for panel in panels if (plot := _draw(panel, runs, names, marks)) is not None]
-        for section, panels in sections.items()
-    }
-    return {section: drawn for section, drawn in plots.items() if drawn}
+    plots = {section: [_draw(panel, run, names, marks) for panel in panels] for section, panels in sections.items()}
+    return {section: [*filter(None, drawn)] for section, drawn in plots.items() if any(drawn)}

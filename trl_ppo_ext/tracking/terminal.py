@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from importlib.util import find_spec
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -11,18 +12,9 @@ from transformers.utils import logging
 from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from .advice import number
-from .reading import RUN_LOG
+from .reading import INSTALL, MAIN_METRICS, RUN_LOG
 
 logger = logging.get_logger(__name__)
-
-SHOWN = {
-    "reward": "reward",
-    "kl_per_completion": "KL",
-    "entropy": "entropy",
-    "completions/mean_length": "length",
-    "value/explained_variance": "critic",
-    "tokens_per_second": "tokens/s",
-}
 
 
 class Terminal(ProgressCallback, PrinterCallback):
@@ -55,14 +47,16 @@ class Terminal(ProgressCallback, PrinterCallback):
             return
         logger.info("step %d: %s", state.global_step, logs)
         prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "")
-        cells = [f"{label} {number(logs[prefix + name])}" for name, label in SHOWN.items() if prefix + name in logs]
+        shown = {label: logs[prefix + name] for name, label in MAIN_METRICS.items() if prefix + name in logs}
         # steps that collect no rollout have metrics of the update only
-        cells = cells or [f"{name} {number(logs[name])}" for name in ("loss", "grad_norm") if name in logs]
+        shown = shown or {name: logs[name] for name in ("loss", "grad_norm") if name in logs}
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
+        cells = [f"{label} {number(value)}" for label, value in shown.items()]
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
 
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End the progress bar, and name the report, unless the run has no log."""
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and os.path.isfile(os.path.join(args.output_dir, RUN_LOG)):
-            tqdm.write(f"see `trl-ppo report {shlex.quote(args.output_dir)}`")
+            needed = "" if find_spec("bokeh") else f" (needs {INSTALL})"
+            tqdm.write(f"see `trl-ppo report {shlex.quote(args.output_dir)}`{needed}")

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from pandas import Series
 
-from trl_ppo_ext.tracking.advice import advise, number, trend, verdict
-from trl_ppo_ext.tracking.reading import Curve, Run
+from trl_ppo_ext.tracking.advice import Trend, advise, number, verdict
+from trl_ppo_ext.tracking.plots import thinned
+from trl_ppo_ext.tracking.reading import Run
 
 # ---- curves ----
 
@@ -12,17 +14,17 @@ from trl_ppo_ext.tracking.reading import Curve, Run
 def test_thinning_keeps_every_peak():
     values = np.sin(np.arange(10_000) / 500)
     values[[123, 7_777]] = 50, -50
-    thin = Curve(np.arange(10_000), values).thinned(1_000)
-    assert len(thin.values) <= 1_000 and np.all(np.diff(thin.steps) > 0)
-    assert thin.values.max() == 50 and thin.values.min() == -50
-    assert np.array_equal(thin.values, values[thin.steps])
+    thin = thinned(Series(values), 1_000)
+    assert len(thin) <= 1_000 and thin.index.is_monotonic_increasing and thin.index.is_unique
+    assert thin.max() == 50 and thin.min() == -50
+    assert np.array_equal(thin.values, values[thin.index])
 
 
 def test_noise_neither_rises_nor_falls_nor_turns():
     wrong = 0
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(1, 0.5, 200)
-        goes = trend(Curve(np.arange(200), noise))
+        goes = Trend(Series(noise))
         wrong += goes.rises or goes.falls or goes.turning_point() is not None
     assert wrong <= 3
 
@@ -72,7 +74,7 @@ CASES = {
         {"completions/clipped_ratio": 0.1 * FLAT},
     ),
     "Entropy collapse": ({"entropy": 2 * DOWN + 0.05}, {"entropy": 2 - 0.6 * UP}),
-    "Mode collapse": ({"completions/distinct_ratio": 1 - 0.4 * UP}, {"completions/distinct_ratio": 1 - 0.05 * UP}),
+    "Mode collapse": ({"completions/repeated_ratio": 0.4 * UP}, {"completions/repeated_ratio": 0.05 * UP}),
     "Updates move the policy too far": ({"approx_kl": 0.2 * UP}, {"approx_kl": 0.015 * FLAT}),
     "Too many tokens are clipped": ({"clip_ratio/region_mean": 0.5 * UP}, {"clip_ratio/region_mean": 0.1 * FLAT}),
     "`target_kl` skips": ({"stopped_early": UP}, {"stopped_early": 0.1 * FLAT}),
@@ -101,8 +103,8 @@ def synthetic(curves, noise=0.0):
         spread = np.ptp(values)
         return values + noise * spread * draw.normal(size=N) * (values != 0)
 
-    curves = {name: Curve(steps, noisy(values)) for name, values in curves.items()}
-    return Run("run", ".", curves, config={"kl_coef": 0.05, "top_p": 0.9})
+    curves = {name: Series(noisy(values), steps) for name, values in curves.items()}
+    return Run("run", curves, config={"kl_coef": 0.05, "top_p": 0.9})
 
 
 def matching(name, run):
@@ -125,11 +127,11 @@ def test_harmless_curve_triggers_no_advice(name):
 
 def test_good_run_gets_no_advice():
     assert advise(synthetic(GOOD)) == [] and advise(synthetic(GOOD, noise=0.1)) == []
-    assert advise(Run("run", ".")) == []
+    assert advise(Run("run")) == []
 
 
 def test_monitor_without_a_reward_gets_no_advice():
-    short = Curve(np.arange(1, 3), np.ones(2))
+    short = Series(np.ones(2), [1, 2])
     run = synthetic({"monitor/judge/mean": PEAK})
     run.curves["reward"] = short
     assert advise(run) == []
@@ -146,14 +148,14 @@ def test_over_optimization_names_the_turning_point_and_remedies():
 
 def test_level_is_judged_from_the_third_rollout():
     for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4, "completions": 8}, False)):
-        curve = Curve(np.arange(1, points + 1), np.full(points, 0.9))
-        run = Run("run", ".", {"reward": curve, "completions/clipped_ratio": curve}, plan=plan)
+        curve = Series(np.full(points, 0.9), np.arange(1, points + 1))
+        run = Run("run", {"reward": curve, "completions/clipped_ratio": curve}, plan=plan)
         assert [item.title for item in advise(run)] == ["Many completions are truncated"] * judged
 
 
 def test_few_points_have_no_trend():
     for points in range(3, 10):
-        goes = trend(Curve(np.arange(points), np.linspace(0, 1, points)))
+        goes = Trend(Series(np.linspace(0, 1, points)))
         assert goes.start < goes.end and not goes.rises and goes.turning_point() is None
 
 

@@ -66,8 +66,8 @@ def test_repeated_steps_count_once_with_the_later_value(finished):
     read = read_run(place)
     assert read.resumed_at == [2]
     history = {entry["step"]: entry for entry in again.state.log_history if "loss" in entry}
-    assert read.curves["loss"].steps.tolist() == [1, 2, 3, 4]
-    assert read.curves["loss"].values[2:].tolist() == [history[step]["loss"] for step in (3, 4)]
+    assert read.curves["loss"].index.tolist() == [1, 2, 3, 4]
+    assert read.curves["loss"].iloc[2:].tolist() == [history[step]["loss"] for step in (3, 4)]
     keys = [sheet[:2] for sheet in read.sheets]
     assert keys == sorted(set(keys)) and (4, "eval") in keys
 

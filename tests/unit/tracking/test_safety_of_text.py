@@ -143,7 +143,7 @@ def test_proxy_with_a_password_is_in_no_file_of_a_run(base, tmp_path, monkeypatc
     built = PPOTrainer(base, [length_reward], args, prompts())
     built.train()
     built.save_model()
-    write_report([tmp_path / "run"], tmp_path / "run" / "report.html")
+    write_report(tmp_path / "run", tmp_path / "run" / "report.html")
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert len(files) > 10 and "proxies" in (tmp_path / "run" / "run_log.jsonl").read_text()
     assert not [file for file in files if SECRET[3:].encode() in file.read_bytes()]

@@ -37,6 +37,13 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys, caplog):
     assert "'clip_ratio/low_mean': " in caplog.text
 
 
+def test_end_names_the_extra_that_a_report_needs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("trl_ppo_ext.tracking.terminal.find_spec", lambda name: None)
+    trainer(tmp_path / "run").train()
+    assert capsys.readouterr().out.endswith(f'report {tmp_path}/run` (needs pip install "trl_ppo_ext[report]")\n')
+    assert (tmp_path / "run" / "run_log.jsonl").is_file()
+
+
 def test_first_rollout_is_logged_at_the_first_step(tmp_path):
     built = trainer(tmp_path, logging_steps=3, max_steps=6)
     built.train()
