@@ -2,7 +2,10 @@
 
 import re
 from dataclasses import MISSING, Field, fields
+from inspect import formatannotation
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -49,27 +52,33 @@ def default(field: Field) -> str:
     return f"`{getattr(value, 'value', value)!r}`"
 
 
-def descriptions(config: type) -> dict[str, tuple[str, str]]:
-    """Type and text of each argument in a docstring."""
-    docs = re.findall(r"^ {8}(\w+) \(`(.*?)`.*?\):(.*\n(?: {12}.*\n)*)", config.__doc__ or "", re.MULTILINE)
-    return {name: (kind, text) for name, kind, text in docs}
+def kind(config: type, name: str) -> str:
+    """Type of a field, without None."""
+    hint = get_type_hints(config)[name]
+    types = [x for x in (get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]) if x is not NoneType]
+    if get_origin(types[0]) is dict:  # JSON on a command line
+        types = [dict]
+    words = [", ".join(map(repr, get_args(x))) if get_origin(x) is Literal else formatannotation(x) for x in types]
+    return cell(" or ".join(words))
+
+
+def row(config: type, name: str, shown: str) -> str:
+    """Row of a field of our own."""
+    entry = config.__dataclass_fields__[name]
+    return f"| `{shown}` | `{kind(config, name)}` | {default(entry)} | {cell(entry.metadata['help'])} |"
 
 
 def page(version: str) -> str:
     """The page, for a version of transformers."""
-    described = descriptions(PPOConfig)
     lines, inherited = [HEAD.rstrip("\n")], [INHERITED.format(version=version).rstrip("\n")]
     own = [name for name in PPOConfig.__annotations__ if name in PPOConfig.__dataclass_fields__]
     for name in own:
         if name in PARTS:
             lines += ["", f"## {PARTS[name]}", "", "| field | type | default | |", "|---|---|---|---|"]
-        kind, text = described[name]
-        lines.append(f"| `{name}` | `{kind}` | {default(PPOConfig.__dataclass_fields__[name])} | {cell(text)} |")
+        lines.append(row(PPOConfig, name, name))
     for name, options in OPTIONS.items():
         lines += ["", f"## Keys of `{name}`", "", "| key | type | default | |", "|---|---|---|---|"]
-        for entry in fields(options):
-            kind, text = descriptions(options)[entry.name]
-            lines.append(f'| `"{entry.name}"` | `{kind}` | {default(entry)} | {cell(text)} |')
+        lines += [row(options, entry.name, f'"{entry.name}"') for entry in fields(options)]
     trainer = {field.name for field in fields(TrainingArguments)}
     of_trl = [
         "",

@@ -1,14 +1,15 @@
 """Configuration of a run, and checks of its fields."""
 
+import ast
 import inspect
 import json
 import math
 import operator
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from itertools import pairwise
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -39,47 +40,38 @@ def number(default: Any, **limits: float) -> Any:
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """Settings of a critic that few runs change, as keys of `critic_kwargs`.
-
-    Args:
-        backprop (`bool`): Whether the value loss of `critic="head"` also trains the policy's adapter.
-        prompt (`str`):
-            Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
-            know, such as the answer. Needs `critic="adapter"`.
-        warmup_steps (`int`): Optimizer steps in which only the critic learns.
-        lam (`float`): λ of the critic's targets. Defaults to the policy's `lam`.
-        lam_length_alpha (`float`): α of λ = 1 − 1/(α·length), which replaces `lam` for the policy.
-        bootstrap_truncated (`bool`):
-            Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
-            `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates.
-    """
+    """Settings of a critic that few runs change, as keys of `critic_kwargs`."""
 
     backprop: bool = True
+    """Whether the value loss of `critic="head"` also trains the policy's adapter."""
     prompt: str | None = None
+    """Column with the prompt of the critic (text or chat messages), in which it may read what the policy must not
+    know, such as the answer. Needs `critic="adapter"`."""
     warmup_steps: int = number(0, at_least=0)
+    """Optimizer steps in which only the critic learns."""
     lam: float | None = number(None, at_least=0, at_most=1)
+    """λ of the critic's targets. Defaults to the policy's `lam`."""
     lam_length_alpha: float | None = number(None, above=0)
+    """α of λ = 1 − 1/(α·length), which replaces `lam` for the policy."""
     bootstrap_truncated: bool = False
+    """Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
+    `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates."""
 
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """Settings of vLLM that GRPO does not have, as keys of `vllm_kwargs`.
-
-    Args:
-        base_model (`str`): Base that vLLM serves, if not `model`. Its weights must be the same.
-        sleep_level (`int`): 1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too.
-        max_logp_difference (`float`):
-            End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then
-            vLLM samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters.
-    """
+    """Settings of vLLM that GRPO does not have, as keys of `vllm_kwargs`."""
 
     base_model: str | None = None
+    """Base that vLLM serves, if not `model`. Its weights must be the same."""
     sleep_level: Literal[0, 1] = 0
+    """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
     max_logp_difference: float | None = number(None, above=0)
+    """End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then vLLM
+    samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters."""
 
 
-OPTIONS: dict[str, type] = {"critic_kwargs": CriticOptions, "vllm_kwargs": VLLMOptions}
+OPTIONS: dict[str, Any] = {"critic_kwargs": CriticOptions, "vllm_kwargs": VLLMOptions}
 
 
 @dataclass(repr=False)
@@ -93,149 +85,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process and feeds `num_ppo_epochs × num_mini_batches` optimizer steps. `max_steps`, `save_steps` and
     `logging_steps` count optimizer steps.
-
-    Args:
-        learning_rate (`float`, *optional*, defaults to `5e-5`):
-            Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning.
-        adam_epsilon (`float`, *optional*, defaults to `1e-5`):
-            Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens.
-        bf16 (`bool`, *optional*): Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4.
-        logging_steps (`float`, *optional*, defaults to `10`): Optimizer steps between two logs.
-        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            Filter NaN and inf from the logged loss, which waits for the GPU at every micro-batch. If off, they count
-            as 0.
-        logging_first_step (`bool`, *optional*):
-            Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`.
-        remove_unused_columns (`bool`, *optional*, defaults to `False`): Must stay `False`: rewards need the columns.
-        model_init_kwargs (`dict`, *optional*):
-            Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether models and tokenizers may run code.
-        shuffle_dataset (`bool`, *optional*, defaults to `True`): Whether to shuffle the prompts (not of a stream).
-        chat_template_kwargs (`dict`, *optional*): Keyword arguments of the chat template, for conversational prompts.
-        max_prompt_length (`int`, *optional*): Maximum length of a prompt. Default: what the model's context leaves.
-        overlong_prompts (`str`, *optional*, defaults to `"error"`):
-            A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it.
-        pad_token (`str`, *optional*): Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked.
-        num_generations (`int`, *optional*, defaults to `1`): Completions sampled per prompt.
-        generation_batch_size (`int`, *optional*):
-            Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
-            `gradient_accumulation_steps` if `num_mini_batches` is set.
-        per_device_generation_batch_size (`int`, *optional*): Completions sampled at a time per process. Default: all.
-        max_completion_length (`int`, *optional*, defaults to `256`): Maximum length of a completion, in tokens.
-        stop_token_ids (`list[int]`, *optional*): Tokens that end a completion, besides EOS of tokenizer and model.
-        stop_strings (`list[str]`, *optional*): Texts that end a completion, at the token that completes one.
-        temperature (`float`, *optional*, defaults to `1.0`): Temperature of sampling and of log-probs.
-        top_p (`float`, *optional*, defaults to `1.0`): Sample from the likeliest tokens with this total probability.
-        top_k (`int`, *optional*, defaults to `0`): Sample from this many most likely tokens; 0 or `None` means all.
-        min_p (`float`, *optional*): Lowest probability to sample, relative to the most likely token's.
-        repetition_penalty (`float`, *optional*, defaults to `1.0`): Penalty on tokens that have already occurred.
-        generation_backend (`str`, *optional*, defaults to `"transformers"`):
-            `"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md.
-        generation_kwargs (`dict`, *optional*):
-            Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`.
-        vllm_mode (`str`, *optional*, defaults to `"colocate"`):
-            `"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start.
-        vllm_server_base_url (`str`, *optional*):
-            Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its
-            key is read from the environment variable `VLLM_API_KEY`.
-        vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
-            Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted.
-        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.3`):
-            Share of the GPU's memory for a colocated vLLM, with its copy of the base.
-        vllm_max_model_length (`int`, *optional*):
-            Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context.
-        vllm_enable_sleep_mode (`bool`, *optional*, defaults to `False`):
-            Whether a colocated vLLM frees its keys and values on the GPU between rollouts.
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels.
-        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_truncate"`):
-            The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"`
-            clamps it to the two limits, `"..._mask"` sets it to 0 outside.
-        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`): Largest ratio.
-        vllm_importance_sampling_clip_min (`float`, *optional*): Smallest ratio.
-        vllm_kwargs (`dict`, *optional*): Further settings of vLLM, the fields of [`VLLMOptions`].
-        max_tool_calling_iterations (`int`, *optional*):
-            Maximum number of turns of an episode that tools or an environment answer. Unlimited by default.
-        environment_timeout (`float`, *optional*):
-            Seconds after which an environment, or a turn's tools, fail. `reward_on_error` decides on the episode.
-        reward_weights (`list[float]`, *optional*): Weight of each reward. All are 1 by default.
-        reward_quantization (`str`, *optional*, defaults to `"nf4"`):
-            Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`.
-        per_device_reward_batch_size (`int`, *optional*, defaults to `16`): Completions per forward of a reward model.
-        reward_label (`int`, *optional*): Label that is the reward, for reward models with several; counted from 0.
-        reward_on_error (`str`, *optional*, defaults to `"raise"`):
-            When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score.
-        max_reward_failures (`float`, *optional*, defaults to `0.5`):
-            Maximum share of a rollout's completions for which a reward may fail before the run ends.
-        reward_timeout (`float`, *optional*):
-            Seconds after which a reward function fails for the rollout. Functions then run in a thread.
-        normalize_rewards (`bool`, *optional*, defaults to `False`):
-            Whether to normalize scores by their running mean and standard deviation.
-        missing_eos_penalty (`float`, *optional*): Penalty subtracted from the score of a truncated completion.
-        mask_truncated_completions (`bool`, *optional*, defaults to `False`):
-            Whether the policy skips truncated completions; a critic learns from them.
-        num_ppo_epochs (`int`, *optional*, defaults to `4`): Passes over a rollout.
-        num_mini_batches (`int`, *optional*): Optimizer steps per pass. 1 by default, see `generation_batch_size`.
-        kl_coef (`float`, *optional*, defaults to `0.05`):
-            Coefficient of the KL penalty. 0 skips the reference's forward, and the KL is not logged.
-        kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens.
-        kl_placement (`str`, *optional*, defaults to `"reward"`):
-            Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL).
-        kl_target (`float`, *optional*): Adapt `kl_coef` to keep the mean KL per completion at this many nats.
-        kl_horizon (`int`, *optional*, defaults to `10000`): Completions over which `kl_coef` adapts; larger is slower.
-        target_kl (`float`, *optional*):
-            Stop a rollout's updates when the policy has moved this far since sampling, in nats per token.
-        advantage_estimator (`str`, *optional*):
-            With a critic `"gae"` (then the default), or `"auto"`, which weighs its values against the mean return by
-            how well they predicted earlier rollouts. Without one: `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`,
-            `"reinforce"` or `"rebn"` (whitened rewards-to-go per token).
-        advantage_level (`str`, *optional*, defaults to `"token"`):
-            With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a
-            turn, values are those at its first token, and `gamma` and `lam` count turns.
-        critic (`str`, *optional*, defaults to `"side"`):
-            `"side"` network on states of several layers and the position (nothing flows back into the policy), value
-            `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`.
-        critic_learning_rate (`float`, *optional*):
-            Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
-            `learning_rate`.
-        normalize_values (`bool`, *optional*):
-            Whether values are predicted in units of a running mean and deviation of the returns (PopArt). A new critic
-            then begins at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the
-            rewards' scale. Defaults to `True` with a critic.
-        critic_kwargs (`dict`, *optional*): Rarer settings of a critic, the fields of [`CriticOptions`].
-        critic_init (`str`, *optional*): Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter.
-        cliprange (`float`, *optional*):
-            Clip range of the ratio, e.g. 0.2. By default a token's probability changes at most by a factor of 2 per
-            rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set.
-        cliprange_high (`float`, *optional*): Clip range above 1. Defaults to `cliprange`.
-        dual_clip (`float`, *optional*): Upper bound, above 1, of the ratio when the advantage is negative.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            Ratio per `"token"`, `"turn"` of an episode or `"sequence"`, the latter two normalized by length.
-        loss_aggregation (`str`, *optional*):
-            Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
-            `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO).
-        cliprange_value (`float`, *optional*):
-            Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none.
-        vf_coef (`float`, *optional*, defaults to `0.5`): Coefficient of the value loss.
-        entropy_coef (`float`, *optional*, defaults to `0.0`): Coefficient of the entropy bonus.
-        entropy_target (`float`, *optional*): Adapt `entropy_coef` to keep the entropy above this many nats per token.
-        gamma (`float`, *optional*, defaults to `1.0`): Discount factor.
-        lam (`float`, *optional*, defaults to `0.95`): λ of generalized advantage estimation.
-        whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
-        whiten_advantages (`bool`, *optional*):
-            Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`.
-        ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
-        ptx_max_length (`int`, *optional*, defaults to `512`): Length in tokens at which a supervised row is cut.
-        offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
-        resume_from_checkpoint (`str` or `bool`, *optional*):
-            Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or `False` to
-            begin anew and move those of an earlier run aside.
-        resume_with_changed_settings (`bool`, *optional*, defaults to `False`):
-            Whether a checkpoint may be resumed under settings that differ from those it was saved under.
-        log_completions (`bool`, *optional*, defaults to `False`): Whether to print completions with the metrics.
-        num_completions_to_print (`int`, *optional*, defaults to `8`): Completions to print. `None` prints all.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (the base class declares it without an annotation)
@@ -248,98 +97,198 @@ class PPOConfig(TRLFields, TrainingArguments):
     ]
 
     learning_rate: float = number(5e-5, at_least=0)
+    """Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning."""
     adam_epsilon: float = number(1e-5, at_least=0)
+    """Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens."""
     bf16: bool | None = None
+    """Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4."""
     logging_steps: float = number(10, at_least=0)
+    """Optimizer steps between two logs."""
     logging_nan_inf_filter: bool = False
+    """Filter NaN and inf from the logged loss, which waits for the GPU at every micro-batch. If off, they count as
+    0."""
     logging_first_step: bool | None = None
+    """Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`."""
     remove_unused_columns: bool | None = False
+    """Must stay `False`: rewards need the columns."""
 
     model_init_kwargs: dict[str, Any] | str | None = None
+    """Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`."""
     trust_remote_code: bool = False
+    """Whether models and tokenizers may run code."""
 
     shuffle_dataset: bool = True
+    """Whether to shuffle the prompts (not of a stream)."""
     chat_template_kwargs: dict[str, Any] | str | None = None
+    """Keyword arguments of the chat template, for conversational prompts."""
     max_prompt_length: int | None = number(None, at_least=1)
+    """Maximum length of a prompt. Default: what the model's context leaves."""
     overlong_prompts: Literal["error", "truncate", "drop"] = "error"
+    """A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it."""
     pad_token: str | None = None
+    """Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked."""
     num_generations: int = number(1, at_least=1)
+    """Completions sampled per prompt."""
     generation_batch_size: int | None = number(None, at_least=1)
+    """Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
+    `gradient_accumulation_steps` if `num_mini_batches` is set."""
     per_device_generation_batch_size: int | None = number(None, at_least=1)
+    """Completions sampled at a time per process. Default: all."""
     max_completion_length: int = number(256, at_least=1)
+    """Maximum length of a completion, in tokens."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end a completion, besides EOS of tokenizer and model."""
     stop_strings: list[str] | None = None
+    """Texts that end a completion, at the token that completes one."""
     temperature: float = number(1.0, above=0)
+    """Temperature of sampling and of log-probs."""
     top_p: float = number(1.0, above=0, at_most=1)
+    """Sample from the likeliest tokens with this total probability."""
     top_k: int | None = number(0, at_least=0)
+    """Sample from this many most likely tokens; 0 or `None` means all."""
     min_p: float | None = number(None, at_least=0, at_most=1)
+    """Lowest probability to sample, relative to the most likely token's."""
     repetition_penalty: float = number(1.0, above=0)
+    """Penalty on tokens that have already occurred."""
     generation_backend: Literal["transformers", "vllm"] = "transformers"
+    """`"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md."""
     generation_kwargs: dict[str, Any] | str | None = None
+    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
+    """`"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start."""
     vllm_server_base_url: str | None = None
+    """Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its key
+    is read from the environment variable `VLLM_API_KEY`."""
     vllm_server_timeout: float = number(240.0, above=0)
+    """Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
+    """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
+    """Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context."""
     vllm_enable_sleep_mode: bool = False
+    """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool = False
+    """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
+    """The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"` clamps
+    it to the two limits, `"..._mask"` sets it to 0 outside."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
+    """Largest ratio."""
     vllm_importance_sampling_clip_min: float | None = None
+    """Smallest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
+    """Further settings of vLLM: `base_model`, `sleep_level`, `max_logp_difference`. See docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
+    """Maximum number of turns of an episode that tools or an environment answer. Unlimited by default."""
     environment_timeout: float | None = number(None, above=0)
+    """Seconds after which an environment, or a turn's tools, fail. `reward_on_error` decides on the episode."""
 
     reward_weights: list[float] | None = None
+    """Weight of each reward. All are 1 by default."""
     reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
+    """Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`."""
     per_device_reward_batch_size: int = number(16, at_least=1)
+    """Completions per forward of a reward model."""
     reward_label: int | None = None
+    """Label that is the reward, for reward models with several; counted from 0."""
     reward_on_error: str = "raise"
+    """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
+    """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
     reward_timeout: float | None = number(None, above=0)
+    """Seconds after which a reward function fails for the rollout. Functions then run in a thread."""
     normalize_rewards: bool = False
+    """Whether to normalize scores by their running mean and standard deviation."""
     missing_eos_penalty: float | None = number(None, at_least=0)
+    """Penalty subtracted from the score of a truncated completion."""
     mask_truncated_completions: bool = False
+    """Whether the policy skips truncated completions; a critic learns from them."""
 
     num_ppo_epochs: int = number(4, at_least=1)
+    """Passes over a rollout."""
     num_mini_batches: int | None = number(None, at_least=1)
+    """Optimizer steps per pass. 1 by default, see `generation_batch_size`."""
     kl_coef: float = number(0.05, at_least=0)
+    """Coefficient of the KL penalty. 0 skips the reference's forward, and the KL is not logged."""
     kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
+    """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens."""
     kl_placement: Literal["reward", "loss", "both"] = "reward"
+    """Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL)."""
     kl_target: float | None = number(None, above=0)
+    """Adapt `kl_coef` to keep the mean KL per completion at this many nats."""
     kl_horizon: int = number(10000, at_least=1)
+    """Completions over which `kl_coef` adapts; larger is slower."""
     target_kl: float | None = number(None, above=0)
-    advantage_estimator: Literal["gae", "auto", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
+    """Stop a rollout's updates when the policy has moved this far since sampling, in nats per token."""
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
+    """With a critic `"gae"`. Without one `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"` or `"rebn"`
+    (whitened rewards-to-go per token)."""
     advantage_level: Literal["token", "turn"] = "token"
+    """With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a turn,
+    values are those at its first token, and `gamma` and `lam` count turns."""
     critic: Literal["head", "side", "adapter", "none"] = "side"
+    """`"side"` network on states of several layers and the position (nothing flows back into the policy), value
+    `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`."""
     critic_learning_rate: float | None = number(None, above=0)
+    """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
+    `learning_rate`."""
     normalize_values: bool | None = None
+    """Whether values are predicted in units of a running mean and deviation of the returns. A new critic then begins at
+    the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
+    Defaults to `True` with a critic."""
     critic_kwargs: dict[str, Any] | str | None = None
+    """Rarer settings of a critic: `backprop`, `prompt`, `warmup_steps`, `lam`, `lam_length_alpha`,
+    `bootstrap_truncated`. See docs/fields.md."""
     critic_init: str | None = None
+    """Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter."""
     cliprange: float | None = number(None, above=0)
+    """Clip range of the ratio, e.g. 0.2. By default a token's probability changes at most by a factor of 2 per
+    rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set."""
     cliprange_high: float | None = number(None, above=0)
+    """Clip range above 1. Defaults to `cliprange`."""
     dual_clip: float | None = number(None, above=1)
+    """Upper bound, above 1, of the ratio when the advantage is negative."""
     importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
+    """Ratio per `"token"`, `"turn"` of an episode or `"sequence"`, the latter two normalized by length."""
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
+    """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
+    `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO)."""
     cliprange_value: float | None = number(None, above=0)
+    """Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none."""
     vf_coef: float = number(0.5, at_least=0)
+    """Coefficient of the value loss."""
     entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
     entropy_target: float | None = number(None, at_least=0)
+    """Adapt `entropy_coef` to keep the entropy above this many nats per token."""
     gamma: float = number(1.0, at_least=0, at_most=1)
+    """Discount factor."""
     lam: float = number(0.95, at_least=0, at_most=1)
+    """λ of generalized advantage estimation."""
     whiten_rewards: bool = False
+    """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
     whiten_advantages: bool | None = None
+    """Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`."""
 
     ptx_coef: float = number(1.0, at_least=0)
+    """Coefficient of the supervised loss on `ptx_dataset`."""
     ptx_max_length: int = number(512, at_least=2)
+    """Length in tokens at which a supervised row is cut."""
 
     offload_rewards: bool = False
+    """Whether to keep idle reward models in CPU memory."""
 
+    resume_from_checkpoint: str | None = None
+    """Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or `False` to begin
+    anew and move those of an earlier run aside."""
     resume_with_changed_settings: bool = False
+    """Whether a checkpoint may be resumed under settings that differ from those it was saved under."""
 
     log_completions: bool = False
+    """Whether to print completions with the metrics."""
     num_completions_to_print: int | None = number(8, at_least=0)
+    """Completions to print. `None` prints all."""
 
     def __post_init__(self):
         self._read_mappings()
@@ -438,18 +387,13 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
-        for name, limits in LIMITS.items():
-            _check_limits(name, getattr(self, name), limits)
+        check_limits(self)
         for name, kind in OPTIONS.items():
             settings, keys = getattr(self, name) or {}, [entry.name for entry in fields(kind)]
             for key in settings.keys() - set(keys):
                 raise ValueError(f"`{name}` holds the unknown key {key!r}; it takes {', '.join(keys)}.")
-            options = kind(**settings)
-            check_types(options, form=f"{name}[{{!r}}]")
-            for entry in fields(kind):
-                _check_limits(
-                    f"{name}[{entry.name!r}]", getattr(options, entry.name), entry.metadata.get("limits", {})
-                )
+            check_types(kind(**settings), form=f"{name}[{{!r}}]")
+            check_limits(kind(**settings), form=f"{name}[{{!r}}]")
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"`max_steps` must be at least 1, or -1 to use `num_train_epochs`, got {self.max_steps}.")
         for name, why in _UNSUPPORTED.items():
@@ -634,9 +578,8 @@ class PPOConfig(TRLFields, TrainingArguments):
 
 # limits of the Trainer's fields; those of ours stand beside them
 _OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
-    "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size total_episodes": {
-        "at_least": 1
-    },
+    "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size": {"at_least": 1},
+    "total_episodes": {"at_least": 1},
     "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
     "dataloader_num_workers ddp_timeout": {"at_least": 0},
     "adam_beta1 adam_beta2": {"at_least": 0, "below": 1},
@@ -644,14 +587,16 @@ _OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
     "data_seed": {"at_least": 0, "below": 2**63},
 }
 LIMITS = {name: limits for names, limits in _OF_THE_TRAINER.items() for name in names.split()}
-# the help of `trl-ppo train` is the docstring's; all other metadata of a field would be an argument of argparse
-for _name, _help in re.findall(r"^ {8}(\w+) \(.*?\):(.*\n(?: {12}.*\n)*)", PPOConfig.__doc__ or "", re.MULTILINE):
-    _field = PPOConfig.__dataclass_fields__[_name]
-    LIMITS |= {_name: _field.metadata["limits"]} if "limits" in _field.metadata else {}
-    _field.metadata = MappingProxyType({"help": " ".join(_help.split())})
+# the text below a field is its help; all other metadata would be arguments of argparse
+for _form, _config in {"{}": PPOConfig, **{f"{name}[{{!r}}]": kind for name, kind in OPTIONS.items()}}.items():
+    for _entry, _text in pairwise(cast(ast.ClassDef, ast.parse(inspect.getsource(_config)).body[0]).body):
+        if isinstance(_entry, ast.AnnAssign) and isinstance(_text, ast.Expr):
+            _field = _config.__dataclass_fields__[_name := ast.unparse(_entry.target)]
+            LIMITS[_form.format(_name)] = _field.metadata.get("limits", {})
+            _field.metadata = MappingProxyType({"help": " ".join(ast.literal_eval(_text.value).split())})
 
 # default of `loss_aggregation` in the paper of each estimator; RLOO and REINFORCE take `"sequence_sum"`
-_AGGREGATION: dict[str, Any] = dict.fromkeys(["gae", "auto", "rebn"], "token")
+_AGGREGATION: dict[str, Any] = dict.fromkeys(["gae", "rebn"], "token")
 _AGGREGATION |= {"grpo": "sequence_mean", "dr_grpo": "constant"}
 _WEAK_KL = {
     ("k1", "loss"): "its gradient is zero in expectation; use 'reward'",
@@ -701,13 +646,17 @@ _TYPES: dict[str, Any] = {
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
-    if value is None or all(_COMPARISONS[side](value, limit) for side, limit in limits.items()):
-        return
-    needed = " and ".join(f"{side.replace('_', ' ')} {limit}" for side, limit in limits.items())
-    if limits.keys() == {"at_least", "at_most"}:
-        needed = f"between {limits['at_least']} and {limits['at_most']}"
-    raise ValueError(f"`{name}` must be {needed}, got {value}.")
+def check_limits(config: Any, form: str = "{}") -> None:
+    """Raise a `ValueError` if a number is beyond the limits of its field."""
+    for entry in fields(config):
+        name, value = form.format(entry.name), getattr(config, entry.name, None)
+        limits = LIMITS.get(name, {})
+        if value is None or all(_COMPARISONS[side](value, limit) for side, limit in limits.items()):
+            continue
+        needed = " and ".join(f"{side.replace('_', ' ')} {limit}" for side, limit in limits.items())
+        if limits.keys() == {"at_least", "at_most"}:
+            needed = f"between {limits['at_least']} and {limits['at_most']}"
+        raise ValueError(f"`{name}` must be {needed}, got {value}.")
 
 
 def check_types(config: Any, skip: tuple[str, ...] = (), form: str = "{}") -> None:
