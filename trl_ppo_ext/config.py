@@ -598,7 +598,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
-        """Published settings of a paper, except for those that are not config fields; see docs/presets.md.
+        """Published settings of a paper, except for those that are not config fields; see docs/variants.md.
 
         Args:
             name (`str`): `"instructgpt"`, `"n_plus"`, `"vapo"`, `"orz"` or `"dapo"`.
