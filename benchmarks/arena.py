@@ -2,7 +2,7 @@
 
     python benchmarks/arena.py                       # every task and rival: tune, then five seeds
     python benchmarks/arena.py --tasks token --rivals RLOO ReBN
-    python benchmarks/arena.py --table               # table and figure of docs/critics.md from the saved results
+    python benchmarks/arena.py --table               # table and figure of benchmarks/README.md from the saved results
 
 A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed), or plays the turns
 of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and epochs. Each takes the learning rate of

@@ -1,7 +1,7 @@
 """`estimate_memory` against the peaks of runs, by phase.
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py [NAME ...]
-    python benchmarks/estimate.py --table    # the table of docs/memory.md; runs nothing
+    python benchmarks/estimate.py --table    # the table of docs/speed_and_memory.md; runs nothing
 
 Each case runs two PPO steps in its own process. On a CPU a dispatch mode follows every storage from the operation that
 makes it until it is freed, whatever malloc does; resident memory since the imports is printed beside it. On a GPU the
@@ -366,16 +366,13 @@ def config_of(name: str, **more: Any) -> Qwen2Config:
 
 
 def table() -> str:
-    """The table of docs/memory.md."""
-    names = ("load", *PHASES)
-    lines = [
-        "| base | loaded in | checkpointing | " + " | ".join(names) + " | needed |",
-        "|---|---|---|" + "---:|" * (len(names) + 1),
-    ]
+    """The table of docs/speed_and_memory.md."""
+    lines = ["| base | bf16 | NF4 | bf16, checkpointing | NF4, checkpointing |", "|---|---:|---:|---:|---:|"]
+    needed: dict[str, list[str]] = {name: [name] for name in MODELS}
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     with tempfile.TemporaryDirectory() as directory:
         config_of("Qwen2.5-0.5B", num_labels=1).save_pretrained(directory)
-        for name, quantized, checkpointing in product(MODELS, (False, True), (False, True)):
+        for name, checkpointing, quantized in product(MODELS, (False, True), (False, True)):
             args = PPOConfig(
                 directory,
                 use_cpu=True,
@@ -389,11 +386,8 @@ def table() -> str:
             )
             quantization = four_bit if quantized else None
             estimate = estimate_memory(config_of(name), args, reward_funcs=directory, quantization_config=quantization)
-            by_name = {phase.name: f"{phase.bytes / 2**30:.1f}" for phase in estimate.phases}
-            cells = [name, "NF4" if quantized else "bf16", "yes" if checkpointing else "no"]
-            cells += [by_name[phase] for phase in names] + [f"{estimate.needed / 2**30:.1f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            needed[name].append(f"{estimate.needed / 2**30:.1f}")
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in needed.values())])
 
 
 if __name__ == "__main__":

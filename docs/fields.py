@@ -1,4 +1,4 @@
-"""Write docs/fields.md, the table of all fields of `PPOConfig`: `python docs/fields.py`."""
+"""Write docs/fields.md, the tables of fields of `PPOConfig`: `python docs/fields.py`."""
 
 import re
 from dataclasses import MISSING, Field, fields
@@ -26,17 +26,18 @@ PARTS = {
 HEAD = """# All fields of `PPOConfig`
 
 `docs/fields.py` writes this page from the code. `None` means a default that depends on other fields, or
-none; the description says which. [Hyperparameters](hyperparameters.md) says which fields to change first.
+none; the description says which. [Set up a run](set_up.md#what-to-turn-first) says which fields to change first.
 """
 INHERITED = """
 ## Inherited from the Trainer
 
-These are the fields of transformers {version}. Its [documentation][args] describes them in full.
+All other fields of `TrainingArguments` keep their meaning; transformers [documents][args] them. Unsupported are, in
+version {version}:
 
 [args]: https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments
 
-| field | default | |
-|---|---|---|
+| field | reason |
+|---|---|
 """
 
 
@@ -95,11 +96,8 @@ def page(version: str) -> str:
             idle.append(f"`{field.name}`")
         elif field.init and field.name not in trainer and field.name not in own:
             of_trl.append(f"| `{field.name}` | {cell(str(field.metadata.get('help', '')))} |")
-        elif field.init and field.name not in own:
-            text = re.split(r"(?<=\.)\s", str(field.metadata.get("help", "")).strip())[0]
-            if field.name in _UNSUPPORTED:
-                text = f"**Not supported:** {_UNSUPPORTED[field.name]}."
-            inherited.append(f"| `{field.name}` | {default(field)} | {cell(text)} |")
+        elif field.init and field.name not in own and field.name in _UNSUPPORTED:
+            inherited.append(f"| `{field.name}` | {cell(_UNSUPPORTED[field.name])} |")
     of_trl += ["", f"{NO_EFFECT[:-1]}: {', '.join(idle)}."]
     return "\n".join([*lines, *of_trl, *inherited]) + "\n"
 

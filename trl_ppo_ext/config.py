@@ -234,8 +234,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
     `learning_rate`."""
     normalize_values: bool | None = None
-    """Whether values are predicted in units of a running mean and deviation of the returns. A new critic then begins at
-    the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
+    """Whether values are predicted in units of a running mean and deviation of the returns. A new critic then begins
+    at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
     Defaults to `True` with a critic."""
     critic_kwargs: dict[str, Any] | str | None = None
     """Rarer settings of a critic: `backprop`, `prompt`, `warmup_steps`, `lam`, `lam_length_alpha`,
@@ -437,10 +437,10 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def _check_critic(self) -> None:
         estimator = self.advantage_estimator
-        if (estimator in ("gae", "auto")) == (self.critic == "none"):
+        if (estimator == "gae") == (self.critic == "none"):
             raise ValueError(
-                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' or "
-                "'auto' with a critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
+                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' "
+                "with a critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
             )
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             raise ValueError(
@@ -560,7 +560,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":
-        """Published settings of a paper, except for those that are not config fields; see docs/presets.md.
+        """Published settings of a paper, except for those that are not config fields; see docs/variants.md.
 
         Args:
             name (`str`): `"instructgpt"`, `"n_plus"`, `"vapo"`, `"orz"` or `"dapo"`.

@@ -92,11 +92,11 @@ def test_every_command_is_documented():
 
 
 def test_quoted_messages_are_raised():
-    """Messages in the tables of troubleshooting; parts that are filled in are not compared."""
+    """Messages in the tables of docs/read_a_run.md; parts that are filled in are not compared."""
     files = Path(trl_ppo_ext.__file__).parent.rglob("*.py")
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     source = re.sub(r"\"\s*f?\"", "", source).replace("`", "").replace('\\"', '"')  # a message over several lines
-    first_cells = [row[0] for row in rows(TEXTS[ROOT / "docs" / "troubleshooting.md"])]
+    first_cells = [row[0] for row in rows(TEXTS[ROOT / "docs" / "read_a_run.md"])]
     quotes = [cell[1:-1].replace("`", "") for cell in first_cells if cell.startswith('"')]
     assert len(quotes) > 10
     assert not [quote for quote in quotes for part in quote.split("…") if part.strip() not in source]

@@ -72,4 +72,4 @@ def test_navigation_has_every_page():
     loaded = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = [path.name for path in (ROOT / "docs").glob("*.md")]
     recipes = [path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("README.md")]
-    assert sorted(files(loaded["nav"])) == sorted([*pages, *recipes])
+    assert sorted(files(loaded["nav"])) == sorted([*pages, *recipes, "benchmarks/README.md"])

@@ -1,4 +1,4 @@
-"""Run the code of docs/publish.md against the local server."""
+"""Run the code of docs/publish_and_use.md against the local server."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hub_client import TOKEN
 
-PAGE = Path(__file__).parents[2] / "docs" / "publish.md"
+PAGE = Path(__file__).parents[2] / "docs" / "publish_and_use.md"
 SMALL = """
 import datasets, trl_ppo_ext
 os.environ["HF_TOKEN"] = {token!r}

@@ -41,8 +41,8 @@ from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
-PRESETS = sorted((RECIPES / "presets").glob("*.yaml"))
-FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE + PRESETS)
+PRESETS = sorted((RECIPES.parent / "trl_ppo_ext" / "presets").glob("*.yaml"))
+FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE)
 IDS = [str(file.relative_to(RECIPES)) for file in FILES]
 LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}

@@ -265,17 +265,17 @@ def test_saved_tensors_equal_a_count_by_hand(tmp_path):
     assert part(run, "update", "activations") + part(run, "update", "logits") == saved + backward + derivative
 
 
-# ---- docs/memory.md ----
+# ---- docs/speed_and_memory.md, benchmarks/README.md ----
 
 
 def test_table_of_the_page_is_current(benchmark):
-    assert benchmark.table() in (ROOT / "docs" / "memory.md").read_text()
+    assert benchmark.table() in (ROOT / "docs" / "speed_and_memory.md").read_text()
 
 
 def test_benchmark_results_are_within_a_tenth():
-    """As docs/memory.md promises."""
+    """As docs/speed_and_memory.md promises."""
     told = json.loads((ROOT / "benchmarks" / "results" / "estimate.json").read_text())
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
     assert len(told["results"]) >= 6
     for result in told["results"]:
         measured, estimated = max(result["measured"]["phases"].values()), result["estimated"]["peak"]

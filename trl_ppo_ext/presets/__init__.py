@@ -1,4 +1,4 @@
-"""Published PPO settings: one YAML file of `PPOConfig` fields per paper, with sources in docs/presets.md."""
+"""Published PPO settings: one YAML file of `PPOConfig` fields per paper, with the source of each value."""
 
 from pathlib import Path
 from typing import Any

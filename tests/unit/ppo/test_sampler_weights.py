@@ -1,6 +1,6 @@
 """Weights for a sampler that is not the policy: closed forms, and their bias by enumeration.
 
-`python tests/unit/ppo/test_sampler_weights.py` prints the table of docs/generation.md.
+`python tests/unit/ppo/test_sampler_weights.py` prints the table of benchmarks/README.md.
 """
 
 import itertools
@@ -162,7 +162,7 @@ def means():
 
 
 def test_biases_are_those_of_the_docs(means):
-    assert markdown(means) in (Path(__file__).resolve().parents[3] / "docs" / "generation.md").read_text()
+    assert markdown(means) in (Path(__file__).resolve().parents[3] / "benchmarks" / "README.md").read_text()
 
 
 def test_unbounded_sequence_weight_is_unbiased(means):

@@ -1,0 +1,100 @@
+"""Write the tables of benchmarks/README.md from benchmarks/results/*.json: `python benchmarks/tables.py`.
+
+A table follows the name of its file in a comment, `<!-- arena.json -->`. The sentences around it are written by hand.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import arena
+import choices
+import optimum
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "README.md"
+PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
+
+
+def markdown(columns: str, rows: Iterable[Sequence[Any]]) -> str:
+    """Table with columns of a comma-separated list; a `:` after a name aligns its column to the right."""
+    names = columns.split(", ")
+    lines = [[name.rstrip(":") for name in names], ["---:" if name.endswith(":") else "---" for name in names], *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def step(measured: dict) -> str:
+    rows = []
+    for shape, trainers in measured["results"].items():
+        ours = trainers["trl_ppo_ext"]["median"]
+        for name, run in trainers.items():
+            seconds = f"{min(run['seconds']):.2f} to {max(run['seconds']):.2f}"
+            times = [f"{run['median']:.2f}", seconds, f"{run['median'] / ours:.2f}", f"{run['peak_mib']:.0f}"]
+            rows.append([shape.replace(" ", ", "), name, *times])
+    return markdown("shape, trainer, seconds:, min to max:, relative to ours:, peak MiB:", rows)
+
+
+def scaling(measured: dict) -> str:
+    rows = []
+    for run in measured["rows"]:
+        sizes = [run[name] for name in ("grows", "completions", "response", "num_generations", "at_a_time")]
+        thousands = run["completions"] * (48 + run["response"]) / 1000  # with prompts of 48 tokens
+        numbers = [f"{run['seconds']:.2f}", f"{run['seconds'] / thousands:.3f}", f"{run['peak_mib']:.0f}"]
+        rows.append([*sizes, *numbers])
+    sizes = "varied, completions:, tokens per completion:, completions per prompt:, sampled at a time:"
+    return markdown(f"{sizes}, seconds:, seconds per 1000 tokens:, peak MiB:", rows)
+
+
+def estimate(measured: dict) -> str:
+    rows = []
+    for run in measured["results"]:
+        peaks = run["estimated"]["peak"], max(run["measured"]["phases"].values())
+        rows.append([run["name"], *(f"{peak:.1f}" for peak in peaks), f"{run['measured']['resident']:.0f}"])
+    return markdown("run, estimated:, measured:, resident:", rows)
+
+
+def backends(measured: dict) -> str:
+    rows = []
+    for name, run in measured.items():
+        speeds = [f"{run[f'tokens/s of {lengths}']:,}" for lengths in ("one length", "many lengths")]
+        rows.append([f'`"{name}"`', *speeds, f"{run['swap ms']:.0f} ms" if run["swap ms"] else ""])
+    return markdown("backend, tokens/s of one length:, of many lengths:, adapter swap:", rows)
+
+
+def correction(measured: dict) -> str:
+    rows = []
+    for name in ("none", "sequence_truncate", "token_truncate", "sequence_mask"):
+        gaps = measured["gaps"][name]
+        spread = 2.776 * statistics.stdev(gaps) / len(gaps) ** 0.5  # t, 5 seeds
+        label = "no correction" if name == "none" else f"`{name}`"
+        rows.append([label, ", ".join(f"{gap:.4f}" for gap in gaps), f"{statistics.mean(gaps):.3f} ± {spread:.3f}"])
+    return markdown("weights, gap by seed, mean", rows)
+
+
+TABLES = {
+    "arena.json": arena.table,
+    "backends.json": backends,
+    "choices.json": lambda measured: choices.table(measured["results"]),
+    "correction.json": correction,
+    "estimate.json": estimate,
+    "optimum.json": lambda measured: optimum.table(measured["results"]),
+    "scaling.json": scaling,
+    "step.json": step,
+}
+
+
+def filled(text: str) -> str:
+    """The page with the tables of the saved results."""
+
+    def table(place: re.Match) -> str:
+        measured = json.loads((HERE / "results" / place[2]).read_text(encoding="utf-8"))
+        return f"{place[1]}{TABLES[place[2]](measured)}\n\n"
+
+    return PLACE.sub(table, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
