@@ -179,7 +179,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
         run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
-        run.collector.episodes.generator.conversation = lambda: chosen
+        run.collector.generator.conversation = lambda: chosen
         run.train()
         if run.is_world_process_zero():
             assert run.accelerator.num_processes == processes
@@ -199,7 +199,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
 def test_group_of_episodes_shares_its_seed(tmp_path):
     run = echo_trainer(tmp_path, critic="none", num_generations=4, max_steps=1)
     run.train()
-    seeds = [episode.environment.seed for _, episode in run.collector.episodes.lent]
+    seeds = [episode.environment.seed for episode in run.collector.player.lent]
     assert len({*seeds}) == 2 and seeds[:4] == [seeds[0]] * 4
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
@@ -368,9 +368,7 @@ def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
         processing_class=byte_tokenizer(),
         **extra,
     )
-    run.collector.generator = Script(run.processing_class, turns)
-    if hasattr(run.collector.episodes, "generator"):
-        run.collector.episodes.generator = run.collector.generator
+    run.collector.player.generator = Script(run.processing_class, turns)
     return run
 
 
