@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from processes import finished, start
-from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights
 from scripted import Script, call, fails
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
@@ -436,6 +436,15 @@ def test_evaluation_samples_episodes_and_repeats(tmp_path):
     rows = prompts(6)  # the last batch is filled, and its rows count once
     first, again = (run.evaluate(rows) for _ in range(2))
     assert first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"] and first["eval_episodes/turns"] == 3
+
+
+def test_evaluation_of_completions_draws_no_seeds(tmp_path):
+    def draws(run):
+        before = torch.get_rng_state()
+        assert len(run.collector._episode_seeds(4, run.state, training=False)) == 4
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert not draws(trainer(tmp_path / "completions")) and draws(echo_trainer(tmp_path / "episodes"))
 
 
 def test_tools_alone_need_reward_functions(tmp_path):

@@ -73,12 +73,14 @@ class EnvironmentPlayer(Player):
         self.iterations = sys.maxsize if iterations is None else iterations
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
-        # 1. Reset an environment for each row; those of the last episodes have been scored by now.
+        # 1. Take back the environments of the last episodes, which have been scored by now.
         for episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
                 episode.kind.pool.append(episode.responder)
-        self.lent, resets = [], []
-        record, by_name = self._record(step), self.environments.by_name
+        self.lent = []
+
+        # 2. Reset an environment for each row: its observation continues the prompt.
+        record, resets, by_name = self._record(step), [], self.environments.by_name
         hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
@@ -94,6 +96,8 @@ class EnvironmentPlayer(Player):
         for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
+
+        # 3. Show the critic what the policy must find out.
         if self.args.critic == "adapter" and self.args.critic_prompt is None:
             with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
@@ -103,7 +107,7 @@ class EnvironmentPlayer(Player):
         active, going_on = episodes, [*range(len(episodes))]
         sample_turns = self.generator.conversation()
         while self.generator.largest_count(len(active)):
-            # 2. Sample a turn for each unfinished episode, within what is left of its length.
+            # 4. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
             turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
             sampled = zip(active, turns, rooms, self.generator.sampled_logprobs or repeat(None))
@@ -114,7 +118,7 @@ class EnvironmentPlayer(Player):
                 episode.place = episode.place.after(episode.ids)
                 self._note_ending(episode, turn)
 
-            # 3. Let tools and environments answer, and go on with the episodes that they do not end.
+            # 5. Let tools and environments answer, and go on with the episodes that they do not end.
             asked = [x for x in active if x.error is None and x.turns <= self.iterations]
             responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
             answers = self._answers("turn", asked, responses, seeds[0])
@@ -126,10 +130,10 @@ class EnvironmentPlayer(Player):
         """Answers to the rollout before an optimizer step, also those of a run that was killed in it."""
         if step is None:
             return Record(None)
-        rank = self.args.process_index
+        folder, rank = self.args.output_dir, self.args.process_index
         if self.args.save_strategy == "no":  # otherwise a checkpoint deletes what it has
-            forget(self.args.output_dir, rank, step)
-        return Record(Path(self.args.output_dir, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
+            forget(folder, rank, step)
+        return Record(Path(folder, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
 
     def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
         """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""

@@ -8,12 +8,12 @@ from operator import attrgetter
 
 import pytest
 import torch
-from scripted import call, fails, player_of, rows_of
-from tiny import tokenizer
+from scripted import Script, call, fails, player_of, rows_of
+from tiny import byte_tokenizer, tokenizer
 
 from trl_ppo_ext import StepResult, openenv
-from trl_ppo_ext.data.prompts import PromptError
-from trl_ppo_ext.episodes import Environments
+from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError
+from trl_ppo_ext.episodes import Environments, Player, to_sequences
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
 
 
@@ -97,6 +97,27 @@ def scores(player, episodes):
     """Scores of each reward of the environments."""
     batch = ScoringBatch([None] * len(episodes), [], [x.completion_ids for x in episodes], episodes=episodes)
     return {reward.name: asyncio.run(reward.score(batch)) for reward in player.environments.rewards}
+
+
+# ---- completions ----
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_completion_is_an_episode_of_one_turn(bootstraps):
+    encode, texts = byte_tokenizer(), ("alpha", "beta")
+    script = Script(encode, {"alpha": ["x"], "beta": ["y" * 2000]})
+    rows = [{"prompt": text, PROMPT_IDS: encode(text)["input_ids"], "target": 3} for text in texts]
+    ended, cut = episodes = Player(script, encode, bootstraps).play(rows, [0, 0])
+    assert (ended.ending, ended.bootstraps) == ("stopped", False)
+    assert (cut.ending, cut.bootstraps) == ("cut", bootstraps)
+    for episode, row in zip(episodes, rows):
+        assert episode.prompt == row["prompt"] and episode.ids == row[PROMPT_IDS] + episode.completion_ids
+        assert episode.starts == [0] and {*episode.sampled} == {1} and episode.columns == {"target": 3}
+        assert not (episode.following or episode.messages or episode.logprobs or episode.environment)
+    assert ended.completion == "x" and to_sequences(episodes, 0, "cpu").sampled is None
+    cut.add([5], sampled=False), cut.add([6, 7], sampled=True, logprobs=[-1.0, -2.0, -3.0])
+    assert to_sequences(episodes, 0, "cpu").sampled[1, -4:].tolist() == [1, 0, 2, 2]
+    assert cut.logprobs[-4:] == [0, 0, -1, -2] and len(cut.logprobs) == len(cut.completion_ids)
 
 
 # ---- tools ----
