@@ -42,7 +42,7 @@ from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
-from .episodes import Environments, build_generator, record
+from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
@@ -245,12 +245,11 @@ class PPOTrainer(Trainer):
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(self.accelerator.process_index, all_sum, gather)
-        generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
-        episodes = environments.sampler(generator, args, context_length, self)
+        player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
-        parts = actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard
-        self.roles = Roles(*parts, episodes, sampler)
+        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+        self.roles = Roles(*parts, sampler)
         self.run_state = RunState(args.kl_coef, args.entropy_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
@@ -282,8 +281,7 @@ class PPOTrainer(Trainer):
     @property
     def environments(self) -> list | None:
         """Environments of the last episodes, as in TRL; `None` without."""
-        lent = getattr(self.roles.episodes, "lent", [])
-        return [episode.environment for _, episode in lent] or None
+        return [episode.environment for episode in self.roles.player.lent] or None
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 

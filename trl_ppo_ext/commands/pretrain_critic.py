@@ -117,8 +117,10 @@ def held_out_rollouts(
     args, plan, device = copy(trainer.args), trainer.plan, trainer.accelerator.device
     # Monte Carlo returns: with another λ they would depend on the critic
     vars(args).update({"critic_kwargs": {**cast(dict, args.critic_kwargs or {}), "lam": 1.0}} | changes)
-    # without monitored rewards, which nothing would log, nor the record of episodes, which is the run's
-    roles = replace(trainer.roles, args=args, monitors=[], episodes=_unrecorded(trainer.roles.episodes))
+    # without monitored rewards, which nothing would log, nor the record of answers, which is the run's
+    player = trainer.roles.player
+    unrecorded = SimpleNamespace(play=lambda rows, seeds, step: player.play(rows, seeds))
+    roles = replace(trainer.roles, args=args, monitors=[], player=cast(Any, unrecorded))
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
     rows = [row for row in prompts for _ in range(num_generations)]
@@ -134,10 +136,6 @@ def held_out_rollouts(
             rollout, _, samples = collect(roles, part, trainer.run_state, Metrics(device), state)
             rollouts.append((rollout, samples))
     return rollouts
-
-
-def _unrecorded(episodes: Any) -> Any:
-    return episodes and SimpleNamespace(sample=lambda rows, seeds, step: episodes.sample(rows, seeds))
 
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
-from trl import is_conversational
 
 from ..config import PPOConfig
-from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..distributed import is_sharded
-from ..episodes import Episode, EpisodeSampler, Generator, RolloutFunction
+from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, rewards_so_far
 from ..randomness import fixed_seed
@@ -51,7 +48,7 @@ class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
 
     sequences: Sequences
-    stopped: Tensor  # [batch], 1 if the completion has a stop token
+    stopped: Tensor  # [batch], 1 unless a limit cut the completion
     batch: ScoringBatch  # input of the rewards
     scored: Scored  # output of the rewards
     monitored: Tensor  # [batch, monitors]
@@ -59,7 +56,6 @@ class Samples(NamedTuple):
     tokens: TokenScores  # [batch, response]
     values: Tensor | None  # [batch, response], in the unit of the rewards
     excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
-    after: Sequence[list[int] | None] = ()  # what followed a completion if the value of that state bootstraps
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     returns: Tensor | None = None  # [batch, response], what the values are to predict; None in evaluation
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
@@ -67,7 +63,8 @@ class Samples(NamedTuple):
     @property
     def is_cut(self) -> Tensor:
         """Completions after which the value bootstraps, `[batch]`."""
-        return torch.tensor([ids is not None for ids in self.after]).to(self.stopped.device, non_blocking=True)
+        cut = torch.tensor([episode.bootstraps for episode in self.batch.episodes])
+        return cut.to(self.stopped.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -134,14 +131,13 @@ class Roles:
     """Policy, reference and critic on one base, what samples, and what scores; collecting changes none of them."""
 
     actor_critic: ActorCritic
-    generator: Generator
+    player: Player  # samples
     rewards: list[Reward]
     monitors: list[Reward]  # scored and logged, never optimized
     tokenizer: PreTrainedTokenizerBase
     args: PPOConfig
     accelerator: Accelerator
     guard: NonFiniteGuard
-    episodes: EpisodeSampler | RolloutFunction | None = None  # None if a completion is one turn
     sampler: SamplerComparison | None = None  # of a sampler that is not the policy
 
     @property
@@ -169,28 +165,12 @@ def sample(
     with roles.accelerator.autocast():
         roles.actor_critic.check_logits()
 
-    # 1. Play an episode for each prompt.
-    prompt_ids, sampled, episodes = [row[PROMPT_IDS] for row in rows], None, list[Episode]()
-    after: list[list[int] | None]
-    with timed("generate", metrics), roles.generator.awake():
-        if roles.episodes is None:
-            completion_ids = roles.generator.generate(prompt_ids)
-            sampled_logprobs = roles.generator.sampled_logprobs
-            ended = [*map(roles.generator.has_stopped, completion_ids)]
-            after = [[] if args.bootstrap_truncated and not x else None for x in ended]
-        else:
-            seeds = _episode_seeds(roles, len(rows), state, training)
-            episodes = roles.episodes.sample(rows, seeds, state.global_step if training else None)
-            prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
-            sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
-            after = [x.after for x in episodes]
-            sampled_logprobs = [x.logprobs for x in episodes]
-    stopped = torch.tensor(ended).to(device, non_blocking=True)
-    privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
-    if any(x.critic_prompt_ids for x in episodes):
-        privileged = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
-    pad_token_id = roles.tokenizer.pad_token_id
-    sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged, sampled)
+    # 1. Play an episode for each row: a completion, or several turns.
+    seeds = seeds_of_episodes(roles, len(rows), state, training)
+    with timed("generate", metrics):
+        episodes = roles.player.play(rows, seeds, state.global_step if training else None)
+    sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
+    stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
 
     # 2. Score the completions.
     extra: dict[str, list] = {}
@@ -199,7 +179,7 @@ def sample(
     # changes the working directory move the checkpoints, or one that switches gradients off end the training
     seed = hash((args.seed, state.global_step, roles.accelerator.process_index)) % 2**31
     with timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
-        batch = _scoring_batch(roles, rows, completion_ids, state, extra, logged, episodes)
+        batch = scoring_batch(episodes, state, extra, logged)
         on_error, max_failures = args.reward_on_error, args.max_reward_failures
         scored = score_all(roles.rewards, batch, roles.reward_weights, on_error, max_failures, all_sum, device)
         monitored = monitor(roles.monitors, batch, device) if roles.monitors else scored.rewards[:, :0]
@@ -223,18 +203,18 @@ def sample(
     log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask, weights = sequences.completion_mask, None
-    if roles.sampler is not None and sampled_logprobs is not None:
-        logprobs = nn.utils.rnn.pad_sequence([*map(torch.tensor, sampled_logprobs)], batch_first=True).to(device)
+    if roles.sampler is not None:
+        sampled = [torch.tensor(episode.logprobs) for episode in episodes]
+        logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
-    if roles.episodes is not None:
-        log_episodes(metrics, episodes[:num_valid])
+    log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, roles.accelerator.gather)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     head = roles.actor_critic.value_head
     values = None if head is None else head.units(run.returns.units).values(tokens.values) * completion_mask
-    return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, after, weights)
+    return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
 
 
 def collect(
@@ -318,11 +298,8 @@ def collect(
         kl_coef=run.kl_coef / (reward_unit * result.unit),  # a KL in the loss weighs as much as one in the reward
         entropy_coef=entropy_coef,
     )
-    return (
-        rollout,
-        after,
-        samples._replace(values=result.values, returns=result.returns, advantages=rollout.advantages),
-    )
+    learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
+    return rollout, after, samples._replace(**learned)
 
 
 # ---- step 3: the forward of the updates ----
@@ -420,8 +397,8 @@ def warn_about_equal_scores(scored: Scored, all_sum: Reduction, is_main_process:
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
     """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None` if there are none."""
     actor_critic, device = roles.actor_critic, roles.accelerator.device
-    batch, sequences = samples.batch, samples.sequences
-    rows = [row for row, ids in enumerate(samples.after) if ids is not None]
+    episodes, sequences = samples.batch.episodes, samples.sequences
+    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
     if is_sharded(actor_critic.embedding):  # ranks need as many forwards
         rows = [*range(len(sequences))] if roles.all_sum(samples.is_cut.sum()) else []
     if not rows:
@@ -429,9 +406,9 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     # the value of a state is at the token that follows it: one that nothing else reads
     pad_token_id, index = roles.tokenizer.pad_token_id, torch.tensor(rows)
     own, on_device = sequences.rows(index), index.to(device)
-    completions = [[*batch.completion_ids[row], *(samples.after[row] or []), pad_token_id] for row in rows]
+    completions = [[*episodes[row].completion_ids, *episodes[row].following, pad_token_id] for row in rows]
     last = [[0] * (len(ids) - 1) + [1] for ids in completions]
-    prompts = [batch.prompt_ids[row] for row in rows]
+    prompts = [episodes[row].prompt_ids for row in rows]
     ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
     ends = replace(ends, critic_prompt_ids=own.critic_prompt_ids, critic_prompt_lengths=own.critic_prompt_lengths)
     if sequences.earned is not None:
@@ -465,18 +442,14 @@ def adapted(roles: Roles, tokens: TokenScores, policy_mask: Tensor, usable: Tens
 # ---- parts ----
 
 
-def _scoring_batch(
-    roles: Roles,
-    rows: Sequence[dict],
-    completion_ids: list[list[int]],
-    state: TrainerState,
-    extra: dict[str, list],
-    logged: dict[str, list[float]],
-    episodes: Sequence[Episode] = (),
+def scoring_batch(
+    episodes: list[Episode], state: TrainerState, extra: dict[str, list], logged: dict[str, list[float]]
 ) -> ScoringBatch:
+    """Input of the rewards, which may add columns to `extra` and metrics to `logged`."""
+
     def log_extra(column: str, values: list) -> None:
-        if len(values) != len(rows):
-            got = f"got {len(values)} for {len(rows)} completions"
+        if len(values) != len(episodes):
+            got = f"got {len(values)} for {len(episodes)} completions"
             raise ValueError(f"`log_extra` must get one value per completion in {column!r}, {got}.")
         extra[column] = values
 
@@ -484,33 +457,17 @@ def _scoring_batch(
         check_metric_name(name)
         logged.setdefault(name, []).append(float(value))
 
-    prompts = [episode.prompt for episode in episodes] or [row["prompt"] for row in rows]
-    if max(map(max, completion_ids)) >= len(roles.tokenizer):
-        logger.warning_once("The policy samples token ids that the tokenizer does not have, which decode to nothing.")
-    prompt_ids = [episode.prompt_ids for episode in episodes] or [row[PROMPT_IDS] for row in rows]
-    decode = partial(roles.tokenizer.batch_decode, skip_special_tokens=True)
-    completions: list = decode(completion_ids)
-    if is_conversational({"prompt": prompts[0]}):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-        # those of a rollout function are one text, as in TRL
-        completions = [episode.messages for episode in episodes if episode.player] or completions
-    else:
-        # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
-        starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
-        joined = zip(starts, texts, completions)
-        completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
-    columns = {key: [row[key] for row in rows] for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}}
-    for key in episodes[0].columns if episodes else ():
-        columns[key] = [episode.columns[key] for episode in episodes]
-    texts_and_ids = prompts, completions, completion_ids, columns, prompt_ids
-    return ScoringBatch(*texts_and_ids, state, [*episodes], log_extra, log_metric)
+    columns = {name: [episode.columns[name] for episode in episodes] for name in episodes[0].columns}
+    completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
+    prompts = [episode.prompt for episode in episodes]
+    return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)
 
 
-def _episode_seeds(roles: Roles, rows: int, state: TrainerState, training: bool) -> list[int]:
+def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bool) -> list[int]:
     """Seeds of environments: the same on any number of ranks, and for all episodes of a prompt."""
     group, step = roles.args.num_generations, state.global_step
     if not training:  # of the evaluation's stream
-        group, step = 1, int(torch.randint(2**31, ()))
+        group, step = 1, int(torch.randint(2**31, ())) if roles.player.takes_seeds else 0
     first = roles.accelerator.process_index * rows
     return [hash((roles.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 

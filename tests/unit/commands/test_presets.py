@@ -47,7 +47,9 @@ def test_preset_takes_overrides_of_its_fields(tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_has_the_source_of_every_value(name):
     lines = FILES[name].read_text(encoding="utf-8").splitlines()
-    values = [line for line in lines if not line.startswith("#") and not line.endswith(":")]  # without keys of mappings
+    values = [
+        line for line in lines if not line.startswith("#") and not line.endswith(":")
+    ]  # without keys of mappings
     assert len(values) >= len(PRESETS[name]) and all(re.fullmatch(r" *\w+: \S+  # \S.*", line) for line in values)
 
 
