@@ -312,6 +312,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
         self._set_clip()
+        self.critic_options = CriticOptions(**cast(dict, self.critic_kwargs or {}))
+        self.vllm_options = VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
+        self.uses_reference = self.kl_coef != 0
+        self.trains_entropy = self.entropy_coef != 0 or self.entropy_target is not None
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
@@ -525,29 +529,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     __str__ = __repr__
 
     @property
-    def critic_options(self) -> CriticOptions:
-        """Settings in `critic_kwargs`, with the defaults of the others."""
-        return CriticOptions(**cast(dict, self.critic_kwargs or {}))
-
-    @property
-    def vllm_options(self) -> VLLMOptions:
-        """Settings in `vllm_kwargs`, with the defaults of the others."""
-        return VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
-
-    @property
     def prompt_seed(self) -> int:
         """Seed of the order of prompts."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether log-probs under the reference are needed."""
-        return self.kl_coef != 0
-
-    @property
-    def trains_entropy(self) -> bool:
-        """Whether the entropy enters the loss."""
-        return self.entropy_coef != 0 or self.entropy_target is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Settings that are safe to log.

@@ -45,14 +45,21 @@ from .data.supervised import PTXSampler, tokenize_ptx
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
-from .ppo.guards import NonFiniteError, NonFiniteGuard
+from .ppo.guards import NonFiniteError, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.sampler import SamplerComparison
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .randomness import capture_random_state, fixed_seed
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import (
+    ClassifierReward,
+    RewardError,
+    RewardFunc,
+    build_rewards,
+    capture_random_state,
+    check_contexts,
+    fixed_seed,
+)
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 from .tracking.terminal import Terminal
@@ -243,12 +250,12 @@ class PPOTrainer(Trainer):
         self.actor_critic = actor_critic
         self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
-        all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
-        self.guard = NonFiniteGuard(self.accelerator.process_index, all_sum, gather)
+        all_sum = partial(self.accelerator.reduce, reduction="sum")
+        self._skipped = 0  # optimizer steps in a row
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
-        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator
         self.roles = Roles(*parts, sampler)
         self.run_state = RunState(args.kl_coef, args.entropy_coef)
         if actor_critic.value_head is not None:
@@ -369,7 +376,7 @@ class PPOTrainer(Trainer):
             finite = math.isfinite(float(total))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
-            self.guard.check_gradient(finite, self.state.global_step + 1)
+            self._skipped = count_skipped(self._skipped, finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)
         return grad_norm
@@ -613,7 +620,7 @@ class PPOTrainer(Trainer):
 
     def _run_state(self) -> dict[str, Tensor]:
         """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
-        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self.guard.skipped]
+        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self._skipped]
         parts = {
             "rollout": self.updates.state_dict(self.state.global_step),
             "metrics": self._metrics["train"].state_dict(),
@@ -631,7 +638,7 @@ class PPOTrainer(Trainer):
         loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
         self._tr_loss = torch.tensor(loss, device=self.accelerator.device)
         self._total_loss_scalar = -loss  # the final mean is that of this `train()`
-        self._globalstep_last_logged, self.guard.skipped = int(last_logged), int(skipped)
+        self._globalstep_last_logged, self._skipped = int(last_logged), int(skipped)
         if parts["rollout"]:
             self.updates.load_state_dict(parts["rollout"], self.state.global_step)
         self._metrics["train"].load_state_dict(parts["metrics"])
@@ -652,14 +659,14 @@ class PPOTrainer(Trainer):
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, run_state = self._metrics["train"].state_dict(), self.run_state
-        skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
+        skipped, stopped_early, tokens = self._skipped, self.updates.stopped_early, state.num_input_tokens_seen
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
             self.run_state = run_state
-            self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
+            self._skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
 

@@ -175,7 +175,7 @@ class TransformersGenerator(Generator):
     @property
     def in_step(self) -> bool:
         """If layers are gathered for all ranks, so that all of them sample until the last one is done."""
-        return is_sharded(self.actor_critic.embedding)
+        return self.actor_critic.is_sharded
 
     def largest_count(self, count: int) -> int:
         """Largest count of all ranks, if they sample in step."""

@@ -1,10 +1,7 @@
 """Every batch size of a run, derived once from the config."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..config import PPOConfig
+from typing import Any
 
 FEW_COMPLETIONS = 64  # smaller rollouts get a note
 
@@ -49,7 +46,7 @@ class BatchPlan:
             )
 
     @classmethod
-    def from_config(cls, config: "PPOConfig", num_processes: int) -> "BatchPlan":
+    def from_config(cls, config: Any, num_processes: int) -> "BatchPlan":
         """Plan of a [`PPOConfig`]."""
         return cls(
             config.per_device_train_batch_size,

@@ -16,17 +16,15 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..distributed import is_sharded
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
-from ..modeling.critics import SideCritic, rewards_so_far
-from ..randomness import fixed_seed
-from ..rewards import Reward, Scored, ScoringBatch, monitor, score_all
+from ..modeling.critics import SideCritic, Units, rewards_so_far
+from ..rewards import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import in_units, of_critic, of_groups, to_go, whitened
-from .guards import NonFiniteGuard
-from .math import Reduction
+from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened
+from .guards import report_nonfinite, stand_ins
+from .math import Moments, Reduction
 from .metrics import (
     Metrics,
     check_metric_name,
@@ -37,7 +35,7 @@ from .metrics import (
     log_rewards,
 )
 from .sampler import SamplerComparison
-from .state import DECAY, Moments, RunState
+from .state import RunState
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +53,7 @@ class Samples(NamedTuple):
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
     values: Tensor | None  # [batch, response], in the unit of the rewards
-    excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
+    excluded: Tensor | None  # [batch], 1 if a log-prob or value is not finite; None if no rank has any
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     returns: Tensor | None = None  # [batch, response], what the values are to predict; None in evaluation
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
@@ -137,7 +135,6 @@ class Roles:
     tokenizer: PreTrainedTokenizerBase
     args: PPOConfig
     accelerator: Accelerator
-    guard: NonFiniteGuard
     sampler: SamplerComparison | None = None  # of a sampler that is not the policy
 
     @property
@@ -194,8 +191,11 @@ def sample(
         tokens = score_tokens(roles, sequences)
 
     valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
-    excluded = roles.guard.find_nonfinite(tokens, valid, metrics, state.global_step + 1 if training else None)
-    if excluded is not None:
+    nonfinite, excluded = ~tokens.is_finite & valid, None
+    metrics.total("nonfinite_completions", nonfinite)
+    if all_sum(nonfinite.sum()):  # on any rank
+        excluded, rank = nonfinite, roles.accelerator.process_index
+        report_nonfinite(tokens, valid, all_sum, rank, state.global_step + 1 if training else None)
         tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
         usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
         scored = scored._replace(usable=usable, tokens=token_scores)
@@ -213,8 +213,19 @@ def sample(
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     head = roles.actor_critic.value_head
-    values = None if head is None else head.units(run.returns.units).values(tokens.values) * completion_mask
-    return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
+    values = None if head is None else head.units(run.returns).values(tokens.values) * completion_mask
+    return Samples(
+        sequences,
+        stopped,
+        batch,
+        scored,
+        monitored,
+        extra,
+        tokens,
+        values,
+        excluded,
+        weights,
+    )
 
 
 def collect(
@@ -285,7 +296,7 @@ def collect(
     metrics.mean("entropy_coef", entropy_coef)
     weights, advantages = samples.sampler_weights, result.advantages
     rollout = Rollout(
-        sequences if samples.excluded is None else roles.guard.stand_ins(sequences, samples.excluded),
+        sequences if samples.excluded is None else stand_ins(sequences, samples.excluded, gather),
         response_mask,
         old_logprobs=tokens.logprobs,
         # PPO's clipped objective is linear in a factor that is not negative
@@ -344,7 +355,7 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
 
 def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState) -> Sequences:
     """Sequences as the side critic reads them."""
-    earned = rewards_so_far(token_scores, mask, run.rewards.units, is_known=run.rewards.weight > 0)
+    earned = rewards_so_far(token_scores, mask, Units.of(run.rewards), is_known=run.rewards.weight > 0)
     return replace(sequences, earned=earned)
 
 
@@ -399,7 +410,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     actor_critic, device = roles.actor_critic, roles.accelerator.device
     episodes, sequences = samples.batch.episodes, samples.sequences
     rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
-    if is_sharded(actor_critic.embedding):  # ranks need as many forwards
+    if actor_critic.is_sharded:  # ranks need as many forwards
         rows = [*range(len(sequences))] if roles.all_sum(samples.is_cut.sum()) else []
     if not rows:
         return None
