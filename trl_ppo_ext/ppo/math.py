@@ -466,7 +466,7 @@ class Moments(NamedTuple):
     mean: float = 0.0
     squares: float = 0.0
 
-    def add(self, x: Tensor, mask: Tensor, all_sum: Reduction, decay: float = 1.0) -> "Moments":
+    def add(self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, decay: float = 1.0) -> "Moments":
         """Add a batch, after lowering the weight of earlier ones."""
         before, old_squares = decay * self.weight, decay * self.squares
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
