@@ -1,4 +1,4 @@
-"""Every algorithmic choice against [`plain_ppo`]: the trainer's gradients, losses and steps are those of the oracle.
+"""Every algorithmic choice against [`plain_ppo`]: the trainer's gradients and losses are those of the oracle.
 
 The trainer is watched from outside: a reward function sees what is sampled, callbacks see gradients and weights.
 """
@@ -34,6 +34,11 @@ SETTINGS = {
     "temperature": 0.8,
     "learning_rate": 2e-2,
     "max_grad_norm": 0.0,
+    # the classical critic and clip, of which each choice is a variant; test_oracle.py has the defaults
+    "critic": "head",
+    "normalize_values": False,
+    "cliprange": 0.2,
+    "vf_coef": 0.1,
 }
 NO_CRITIC = {"critic": "none", "num_generations": GROUP}
 
@@ -370,21 +375,6 @@ def test_exact_kl_of_a_given_adapter_is_from_its_start(tmp_path):
     built, record = run(tmp_path, model=adapted(), **settings)
     check_step(built, record, -1, plain_settings(settings))
     assert logged(built, "loss/kl")[0] < 1e-12 and logged(built, "loss/kl")[-1] > 1e-3
-
-
-@pytest.mark.parametrize("choice", [{}, NO_CRITIC, {"weight_decay": 0.1, "max_grad_norm": 0.1}], ids=str)
-def test_run_ends_at_the_weights_of_plain_ppo(tmp_path, choice):
-    """Advantages, losses, clipping, Adam and the schedule of the whole run, from the sampled tokens alone."""
-    settings = {"kl_coef": 0.3, "learning_rate": 1e-3} | choice
-    built, record = run(tmp_path, **settings)
-    s, start = plain_settings(settings), record.rollouts[0].weights
-    models = plain_models(built, start)
-    for rollout in record.rollouts:
-        rows = zip(rollout.prompts, rollout.completions, rollout.scores)
-        s = plain_ppo.iterate(models, [plain_ppo.Sample(*row, truncated=row[1][-1] != EOS) for row in rows], s)
-    wanted, got = models.parameters(), trained(built.model)
-    moved = {name: x.double() - start[name].double() for name, x in got.items()}
-    assert distance(moved, {name: x.detach() - start[name].double() for name, x in wanted.items()}) < 2e-3
 
 
 def test_lam_critic_equal_to_lam_changes_nothing(tmp_path):
