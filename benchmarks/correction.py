@@ -23,7 +23,7 @@ def with_noise(trainer, noise, seed):
     """Let another model sample: the policy with relative Gaussian noise in the weights of its base."""
     import torch
 
-    from trl_ppo_ext.episodes import TransformersGenerator
+    from trl_ppo_ext.episodes.transformers import TransformersGenerator
     from trl_ppo_ext.ppo.sampler import SamplerComparison
     from trl_ppo_ext.sequences import Sequences
 
@@ -44,7 +44,7 @@ def with_noise(trainer, noise, seed):
             return completions
 
     args, collector = trainer.args, trainer.collector
-    collector.generator = NoisyGenerator(trainer.actor_critic, collector.tokenizer, args, trainer.accelerator)
+    collector.player.generator = NoisyGenerator(trainer.actor_critic, collector.tokenizer, args, trainer.accelerator)
     collector.sampler = SamplerComparison(args, torch.float32, collector.all_sum)
 
 

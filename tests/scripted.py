@@ -8,6 +8,7 @@ from tiny import byte_tokenizer
 
 from trl_ppo_ext.data.prompts import PROMPT_IDS
 from trl_ppo_ext.episodes import Environments, Generator
+from trl_ppo_ext.episodes.play import EnvironmentPlayer
 
 
 def call(name, **arguments):
@@ -47,8 +48,8 @@ def rows_of(*questions, **columns):
     return [row | {name: x[number] for name, x in columns.items()} for number, row in enumerate(rows)]
 
 
-def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settings):
-    """A sampler with a script, and rows with the ids of their prompts."""
+def player_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settings):
+    """A player with a script, and rows with the ids of their prompts."""
     environments, tokenizer = Environments(tools, factory), byte_tokenizer()
     args = {
         "max_completion_length": 1000,
@@ -67,4 +68,4 @@ def sampler_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settin
     for row in rows:
         encoded = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs)
         row[PROMPT_IDS] = encoded["input_ids"]
-    return environments.sampler(Script(tokenizer, turns, end), args, None, None)
+    return EnvironmentPlayer(Script(tokenizer, turns, end), environments, args, None)

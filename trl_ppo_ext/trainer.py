@@ -42,7 +42,7 @@ from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
-from .episodes import Environments, build_generator, record
+from .episodes import Environments, build_player, record
 from .modeling.averaging import AveragedWeights
 from .modeling.critics import SIDE_LEARNING_RATE
 from .modeling.loading import check_optimizers, load_actor_critic
@@ -245,10 +245,9 @@ class PPOTrainer(Trainer):
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(self.accelerator.process_index, args.max_skipped_steps, all_sum, gather)
-        generator = build_generator(actor_critic, tokenizer, args, self.accelerator)
-        episodes = environments.sampler(generator, args, context_length, self)
+        player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         self.collector = RolloutCollector(
-            actor_critic, generator, rewards, monitors, tokenizer, args, self.accelerator, self.guard, episodes
+            actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, self.guard
         )
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
@@ -280,8 +279,7 @@ class PPOTrainer(Trainer):
     @property
     def environments(self) -> list | None:
         """Environments of the last episodes, as in TRL; `None` without."""
-        lent = getattr(self.collector.episodes, "lent", [])
-        return [episode.environment for _, episode in lent] or None
+        return [episode.environment for episode in self.collector.player.lent] or None
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 

@@ -102,7 +102,7 @@ def tool_trainer(tape, args):
         processing_class=byte_tokenizer(),
         tools=[look],
     )
-    trainer.collector.generator = trainer.collector.episodes.generator = Script(trainer.processing_class, turns)
+    trainer.collector.player.generator = Script(trainer.processing_class, turns)
     return trainer
 
 

@@ -142,15 +142,15 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     ends = [batch.episodes[row].sampled.index(0) for row in range(len(batch))]
     cut = [ids[:end] for ids, end in zip(batch.completion_ids, ends)]
     after = [ids[end:second] for ids, end, second in zip(batch.completion_ids, ends, seconds)]
-    after[3] = None
     shown = [x.critic_prompt_ids for x in batch.episodes] if critic == "adapter" else None
     assert shown is None or (len({*map(len, shown)}) > 1 and min(map(len, shown)) > 2)
     sampled = [[1] * end for end in ends]
-    sequences = Sequences.from_token_ids(batch.prompt_ids, cut, 0, "cpu", shown, sampled)
+    sequences = Sequences.from_token_ids([x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled)
     scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])
-    samples = samples._replace(
-        sequences=sequences, batch=replace(batch, completion_ids=cut), scored=scored, after=after
-    )
+    parts = zip(batch.episodes, cut, after)
+    episodes = [replace(x, completion_ids=ids, following=next_ids, bootstraps=True) for x, ids, next_ids in parts]
+    episodes[3] = replace(episodes[3], bootstraps=False, following=[])
+    samples = samples._replace(sequences=sequences, batch=replace(batch, episodes=episodes), scored=scored)
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
     for is_sharded in (False, True):

@@ -132,7 +132,7 @@ def run(given, **settings):
         start=start,
         weights=trained(built),
         logs=[{k: x for k, x in log.items() if not k.startswith(TIMED)} for log in built.state.log_history],
-        prompts=[batch.prompt_ids for batch in rollouts],
+        prompts=[[x.prompt_ids for x in batch.episodes] for batch in rollouts],
         completions=[batch.completion_ids for batch in rollouts],
         calls=dict(calls),
         rates=[group["initial_lr"] for group in built.optimizer.param_groups],

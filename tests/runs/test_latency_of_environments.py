@@ -50,7 +50,7 @@ def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes,
         factory.seconds = seconds
         torch.manual_seed(0)
         start = time.perf_counter()
-        sampled = run.collector.episodes.sample([*run.train_dataset], [0] * episodes)
+        sampled = run.collector.player.play([*run.train_dataset], [0] * episodes)
         assert [episode.turns for episode in sampled] == [row["target"] for row in rows]
         return time.perf_counter() - start
 

@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
-from scripted import call, sampler_of
+from scripted import call, player_of
 from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, tokenizer
 from transformers import (
     DistilBertConfig,
@@ -326,7 +326,7 @@ def test_search_ranks_passages_and_rewards_turns(monkeypatch):
     rows = [
         search.to_prompt({"question": f"The capital of {name}?"}) | {"answers": x} for name, x in zip(turns, answers)
     ]
-    chad, peru = sampler_of(turns, rows, factory=search.Search).sample(rows, [7, 7])
+    chad, peru = player_of(turns, rows, factory=search.Search).play(rows, [7, 7])
     assert [reward for _, reward in peru.rewards] == [0.2, 0.0, 1.0] and peru.messages[1]["content"] == PASSAGES[0]
     assert [reward for _, reward in chad.rewards] == [0.0, 0.0] and peru.turns == 3
 

@@ -16,7 +16,7 @@ from tiny import WORDS, config, length_reward, prompts, tokenizer
 from tokenizers import decoders, pre_tokenizers
 
 from trl_ppo_ext import RewardError
-from trl_ppo_ext.data.prompts import PROMPT_IDS
+from trl_ppo_ext.episodes.episode import Episode, decode
 from trl_ppo_ext.ppo.metrics import Metrics, check_metric_name
 from trl_ppo_ext.ppo.rollouts import RolloutCollector
 from trl_ppo_ext.rewards import (
@@ -266,19 +266,18 @@ def spaced_tokenizer():
 def test_completion_is_the_continuation_of_its_prompt(tmp_path, make):
     built = trainer(tmp_path, processing_class=make(), max_steps=1)
     samples = built.collector.sample(built.train_dataset.select(range(8)).to_list(), Metrics(), built.state)
-    given, ids = samples.batch, [*zip(samples.batch.prompt_ids, samples.batch.completion_ids)]
-    decoded = built.processing_class.batch_decode([p + c for p, c in ids], skip_special_tokens=True)
+    given, ids = samples.batch, [x.ids for x in samples.batch.episodes]
+    decoded = built.processing_class.batch_decode(ids, skip_special_tokens=True)
     assert [prompt + text for prompt, text in zip(given.prompts, given.completions)] == decoded
     assert all(re.fullmatch(r"( (w\d+|<unk>))*", text) for text in given.completions)
 
 
-def test_completion_of_a_prompt_that_ends_within_a_character_is_decoded_alone(tmp_path):
-    built = trainer(tmp_path)
-    texts = {2: "caf�", 3: "café", 1: "é"}
-    built.collector.tokenizer.batch_decode = lambda rows, **kwargs: [texts[len(row)] for row in rows]
-    rows = [{"prompt": "caf", PROMPT_IDS: [4, 5]}]
-    given = built.collector._scoring_batch(rows, [[6]], built.state, Metrics(), {})
-    assert given.completions == ["é"]
+def test_completion_of_a_prompt_that_ends_within_a_character_is_decoded_alone():
+    texts, decoding = {2: "caf�", 3: "café", 1: "é"}, tokenizer()
+    decoding.batch_decode = lambda rows, **kwargs: [texts[len(row)] for row in rows]
+    episode = Episode("caf", [4, 5], completion_ids=[6])
+    decode([episode], decoding)
+    assert episode.completion == "é"
 
 
 # ---- rewards that do not apply

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from processes import finished, start
-from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights
 from scripted import Script, call, fails
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
@@ -179,7 +179,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
         run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
-        run.collector.episodes.generator.conversation = lambda: chosen
+        run.collector.generator.conversation = lambda: chosen
         run.train()
         if run.is_world_process_zero():
             assert run.accelerator.num_processes == processes
@@ -199,7 +199,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
 def test_group_of_episodes_shares_its_seed(tmp_path):
     run = echo_trainer(tmp_path, critic="none", num_generations=4, max_steps=1)
     run.train()
-    seeds = [episode.environment.seed for _, episode in run.collector.episodes.lent]
+    seeds = [episode.environment.seed for episode in run.collector.player.lent]
     assert len({*seeds}) == 2 and seeds[:4] == [seeds[0]] * 4
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
@@ -368,9 +368,7 @@ def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
         processing_class=byte_tokenizer(),
         **extra,
     )
-    run.collector.generator = Script(run.processing_class, turns)
-    if hasattr(run.collector.episodes, "generator"):
-        run.collector.episodes.generator = run.collector.generator
+    run.collector.player.generator = Script(run.processing_class, turns)
     return run
 
 
@@ -438,6 +436,15 @@ def test_evaluation_samples_episodes_and_repeats(tmp_path):
     rows = prompts(6)  # the last batch is filled, and its rows count once
     first, again = (run.evaluate(rows) for _ in range(2))
     assert first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"] and first["eval_episodes/turns"] == 3
+
+
+def test_evaluation_of_completions_draws_no_seeds(tmp_path):
+    def draws(run):
+        before = torch.get_rng_state()
+        assert len(run.collector._episode_seeds(4, run.state, training=False)) == 4
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert not draws(trainer(tmp_path / "completions")) and draws(echo_trainer(tmp_path / "episodes"))
 
 
 def test_tools_alone_need_reward_functions(tmp_path):

@@ -16,7 +16,7 @@ from served import CONTEXT, LONG, SHORT, largest_difference, logged, long_prompt
 from served import small_llama as llama
 from tiny import qwen2
 
-from trl_ppo_ext.episodes import build_generator
+from trl_ppo_ext.episodes import Environments, build_player
 from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.ppo.sampler import SamplerError
 
@@ -190,7 +190,7 @@ def test_engine_leaves_the_process_as_it_was(run):
 
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     before, states = process(), random_states()
-    build_generator(run.actor_critic, run.processing_class, run.args, Accelerator())
+    build_player(run.actor_critic, run.processing_class, run.args, Accelerator(), Environments())
     assert process() == before
     assert random_states() == states
 

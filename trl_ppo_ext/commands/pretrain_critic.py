@@ -114,11 +114,11 @@ def held_out_rollouts(
     args, run, plan, device = copy(trainer.args), trainer.collector, trainer.plan, trainer.accelerator.device
     # Monte Carlo returns: with another λ they would depend on the critic. Normalizing would rewrite the value head
     vars(args).update({"lam_critic": 1.0, "normalize_values": False} | changes)
-    roles = run.actor_critic, run.generator, run.rewards
+    # without the record of answers, which is the run's
+    player = cast(Any, SimpleNamespace(play=lambda rows, seeds, step: run.player.play(rows, seeds)))
     # without monitored rewards, which nothing would log
+    roles = run.actor_critic, player, run.rewards
     collector = RolloutCollector(*roles, [], run.tokenizer, args, run.accelerator, run.guard)
-    if (episodes := run.episodes) is not None:  # without the record of their answers, which is the run's
-        collector.episodes = cast(Any, SimpleNamespace(sample=lambda rows, seeds, step: episodes.sample(rows, seeds)))
     collector.load_state_dict(run.state_dict())
     size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))

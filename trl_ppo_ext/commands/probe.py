@@ -89,7 +89,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     mean = mean_of_others(flat, 0 * row, row, torch.zeros(()))
     quarter_mean = mean_of_others(flat, quarter, row, mean)
     group_mean = mean_of_others(flat, 4 * group + quarter, row, mean_of_others(flat, group, row, mean))
-    prompts = [tuple(ids) for _, samples in collected for ids in samples.batch.prompt_ids]
+    prompts = [tuple(x.prompt_ids) for _, samples in collected for x in samples.batch.episodes]
     numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts[i] for i in counts.nonzero()[:, 0]))}
     units = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])
     if len(numbers) < FOLDS:  # training would see every one of them, too

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, PreTraine
 
 from ..modeling import ActorCritic
 from .transformers import Generator, cut_at_stop, sampling_config
+from .vllm import distinct
 
 # tokens per forward on a CPU; transformers' default is thousands, with a mask of that many × the whole cache
 CPU_BATCH_TOKENS = 512
@@ -134,13 +135,6 @@ class ContinuousBatchingGenerator(Generator):
         ):
             sampled = self._sample([prompts[row] for row in first_rows], copies, max_new_tokens, seed, bar)
         return [cut_at_stop(sampled[group].pop(0), self.stop_token_ids) for group in groups]
-
-
-def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """First row of each distinct prompt, and the number of the prompt in each row."""
-    numbers: dict[tuple[int, ...], int] = {}
-    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-    return [groups.index(number) for number in range(len(numbers))], groups
 
 
 @torch.no_grad()

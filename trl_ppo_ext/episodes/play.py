@@ -1,325 +1,139 @@
-"""Episodes: turns of the policy, and the answers of tools and environments between them."""
+"""Play episodes: one turn of the policy, turns with answers in between, or those of the user's function."""
 
 import asyncio
-import inspect
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
-from trl import is_conversational
 
 from ..concurrency import called, finished, started
-from ..data.prompts import (
-    NO_PROMPT,
-    PROMPT_IDS,
-    TOKEN_COLUMNS,
-    PromptError,
-    encode,
-    prompt_limit,
-    row_template_kwargs,
-    with_prompts,
-)
+from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
+from ..modeling import ActorCritic
 from ..randomness import fixed_seed
-from ..redaction import shortened
-from ..rewards import RewardError, ScoringBatch
-from .chat import CHARACTERS, ChatFormat
-from .protocols import TextEnvironment
-from .record import ANSWERS, NOWHERE, Place, Record, forget
-from .tools import Answer, ToolEnvironment
-from .transformers import Generator
+from .chat import CHARACTERS
+from .continuous import ContinuousBatchingGenerator
+from .environments import Environments, TextEnvironment, bounded
+from .episode import Episode, decode
+from .record import ANSWERS, Place, Record, forget
+from .tools import Answer
+from .transformers import Generator, TransformersGenerator
+from .vllm import VLLMGenerator
 
 
-@dataclass
-class Episode:
-    """A prompt and what followed it."""
+class Player:
+    """Plays episodes of one turn, which are completions."""
 
-    prompt: Any  # text or chat messages, with the first observation
-    prompt_ids: list[int]
-    player: Any = None  # of the environment or tools; None for a rollout function
-    template_kwargs: dict[str, Any] | None = None  # None if the prompt is text
-    schemas: list[dict] = field(default_factory=list)  # of the tools
-    columns: dict[str, Any] = field(default_factory=dict)  # of a rollout function, for rewards
-    completion_ids: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # at each token of the policy, number of its turn; else 0
-    starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
-    logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy; 0 if not sampled
-    messages: list[dict] = field(default_factory=list)  # those of the policy and, in between, the answers
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # at the last token of a turn
-    failed_calls: list[bool] = field(default_factory=list)  # per tool call
-    stopped: bool = False  # False if `max_completion_length` or a limit of the environment ended it
-    critic_prompt_ids: list[int] | None = None  # what the critic reads as the prompt, with the hidden state
-    after: list[int] | None = None  # what the policy would have read next, if the value of that state bootstraps
-    error: BaseException | None = None  # of the environment; it ends the episode
-    place: Place = NOWHERE  # at its end
+    takes_seeds = False  # for environments
 
-    @property
-    def ids(self) -> list[int]:
-        """Everything so far."""
-        return self.prompt_ids + self.completion_ids
+    def __init__(self, generator: Generator, tokenizer: PreTrainedTokenizerBase, bootstraps: bool = False):
+        self.generator, self.tokenizer = generator, tokenizer
+        self.bootstraps = bootstraps  # after limits of the run
+        self.lent: list[Episode] = []  # the last episodes with an environment
 
-    @property
-    def turns(self) -> int:
-        """Number of turns of the policy."""
-        return len(self.starts)
+    def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
+        """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
+        episodes = [Episode.of(row) for row in rows]
+        with self.generator.awake():
+            self._sample(episodes, rows, seeds, step)
+        decode(episodes, self.tokenizer)
+        return episodes
 
-    @property
-    def environment(self) -> Any:
-        """The user's object."""
-        return getattr(self.player, "instance", None)
+    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+        """Sample a turn for each episode."""
+        turns = self.generator.generate([episode.prompt_ids for episode in episodes])
+        for episode, turn, logprobs in zip(episodes, turns, self.generator.sampled_logprobs or repeat(None)):
+            episode.add(turn, True, logprobs)
+            self._note_ending(episode, turn)
 
-    def add(self, ids: list[int], sampled: bool, logprobs: list[float] | None = None) -> None:
-        """Append a turn, or what the environment wrote."""
-        if sampled:
-            self.starts.append(len(self.completion_ids))
-        self.completion_ids += ids
-        self.logprobs += (logprobs or [0.0] * len(ids))[: len(ids)]
-        self.sampled += [self.turns if sampled else 0] * len(ids)
+    def _note_ending(self, episode: Episode, turn: list[int]) -> None:
+        """Note how an episode ends if nothing follows a turn."""
+        episode.ending = "stopped" if self.generator.has_stopped(turn) else "cut"
+        episode.bootstraps = self.bootstraps and episode.ending == "cut"
 
 
-class Kind:
-    """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
+class EnvironmentPlayer(Player):
+    """Plays turns of all unfinished episodes in one batch; their tools and environments answer in between."""
 
-    def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
-        self.factory = factory
-        self.tools = tools
-        self.pool = [self.make()]
-        self.type: Any = type(self.pool[0].instance)
-        self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
+    takes_seeds = True
 
-    def make(self) -> ToolEnvironment | TextEnvironment:
-        """Make an instance."""
-        if self.factory is None:
-            return ToolEnvironment(None, self.tools)
-        instance = self.factory()
-        if not callable(getattr(instance, "reset", None)):
-            raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
-        is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
-        return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
-
-    def lend(self) -> Any:
-        """Free instance, or a new one; within a run, a factory that fails gives one that fails to reset."""
-        try:
-            return self.pool.pop(0) if self.pool else self.make()
-        except Exception as error:
-            failure = error
-
-        async def reset(row: dict[str, Any], seed: int) -> None:
-            raise failure
-
-        return SimpleNamespace(instance=self.type.__new__(self.type), reset=reset)
-
-
-class Environments:
-    """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""
-
-    def __init__(self, tools: list[Callable] | None = None, factory: Any = None, rollout_func: Callable | None = None):
-        if rollout_func is not None and (tools or factory):
-            raise ValueError("`rollout_func` samples whole episodes; remove `tools` and `environment_factory`.")
-        self.rollout_func = rollout_func
-        self.by_name = isinstance(factory, dict)
-        factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
-        self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
-        kinds = self.kinds.values()
-        self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
-        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
-        self.has_instances = bool(factory)  # which reward functions receive
-        self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
-
-    def __bool__(self) -> bool:
-        return bool(self.kinds)
-
-    def kind(self, row: dict[str, Any]) -> Kind:
-        """Kind of environment of a row."""
-        name = row.get("environment") if self.by_name else None
-        if name not in self.kinds:
-            names = ", ".join(map(repr, self.kinds))
-            raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
-        return self.kinds[name]
-
-    def prepare(
-        self, dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None, args: Any, rows: int
-    ) -> tuple[Any, dict | None]:
-        """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
-        if not (self or self.rollout_func):
-            return dataset, template_kwargs
-        if dataset is None and self.by_name and args.max_steps > 0:
-            raise ValueError(
-                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` "
-                "names one of them, got None."
-            )
-        for reward in self.rewards:
-            reward.timeout = args.environment_timeout
-        if self.has_instances and (dataset is not None or args.max_steps > 0):
-            dataset = with_prompts(dataset, tokenizer, rows)
-        conversational = dataset is None or is_conversational(next(iter(dataset), {}))
-        with_tools = any(kind.schemas for kind in self.kinds.values())
-        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools)
-        schemas = self.kinds[None].schemas if None in self.kinds else []
-        return dataset, self.chat.template_kwargs | ({"tools": schemas} if schemas else {})
-
-    def sampler(
-        self, generator: Generator, args: Any, context_length: int | None, trainer: Any
-    ) -> "EpisodeSampler | RolloutFunction | None":
-        """What samples episodes; `None` if a completion is one turn."""
-        if self.rollout_func is not None:
-            return RolloutFunction(self.rollout_func, trainer, self.chat, generator, args.bootstrap_truncated)
-        return EpisodeSampler(self, generator, args, context_length) if self else None
-
-
-async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
-    """Result of user code, or an error after `environment_timeout` seconds."""
-    if timeout is None:
-        return await ask()
-    try:
-        return await asyncio.wait_for(ask(), timeout)
-    except TimeoutError:
-        raise TimeoutError(f"no result within environment_timeout={timeout:g} s") from None
-
-
-class EnvironmentReward:
-    """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
-
-    def __init__(self, type_: type):
-        self.type = type_
-        self.name = "tools" if type_ is type(None) else type_.__name__
-        self.timeout: float | None = None  # seconds
-
-    def score(self, batch: ScoringBatch) -> Awaitable[list]:
-        """Score episodes; those of other classes have no such reward."""
-        ends = [self._end(episode) for episode in batch.episodes]
-
-        async def entries() -> list:
-            return await asyncio.gather(*map(self._entry, batch.episodes, ends))
-
-        return entries()
-
-    def _end(self, episode: Episode) -> Any:
-        """Result of `get_reward`, in the main thread unless there is a timeout, or an awaitable of it."""
-        is_other = type(episode.environment) is not self.type
-        if is_other or episode.error is not None or episode.place.has("reward"):
-            return None
-        get_reward = getattr(episode.environment, "get_reward", lambda: None)
-        try:
-            return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
-        except (Exception, SystemExit) as error:
-            return error if isinstance(error, Exception) else RuntimeError(repr(error))
-
-    async def _entry(self, episode: Episode, end: Any) -> Any:
-        if type(episode.environment) is not self.type:
-            return None
-
-        async def awaited() -> Any:
-            if isinstance(end, Exception):
-                raise end
-            return await end if inspect.isawaitable(end) else end
-
-        error = episode.error
-        try:
-            reward = None if error is not None else await episode.place.answer("reward", awaited)
-        except Exception as failure:
-            episode.error = error = failure
-        if error is not None:
-            return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
-        last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
-        return [*episode.rewards, *last] or None
-
-
-def with_observation(prompt: Any, observation: Any) -> Any:
-    """The prompt of an episode: text ends the last message, as in TRL; messages follow it."""
-    if observation is None:
-        return prompt
-    if isinstance(observation, list):
-        return observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
-    if not isinstance(observation, str):
-        raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
-    if isinstance(prompt, str):
-        return prompt + observation
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-
-
-class EpisodeSampler:
-    """Samples an episode for each row: turns of all unfinished episodes in one batch, and answers in between."""
-
-    def __init__(self, environments: Environments, generator: Generator, args: Any, context_length: int | None):
-        self.environments, self.chat = environments, environments.chat
-        self.generator, self.args = generator, args
+    def __init__(self, generator: Generator, environments: Environments, args: Any, context_length: int | None):
+        self.environments, self.chat, self.args = environments, environments.chat, args
+        super().__init__(generator, self.chat.tokenizer, args.bootstrap_truncated)
         self.limit = args.max_completion_length
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.critic_limit = prompt_limit(self.limit, context_length, None)
         iterations = args.max_tool_calling_iterations
         self.iterations = sys.maxsize if iterations is None else iterations
-        self.lent: list[tuple[Kind, Episode]] = []
+
+    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+        # 1. Take back the environments of the last episodes, which have been scored by now.
+        for episode in self.lent:
+            if episode.error is None:  # otherwise it may still be running
+                episode.kind.pool.append(episode.responder)
+        self.lent = []
+
+        # 2. Reset an environment for each row: its observation continues the prompt.
+        record, resets, by_name = self._record(step), [], self.environments.by_name
+        hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
+        for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
+            episode.kind = self.environments.kind(row)
+            episode.responder = episode.kind.lend()
+            episode.place = Place(record, number).after([seed, *episode.prompt_ids])
+            if not isinstance(episode.prompt, str):
+                episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)
+            columns = {name: deepcopy(x) for name, x in row.items() if name not in hidden}
+            if columns["prompt"] == NO_PROMPT:
+                del columns["prompt"]
+            resets.append(partial(episode.responder.reset, columns, seed))
+            self.lent.append(episode)
+        for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
+            if by_name or observation is not None:  # otherwise the ids of the dataset stay
+                self._observe(episode, observation)
+
+        # 3. Show the critic what the policy must find out.
+        if self.args.critic == "adapter" and self.args.critic_prompt is None:
+            with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
+            states = [partial(called, x.environment.hidden_state) for x in with_state]
+            for episode, state in self._answers("hidden state", with_state, states, seeds[0]):
+                self._show_critic(episode, state)
+
+        active, going_on = episodes, [*range(len(episodes))]
+        sample_turns = self.generator.conversation()
+        while self.generator.largest_count(len(active)):
+            # 4. Sample a turn for each unfinished episode, within what is left of its length.
+            rooms = [self.limit - len(episode.completion_ids) for episode in active]
+            turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
+            sampled = zip(active, turns, rooms, self.generator.sampled_logprobs or repeat(None))
+            for episode, turn, room, logprobs in sampled:
+                turn = turn[:room]
+                episode.messages.append(self.chat.parsed(turn, episode.ids, episode.kind.schemas))
+                episode.add(turn, True, logprobs)
+                episode.place = episode.place.after(episode.ids)
+                self._note_ending(episode, turn)
+
+            # 5. Let tools and environments answer, and go on with the episodes that they do not end.
+            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
+            responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
+            answers = self._answers("turn", asked, responses, seeds[0])
+            continuing = {episode for episode, answer in answers if self._continues(episode, answer)}
+            going_on = [number for number, episode in enumerate(active) if episode in continuing]
+            active = [active[number] for number in going_on]
 
     def _record(self, step: int | None) -> Record:
         """Answers to the rollout before an optimizer step, also those of a run that was killed in it."""
         if step is None:
             return Record(None)
-        rank = self.args.process_index
+        folder, rank = self.args.output_dir, self.args.process_index
         if self.args.save_strategy == "no":  # otherwise a checkpoint deletes what it has
-            forget(self.args.output_dir, rank, step)
-        return Record(Path(self.args.output_dir, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
-
-    def sample(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
-        """Sample an episode for each row, whose environment is seeded; with a step, answers are recorded."""
-        # 1. Reset an environment for each row; those of the last episodes have been scored by now.
-        for kind, episode in self.lent:
-            if episode.error is None:  # otherwise it may still be running
-                kind.pool.append(episode.player)
-        record, seed, by_name = self._record(step), seeds[0], self.environments.by_name
-        hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
-        self.lent, resets = [], []
-        for number, row in enumerate(rows):
-            kind = self.environments.kind(row)
-            kwargs = None if isinstance(row["prompt"], str) else row_template_kwargs(row, self.chat.template_kwargs)
-            place = Place(record, number).after([seeds[number], *row[PROMPT_IDS]])
-            episode = Episode(row["prompt"], row[PROMPT_IDS], kind.lend(), kwargs, kind.schemas, place=place)
-            columns = {name: deepcopy(x) for name, x in row.items() if name not in hidden}
-            if columns["prompt"] == NO_PROMPT:
-                del columns["prompt"]
-            resets.append(partial(episode.player.reset, columns, seeds[number]))
-            self.lent.append((kind, episode))
-        episodes = [episode for _, episode in self.lent]
-        for episode, observation in self._answers("reset", episodes, resets, seed):
-            if by_name or observation is not None:  # otherwise the ids of the dataset stay
-                self._observe(episode, observation)
-        if self.args.critic == "adapter" and self.args.critic_prompt is None:
-            with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
-            states = [partial(called, x.environment.hidden_state) for x in with_state]
-            for episode, state in self._answers("hidden state", with_state, states, seed):
-                self._show_critic(episode, state)
-
-        active, going_on = episodes, [*range(len(rows))]
-        sample_turns = self.generator.conversation()
-        while self.generator.largest_count(len(active)):
-            # 2. Sample a turn for each unfinished episode, within what is left of its length.
-            rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
-            turns = [turn[:room] for turn, room in zip(turns, rooms)]
-            logprobs = self.generator.sampled_logprobs or [[0.0] * len(turn) for turn in turns]
-            for episode, turn, of_turn in zip(active, turns, logprobs):
-                episode.messages.append(self.chat.parsed(turn, episode.ids, episode.schemas))
-                episode.add(turn, True, of_turn)
-                episode.place = episode.place.after(episode.ids)
-                episode.stopped = self.generator.has_stopped(turn)
-                episode.after = [] if self.args.bootstrap_truncated and not episode.stopped else None
-
-            # 3. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
-            responses = [partial(x.player.respond, x.messages[-1], x.place) for x in asked]
-            answers = self._answers("turn", asked, responses, seed)
-            continuing = {id(episode) for episode, answer in answers if self._continues(episode, answer)}
-            going_on = [number for number, episode in enumerate(active) if id(episode) in continuing]
-            active = [active[number] for number in going_on]
-        return episodes
+            forget(folder, rank, step)
+        return Record(Path(folder, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
 
     def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
         """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""
@@ -341,13 +155,24 @@ class EpisodeSampler:
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
 
     def _observe(self, episode: Episode, observation: Any) -> None:
-        """Add the first observation to the prompt."""
+        """Add the first observation to the prompt: text ends its last message, as in TRL; messages follow it."""
+        prompt, limit = episode.prompt, self.prompt_limit
         try:
-            prompt, limit = with_observation(episode.prompt, observation), self.prompt_limit
-            if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
-                raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
-            kwargs = (episode.template_kwargs or {}) | ({"tools": episode.schemas} if episode.schemas else {})
-            ids = encode(prompt, self.chat.tokenizer, kwargs)
+            match observation:
+                case None:
+                    pass
+                case list():
+                    prompt = observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
+                case str() if len(observation) > CHARACTERS * limit:
+                    raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
+                case str() if isinstance(prompt, str):
+                    prompt += observation
+                case str():
+                    prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+                case _:
+                    raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
+            kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
+            ids = encode(prompt, self.tokenizer, kwargs)
             if self.args.overlong_prompts == "truncate":
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -358,7 +183,7 @@ class EpisodeSampler:
 
     def _show_critic(self, episode: Episode, state: Any) -> None:
         """Begin the prompt of the critic with the hidden state of an environment."""
-        tokenizer, room = self.chat.tokenizer, self.critic_limit - len(episode.prompt_ids)
+        tokenizer, room = self.tokenizer, self.critic_limit - len(episode.prompt_ids)
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
@@ -377,12 +202,12 @@ class EpisodeSampler:
         if answer.reward is not None:
             episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
         if answer.done and not answer.truncated:
-            episode.after = None
+            episode.bootstraps = False
             return False
-        is_last = isinstance(episode.player, TextEnvironment) and episode.turns == self.iterations
+        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns == self.iterations
         is_limited = answer.truncated or is_last
         ids, room = list[int](), self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
-        if episode.stopped and answer.messages:  # otherwise its turn was cut, or calls no tool
+        if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
             is_limited = is_limited or len(ids) > room
@@ -391,33 +216,28 @@ class EpisodeSampler:
                 episode.messages += answer.messages
                 return True
         if is_limited:
-            episode.stopped = False
-            if answer.truncated or self.args.bootstrap_truncated:
-                episode.after = ids if len(ids) <= room else []
+            episode.ending = "cut"
+            episode.bootstraps = answer.truncated or self.bootstraps
+            episode.following = ids if episode.bootstraps and len(ids) <= room else []
         return False
 
 
-@dataclass
-class RolloutFunction:
-    """Episodes of a function with the interface of TRL's `rollout_func`."""
+class FunctionPlayer(Player):
+    """Plays the episodes of a function with the interface of TRL's `rollout_func`."""
 
-    function: Callable
-    trainer: Any
-    chat: ChatFormat
-    generator: Generator
-    bootstraps: bool
+    def __init__(self, function: Callable, trainer: Any, *settings: Any):
+        super().__init__(*settings)
+        self.function, self.trainer = function, trainer
 
-    def sample(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
-        """Call the function with the prompts of all rows; only environments have seeds, and answers of a step."""
+    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+        # 1. Call the function with the prompts of all rows.
         output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
         output.pop("logprobs", None)  # they are computed with the forward of the updates
-        columns = {}
-        for name, values in output.items():
-            is_per_row = isinstance(values, list) and len(values) == len(rows)
-            columns[name] = values if is_per_row else [values] * len(rows)
-        episodes = []
-        for number, row in enumerate(rows):
-            own = {name: values[number] for name, values in columns.items()}
+        is_per_row = {name: isinstance(x, list) and len(x) == len(rows) for name, x in output.items()}
+        for number, episode in enumerate(episodes):
+            own = {name: x[number] if is_per_row[name] else x for name, x in output.items()}
+
+            # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
                 prompt_ids, completion_ids = list(own.pop("prompt_ids")), list(own.pop("completion_ids"))
                 sampled = list(own.pop("env_mask", [1] * len(completion_ids)))
@@ -430,13 +250,36 @@ class RolloutFunction:
                     "`completion_ids` and, if an environment wrote some of them, `env_mask` with 1 at each token that "
                     f"the policy sampled; row {number} of {len(rows)} has no valid ones."
                 )
-            episode = Episode(row["prompt"], prompt_ids, columns=own)
+
+            # 3. Split them into turns and answers. Other entries are for reward functions.
+            episode.prompt_ids = prompt_ids
+            episode.columns |= own
             for is_sampled, run in groupby(zip(sampled[:end], completion_ids), itemgetter(0)):
                 ids = [token for _, token in run]
                 episode.add(ids, sampled=bool(is_sampled))
-                message = self.chat.parsed(ids, prompt_ids, [])
-                episode.messages.append(message if is_sampled else message | {"role": "environment"})
-            episode.stopped = self.generator.has_stopped(episode.completion_ids)
-            episode.after = [] if self.bootstraps and not episode.stopped else None
-            episodes.append(episode)
-        return episodes
+                text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                episode.messages.append({"role": "assistant" if is_sampled else "environment", "content": text})
+            self._note_ending(episode, episode.completion_ids)
+
+
+def build_player(
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
+    accelerator: Accelerator,
+    environments: Environments,
+    context_length: int | None = None,
+    trainer: Any = None,
+) -> Player:
+    """Player of a run, which samples with its `generation_backend`."""
+    kinds: dict[str, type[Any]] = {
+        "transformers": TransformersGenerator,
+        "continuous_batching": ContinuousBatchingGenerator,
+        "vllm": VLLMGenerator,
+    }
+    generator = kinds[args.generation_backend](actor_critic, tokenizer, args, accelerator)
+    if environments.rollout_func is not None:
+        return FunctionPlayer(environments.rollout_func, trainer, generator, tokenizer, args.bootstrap_truncated)
+    if environments:
+        return EnvironmentPlayer(generator, environments, args, context_length)
+    return Player(generator, tokenizer, args.bootstrap_truncated)

@@ -41,21 +41,17 @@ class Answer(NamedTuple):
     failed: list[bool] = []  # noqa: RUF012 per tool call
 
 
-def tools_of(instance: Any) -> list[Callable]:
-    """Methods of an environment that are tools."""
-    # of the class: `getmembers` of an instance evaluates properties
-    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
-    return [getattr(instance, name) for name in names if name not in _NOT_TOOLS and not name.startswith("_")]
-
-
 class ToolEnvironment:
     """Tools of a run, and those of an environment if there is one."""
 
     def __init__(self, instance: Any, tools: list[Callable]):
         self.instance = instance
-        methods = {} if instance is None else {tool.__name__: tool for tool in tools_of(instance)}
-        self.tools = {tool.__name__: tool for tool in tools} | methods
-        self.with_state = methods.keys()
+        # of the class: `getmembers` of an instance evaluates properties
+        members = [] if instance is None else inspect.getmembers(type(instance), inspect.isfunction)
+        names = [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
+        methods = [getattr(instance, name) for name in names]
+        self.tools = {tool.__name__: tool for tool in [*tools, *methods]}
+        self.with_state = {tool.__name__ for tool in methods}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation, which is appended to the prompt."""

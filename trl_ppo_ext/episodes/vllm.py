@@ -30,7 +30,6 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
 from ..randomness import capture_random_state
-from .continuous import distinct
 from .engine import Engine, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
@@ -133,6 +132,13 @@ class VLLMGenerator(Generator):
         completions = [next(sampled[group]) for group in groups]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
+
+
+def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
+    """First row of each distinct prompt, and the number of the prompt in each row."""
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+    return [groups.index(number) for number in range(len(numbers))], groups
 
 
 def served_base(actor_critic: ActorCritic, args: Any) -> str:

@@ -132,9 +132,11 @@ def log_completions(
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
 
 
-def log_episodes(metrics: Metrics, episodes: Sequence[Episode]) -> None:
-    """Log turns and tool calls, under TRL's names, and the environments that failed."""
-    device = metrics.device
+def log_episodes(metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None) -> None:
+    """Log turns and tool calls, under TRL's names, and the environments that failed; of completions nothing."""
+    if not episodes[0].messages:
+        return
+    device, episodes = metrics.device, episodes[:num_valid]
     turns, calls = [x.turns for x in episodes], [len(x.failed_calls) for x in episodes]
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
     metrics.mean("episodes/turns", torch.tensor(turns, device=device))

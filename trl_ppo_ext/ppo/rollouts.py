@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
-from trl import is_conversational
 
-from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..distributed import is_sharded
-from ..episodes import Episode, EpisodeSampler, Generator, RolloutFunction
+from ..episodes import Episode, Generator, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..randomness import fixed_seed
 from ..rewards import Reward, RewardShaping, RunningMoments, Scored, ScoringBatch, monitor, score_all
@@ -53,21 +51,21 @@ class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
 
     sequences: Sequences
-    stopped: Tensor  # [batch], 1 if the completion has a stop token
+    stopped: Tensor  # [batch], 1 unless a limit cut the completion
     batch: ScoringBatch  # input of the rewards
     scored: Scored  # output of the rewards
     monitored: Tensor  # [batch, monitors]
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
     excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
-    after: Sequence[list[int] | None] = ()  # what followed a completion if the value of that state bootstraps
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
     @property
     def is_cut(self) -> Tensor:
         """Completions after which the value bootstraps, `[batch]`."""
-        return torch.tensor([ids is not None for ids in self.after]).to(self.stopped.device, non_blocking=True)
+        cut = torch.tensor([episode.bootstraps for episode in self.batch.episodes])
+        return cut.to(self.stopped.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -140,14 +138,13 @@ class RolloutCollector:
     """Collects rollouts from a policy, its reference and critic, and rewards."""
 
     actor_critic: ActorCritic
-    generator: Generator
+    player: Player  # samples
     rewards: list[Reward]
     monitors: list[Reward]  # scored and logged, never optimized
     tokenizer: PreTrainedTokenizerBase
     args: Any
     accelerator: Accelerator
     guard: NonFiniteGuard
-    episodes: EpisodeSampler | RolloutFunction | None = None  # None if a completion is one turn
 
     def __post_init__(self):
         args, weights = self.args, self.args.reward_weights
@@ -173,6 +170,11 @@ class RolloutCollector:
         is_new = args.critic != "none" and args.critic_init is None
         self.warns_of_far_scores = is_new and not is_shifted and not sees_all
 
+    @property
+    def generator(self) -> Generator:
+        """Generator with which the player samples."""
+        return self.player.generator
+
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
         return self.accelerator.reduce(x, reduction="sum")
@@ -194,28 +196,12 @@ class RolloutCollector:
                 self.actor_critic.check_logits()
             self.logits_are_checked = True
 
-        # 1. Sample a completion for each prompt: one turn, or an episode of several.
-        prompt_ids, sampled, episodes = [row[PROMPT_IDS] for row in rows], None, list[Episode]()
-        after: list[list[int] | None]
-        with self._timed("generate", metrics), self.generator.awake():
-            if self.episodes is None:
-                completion_ids = self.generator.generate(prompt_ids)
-                sampled_logprobs = self.generator.sampled_logprobs
-                ended = [*map(self.generator.has_stopped, completion_ids)]
-                after = [[] if args.bootstrap_truncated and not x else None for x in ended]
-            else:
-                seeds = self._episode_seeds(len(rows), state, training)
-                episodes = self.episodes.sample(rows, seeds, state.global_step if training else None)
-                prompt_ids, completion_ids = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
-                sampled, ended = [x.sampled for x in episodes], [x.stopped for x in episodes]
-                after = [x.after for x in episodes]
-                sampled_logprobs = [x.logprobs for x in episodes]
-        stopped = torch.tensor(ended).to(device, non_blocking=True)
-        privileged = None if args.critic_prompt is None else [row[CRITIC_PROMPT_IDS] for row in rows]
-        if any(x.critic_prompt_ids for x in episodes):
-            privileged = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
-        pad_token_id = self.tokenizer.pad_token_id
-        sequences = Sequences.from_token_ids(prompt_ids, completion_ids, pad_token_id, device, privileged, sampled)
+        # 1. Play an episode for each row: a completion, or several turns.
+        seeds = self._episode_seeds(len(rows), state, training)
+        with self._timed("generate", metrics):
+            episodes = self.player.play(rows, seeds, state.global_step if training else None)
+        sequences = to_sequences(episodes, self.tokenizer.pad_token_id, device)
+        stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
 
         # 2. Score the completions.
         extra: dict[str, list] = {}
@@ -224,7 +210,7 @@ class RolloutCollector:
         # changes the working directory move the checkpoints, or one that switches gradients off end the training
         seed = hash((args.seed, state.global_step, self.accelerator.process_index)) % 2**31
         with self._timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
-            batch = self._scoring_batch(rows, completion_ids, state, extra, logged, episodes)
+            batch = self._scoring_batch(episodes, state, extra, logged)
             on_error, max_failures = args.reward_on_error, args.max_reward_failures
             scored = score_all(self.rewards, batch, self.reward_weights, on_error, max_failures, self.all_sum, device)
             monitored = monitor(self.monitors, batch, device) if self.monitors else scored.rewards[:, :0]
@@ -249,16 +235,16 @@ class RolloutCollector:
         log_rewards(metrics, [reward.name for reward in self.rewards], scored, valid, self.all_sum)
         valid = valid & scored.usable
         completion_mask, weights = sequences.completion_mask, None
-        if self.sampler is not None and sampled_logprobs is not None:
-            logprobs = nn.utils.rnn.pad_sequence([*map(torch.tensor, sampled_logprobs)], batch_first=True).to(device)
+        if self.sampler is not None:
+            sampled = [torch.tensor(episode.logprobs) for episode in episodes]
+            logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
             weights = self.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
         log_completions(metrics, tokens, completion_mask, stopped, valid)
-        if self.episodes is not None:
-            log_episodes(metrics, episodes[:num_valid])
+        log_episodes(metrics, episodes, num_valid)
         lengths, reduce = completion_mask.sum(1), (self.all_sum, self.accelerator.gather)
         monitors = {reward.name: scores for reward, scores in zip(self.monitors, monitored.unbind(1))}
         log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
-        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, after, weights)
+        return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, excluded, weights)
 
     # ---- all five steps ----
 
@@ -363,17 +349,11 @@ class RolloutCollector:
         return TokenScores(**outputs).map(lambda x: x[order])
 
     def _scoring_batch(
-        self,
-        rows: Sequence[dict],
-        completion_ids: list[list[int]],
-        state: TrainerState,
-        extra: dict[str, list],
-        logged: dict[str, list[float]],
-        episodes: Sequence[Episode] = (),
+        self, episodes: list[Episode], state: TrainerState, extra: dict[str, list], logged: dict[str, list[float]]
     ) -> ScoringBatch:
         def log_extra(column: str, values: list) -> None:
-            if len(values) != len(rows):
-                got = f"got {len(values)} for {len(rows)} completions"
+            if len(values) != len(episodes):
+                got = f"got {len(values)} for {len(episodes)} completions"
                 raise ValueError(f"`log_extra` must get one value per completion in {column!r}, {got}.")
             extra[column] = values
 
@@ -381,34 +361,16 @@ class RolloutCollector:
             check_metric_name(name)
             logged.setdefault(name, []).append(float(value))
 
-        prompts = [episode.prompt for episode in episodes] or [row["prompt"] for row in rows]
-        if max(map(max, completion_ids)) >= len(self.tokenizer):
-            logger.warning_once(
-                "The policy samples token ids that the tokenizer does not have, which decode to nothing."
-            )
-        prompt_ids = [episode.prompt_ids for episode in episodes] or [row[PROMPT_IDS] for row in rows]
-        decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
-        completions: list = decode(completion_ids)
-        if is_conversational({"prompt": prompts[0]}):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-            # those of a rollout function are one text, as in TRL
-            completions = [episode.messages for episode in episodes if episode.player] or completions
-        else:
-            # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
-            starts, texts = decode(prompt_ids), decode([p + c for p, c in zip(prompt_ids, completion_ids)])
-            joined = zip(starts, texts, completions)
-            completions = [text[len(start) :] if text.startswith(start) else alone for start, text, alone in joined]
-        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in {"prompt", *TOKEN_COLUMNS}}
-        for key in episodes[0].columns if episodes else ():
-            columns[key] = [episode.columns[key] for episode in episodes]
-        texts_and_ids = prompts, completions, completion_ids, columns, prompt_ids
-        return ScoringBatch(*texts_and_ids, state, [*episodes], log_extra, log_metric)
+        columns = {name: [episode.columns[name] for episode in episodes] for name in episodes[0].columns}
+        completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
+        prompts = [episode.prompt for episode in episodes]
+        return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)
 
     def _episode_seeds(self, rows: int, state: TrainerState, training: bool) -> list[int]:
         """Seeds of environments: the same on any number of ranks, and for all episodes of a prompt."""
         group, step = self.args.num_generations, state.global_step
         if not training:  # of the evaluation's stream
-            group, step = 1, int(torch.randint(2**31, ()))
+            group, step = 1, int(torch.randint(2**31, ())) if self.player.takes_seeds else 0
         first = self.accelerator.process_index * rows
         return [hash((self.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 
@@ -444,8 +406,8 @@ class RolloutCollector:
 
     def _values_after(self, samples: Samples) -> Tensor | None:
         """Values of the states after completions that a limit cut, `[batch]`, 0 after others; `None` if none is."""
-        batch, sequences, device = samples.batch, samples.sequences, self.accelerator.device
-        rows = [row for row, ids in enumerate(samples.after) if ids is not None]
+        episodes, sequences, device = samples.batch.episodes, samples.sequences, self.accelerator.device
+        rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
         if is_sharded(self.actor_critic.embedding):  # ranks need as many forwards
             rows = [*range(len(sequences))] if self.all_sum(samples.is_cut.sum()) else []
         if not rows:
@@ -453,9 +415,9 @@ class RolloutCollector:
         # the value of a state is at the token that follows it: one that nothing else reads
         pad_token_id, index = self.tokenizer.pad_token_id, torch.tensor(rows)
         own, on_device = sequences.rows(index), index.to(device)
-        completions = [[*batch.completion_ids[row], *(samples.after[row] or []), pad_token_id] for row in rows]
+        completions = [[*episodes[row].completion_ids, *episodes[row].following, pad_token_id] for row in rows]
         last = [[0] * (len(ids) - 1) + [1] for ids in completions]
-        prompts = [batch.prompt_ids[row] for row in rows]
+        prompts = [episodes[row].prompt_ids for row in rows]
         ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
         ends = replace(ends, critic_prompt_ids=own.critic_prompt_ids, critic_prompt_lengths=own.critic_prompt_lengths)
         if self.earned is not None:

@@ -35,9 +35,8 @@ class ScoringBatch:
     completions: list  # text, or messages if prompts are messages: the assistant's and, in episodes, the answers
     completion_ids: list[list[int]]  # token ids of the completions
     columns: dict[str, list] = field(default_factory=dict)  # other columns of the dataset
-    prompt_ids: list[list[int]] = field(default_factory=list)  # token ids of the prompts
     trainer_state: Any = None  # for schedules in a reward
-    episodes: list = field(default_factory=list)  # of environments; empty without
+    episodes: Sequence = ()  # that were sampled
     log_extra: Callable[[str, list], None] = lambda *_: None
     log_metric: Callable[[str, float], None] = lambda *_: None
 

@@ -48,7 +48,7 @@ def printable_cell(text: str, encoding: str = "utf-8") -> str:
 
 
 def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, Any]]]:
-    """Turns of each completion, which is one turn without a role unless it is an episode.
+    """Turns of each completion, which is one turn without a role if nobody answers the policy.
 
     A turn has a `role`, a `text` and, if the policy wrote it, the `reward` that entered in it, and the `value` and
     `advantage` of its first token. These are `None` if the environment wrote it, or if there are none.
@@ -56,14 +56,11 @@ def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, A
     rewards = samples.scored.tokens[:rows].cpu()
     values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.tokens.values, samples.advantages))
     completions = []
-    for row, completion in enumerate(samples.batch.completions[:rows]):
-        starts, texts = [0], [("", as_text(completion))]
-        if samples.batch.episodes:
-            episode = samples.batch.episodes[row]
-            starts, texts = episode.starts, [(x["role"], _message_text(x)) for x in episode.messages]
-        turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in texts]
+    for row, episode in enumerate(samples.batch.episodes[:rows]):
+        messages = [(x["role"], _message_text(x)) for x in episode.messages] or [("", as_text(episode.completion))]
+        turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
-        for turn, start, end in zip(sampled, starts, [*starts[1:], len(samples.batch.completion_ids[row])]):
+        for turn, start, end in zip(sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]):
             turn["reward"] = rewards[row, start:end].sum().item()
             turn["value"] = None if values is None else values[row, start].item()
             turn["advantage"] = None if advantages is None else advantages[row, start].item()
@@ -93,7 +90,7 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     def cell(entry: Any) -> Text:
         return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
 
-    def episode(turns: list[dict[str, Any]]) -> Text:
+    def transcript(turns: list[dict[str, Any]]) -> Text:
         lines = []
         for turn in limited_turns(turns, LONGEST):
             lines.append(cell(f"{turn['role']}: {turn['text']}" if turn["role"] else turn["text"]))
@@ -108,10 +105,9 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
         table.add_column(cell(name), justify="right", style="bold cyan")
     for name in samples.extra:
         table.add_column(cell(name))
-    episodes = turns_of(samples, rows) if samples.batch.episodes else []
-    for row in range(len(samples.batch))[:rows]:
+    for row, turns in enumerate(turns_of(samples, rows)):
         scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
-        completion = episode(episodes[row]) if episodes else cell(samples.batch.completions[row])
+        completion = transcript(turns) if turns[0]["role"] else cell(samples.batch.completions[row])
         extra = [values[row] for values in samples.extra.values()]
         table.add_row(
             cell(samples.batch.prompts[row]), completion, *(f"{score:.2f}" for score in scores), *map(cell, extra)
@@ -144,8 +140,8 @@ def completions_table(samples: Samples, rewards: list[str], monitors: list[str],
     prompts, completions = samples.batch.prompts, samples.batch.completions
     columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
     scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
-    episodes = turns_of(samples) if samples.batch.episodes else []
-    credit = {f"turn_{x}s": [[turn[x] for turn in turns if turn[x] is not None] for turns in episodes] for x in CREDIT}
+    turns = [[turn for turn in turns if turn["role"]] for turns in turns_of(samples)]
+    credit = {f"turn_{x}s": [[turn[x] for turn in row if turn[x] is not None] for row in turns] for x in CREDIT}
     credit = {name: lists for name, lists in credit.items() if any(lists)}
     named = [*scores, ("score", samples.scored.totals.tolist()), *credit.items(), *samples.extra.items()]
     for name, values in named:

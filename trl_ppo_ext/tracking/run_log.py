@@ -124,11 +124,10 @@ class RunLog(TrainerCallback):
         rewards, monitored = samples.scored.rewards.tolist(), samples.monitored.tolist()
         totals, stopped = samples.scored.totals.tolist(), samples.stopped.tolist()
         kls = None if tokens.ref_logprobs is None else (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
-        longest = LONGEST_EPISODE if batch.episodes else LONGEST
         rows = [
             {
                 "prompt": _text(batch.prompts[row]),
-                "turns": limited_turns(turns, longest),
+                "turns": limited_turns(turns, LONGEST_EPISODE if len(turns) > 1 else LONGEST),
                 "score": totals[row],
                 "rewards": dict(zip(self.rewards, rewards[row])),
                 "monitors": dict(zip(self.monitors, monitored[row])),

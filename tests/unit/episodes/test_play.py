@@ -8,12 +8,12 @@ from operator import attrgetter
 
 import pytest
 import torch
-from scripted import call, fails, rows_of, sampler_of
-from tiny import tokenizer
+from scripted import Script, call, fails, player_of, rows_of
+from tiny import byte_tokenizer, tokenizer
 
 from trl_ppo_ext import StepResult, openenv
-from trl_ppo_ext.data.prompts import PromptError
-from trl_ppo_ext.episodes import Environments
+from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError
+from trl_ppo_ext.episodes import Environments, Player, to_sequences
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
 
 
@@ -79,13 +79,13 @@ class Walk:
         return f"at {self.place}", float(text == "right"), self.place == 3
 
 
-def sampled(sampler, rows, seeds=None):
-    return sampler.sample(rows, seeds or [7] * len(rows))
+def played(player, rows, seeds=None):
+    return player.play(rows, seeds or [7] * len(rows))
 
 
-def written(sampler, episode):
+def written(player, episode):
     """Text of each part of a completion, and whether the policy sampled it."""
-    parts, tokenizer = [], sampler.chat.tokenizer
+    parts, tokenizer = [], player.chat.tokenizer
     for token, by_policy in zip(episode.completion_ids, episode.sampled):
         if not parts or parts[-1][1] != by_policy:
             parts.append(([], by_policy))
@@ -93,10 +93,31 @@ def written(sampler, episode):
     return [(tokenizer.decode(ids), by_policy > 0) for ids, by_policy in parts]
 
 
-def scores(sampler, episodes):
+def scores(player, episodes):
     """Scores of each reward of the environments."""
     batch = ScoringBatch([None] * len(episodes), [], [x.completion_ids for x in episodes], episodes=episodes)
-    return {reward.name: asyncio.run(reward.score(batch)) for reward in sampler.environments.rewards}
+    return {reward.name: asyncio.run(reward.score(batch)) for reward in player.environments.rewards}
+
+
+# ---- completions ----
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_completion_is_an_episode_of_one_turn(bootstraps):
+    encode, texts = byte_tokenizer(), ("alpha", "beta")
+    script = Script(encode, {"alpha": ["x"], "beta": ["y" * 2000]})
+    rows = [{"prompt": text, PROMPT_IDS: encode(text)["input_ids"], "target": 3} for text in texts]
+    ended, cut = episodes = Player(script, encode, bootstraps).play(rows, [0, 0])
+    assert (ended.ending, ended.bootstraps) == ("stopped", False)
+    assert (cut.ending, cut.bootstraps) == ("cut", bootstraps)
+    for episode, row in zip(episodes, rows):
+        assert episode.prompt == row["prompt"] and episode.ids == row[PROMPT_IDS] + episode.completion_ids
+        assert episode.starts == [0] and {*episode.sampled} == {1} and episode.columns == {"target": 3}
+        assert not (episode.following or episode.messages or episode.logprobs or episode.environment)
+    assert ended.completion == "x" and to_sequences(episodes, 0, "cpu").sampled is None
+    cut.add([5], sampled=False), cut.add([6, 7], sampled=True, logprobs=[-1.0, -2.0, -3.0])
+    assert to_sequences(episodes, 0, "cpu").sampled[1, -4:].tolist() == [1, 0, 2, 2]
+    assert cut.logprobs[-4:] == [0, 0, -1, -2] and len(cut.logprobs) == len(cut.completion_ids)
 
 
 # ---- tools ----
@@ -105,11 +126,11 @@ def scores(sampler, episodes):
 def test_tools_answer_until_the_policy_calls_none():
     rows = rows_of("alpha", "beta")
     turns = {"alpha": [call("add", a=1, b=2), call("add", a=3, b=4), "seven"], "beta": ["nothing"]}
-    sampler = sampler_of(turns, rows, tools=[add])
-    one, two = sampled(sampler, rows)
-    assert sampler.generator.calls[0][0] == 2 and [n for n, _ in sampler.generator.calls[1:]] == [1, 1]
+    player = player_of(turns, rows, tools=[add])
+    one, two = played(player, rows)
+    assert player.generator.calls[0][0] == 2 and [n for n, _ in player.generator.calls[1:]] == [1, 1]
     response = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert written(sampler, one) == [
+    assert written(player, one) == [
         (turns["alpha"][0] + "<|im_end|>", 1),
         (response.format(3), 0),
         (turns["alpha"][1] + "<|im_end|>", 1),
@@ -118,20 +139,21 @@ def test_tools_answer_until_the_policy_calls_none():
     ]
     assert [message["role"] for message in one.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert one.messages[1] == {"role": "tool", "name": "add", "content": "3"}
-    assert one.failed_calls == [False, False] and (one.turns, two.turns) == (3, 1) and one.stopped and two.stopped
-    assert scores(sampler, [one, two]) == {"tools": [None, None]}
+    assert one.failed_calls == [False, False] and (one.turns, two.turns) == (3, 1)
+    assert one.ending == two.ending == "stopped"
+    assert scores(player, [one, two]) == {"tools": [None, None]}
 
 
 def test_prompt_shows_the_tools():
     rows = rows_of("alpha")
-    episode = sampled(sampler_of({"alpha": ["x"]}, rows, tools=[add]), rows)[0]
-    assert '"name": "add"' in sampler_of({}, rows, tools=[add]).chat.tokenizer.decode(episode.prompt_ids)
+    episode = played(player_of({"alpha": ["x"]}, rows, tools=[add]), rows)[0]
+    assert '"name": "add"' in player_of({}, rows, tools=[add]).chat.tokenizer.decode(episode.prompt_ids)
 
 
 def test_policy_reads_what_went_wrong():
     rows = rows_of("alpha")
     turns = {"alpha": [call("fails") + "\n" + call("gone") + "\n" + call("add", a=1), "so"]}
-    [episode] = sampled(sampler_of(turns, rows, tools=[add, fails]), rows)
+    [episode] = played(player_of(turns, rows, tools=[add, fails]), rows)
     texts = [message["content"] for message in episode.messages if message["role"] == "tool"]
     assert texts[:2] == ["{'error': 'no luck'}", "{'error': 'Tool gone not found.'}"]
     assert "missing 1 required positional argument: 'b'" in texts[2]
@@ -155,7 +177,7 @@ def test_tools_of_all_episodes_and_of_a_turn_run_together():
     sleep.__name__ = "slowly"
     for tool, seconds in ((slowly, 0.3), (sleep, 0.6)):  # synchronous ones of a turn may depend on one another
         start = time.perf_counter()
-        episodes = sampled(sampler_of(turns, rows, tools=[tool]), rows)
+        episodes = played(player_of(turns, rows, tools=[tool]), rows)
         assert time.perf_counter() - start < seconds + 0.25
         assert [m["content"] for m in episodes[0].messages if m["role"] == "tool"] == ["waited 1", "waited 2"]
 
@@ -163,20 +185,20 @@ def test_tools_of_all_episodes_and_of_a_turn_run_together():
 def test_iterations_are_limited():
     rows = rows_of("alpha")
     for limit, turns in ((0, 1), (2, 3)):
-        sampler = sampler_of({"alpha": [call("add", a=1, b=1)]}, rows, tools=[add], max_tool_calling_iterations=limit)
-        [episode] = sampled(sampler, rows)
-        assert episode.turns == turns and len(episode.failed_calls) == limit and episode.stopped
+        player = player_of({"alpha": [call("add", a=1, b=1)]}, rows, tools=[add], max_tool_calling_iterations=limit)
+        [episode] = played(player, rows)
+        assert episode.turns == turns and len(episode.failed_calls) == limit and episode.ending == "stopped"
         assert episode.messages[-1]["role"] == "assistant"
 
 
 def test_turns_share_the_completion_length():
     rows = rows_of("alpha", "beta")
     turns = {"alpha": [call("add", a=1, b=1), "x" * 500], "beta": ["y" * 500]}
-    sampler = sampler_of(turns, rows, tools=[add], max_completion_length=200)
-    episodes = sampled(sampler, rows)
+    player = player_of(turns, rows, tools=[add], max_completion_length=200)
+    episodes = played(player, rows)
     assert [len(episode.completion_ids) for episode in episodes] == [200, 200]
-    assert not episodes[0].stopped and not episodes[1].stopped
-    used = sampler.generator.calls[1][1]
+    assert [episode.ending for episode in episodes] == ["cut", "cut"]
+    used = player.generator.calls[1][1]
     assert 0 < used < 200 and {*episodes[0].sampled} == {0, 1, 2} and {*episodes[1].sampled} == {1}
 
 
@@ -187,11 +209,11 @@ def test_answer_that_does_not_fit_is_rolled_back():
         """Return a lot."""
         return "z" * 10_000_000
 
-    sampler = sampler_of({"alpha": [call("long")]}, rows, tools=[long])
+    player = player_of({"alpha": [call("long")]}, rows, tools=[long])
     start = time.perf_counter()
-    [episode] = sampled(sampler, rows)
+    [episode] = played(player, rows)
     assert time.perf_counter() - start < 1
-    assert all(episode.sampled) and len(episode.messages) == 1 and not episode.stopped and episode.turns == 1
+    assert all(episode.sampled) and len(episode.messages) == 1 and episode.ending == "cut" and episode.turns == 1
 
 
 def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
@@ -207,11 +229,11 @@ def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
         return StepResult(f"moved {move}", reward=move / 2, done=move == 3)
 
     turns = {"alpha": [call("play", move=1), call("play", move=1) + "\n" + call("play", move=2), call("play", move=3)]}
-    sampler = sampler_of(turns, rows, tools=[play])
-    [episode] = sampled(sampler, rows)
+    player = player_of(turns, rows, tools=[play])
+    [episode] = played(player, rows)
     ends = [place for place, token in enumerate(episode.completion_ids) if token == 2 and episode.sampled[place]]
-    assert episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])] and episode.turns == 3 and episode.stopped
-    assert scores(sampler, [episode]) == {"tools": [episode.rewards]}
+    assert episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])] and episode.turns == 3 and episode.ending == "stopped"
+    assert scores(player, [episode]) == {"tools": [episode.rewards]}
     assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["moved 1", "moved 1", "moved 2"]
 
 
@@ -225,14 +247,14 @@ def test_environment_is_reset_with_the_row_and_gives_the_reward():
         "alpha": [call("increment", step=2), "x"],
         "beta": [call("increment", step=3), call("increment", step=4), ""],
     }
-    sampler = sampler_of(turns, rows, factory=Counter)
+    player = player_of(turns, rows, factory=Counter)
     for _ in range(2):
-        episodes = sampled(sampler, rows)
-        assert scores(sampler, episodes) == {
+        episodes = played(player, rows)
+        assert scores(player, episodes) == {
             "Counter": [[(len(x.completion_ids) - 1, n)] for x, n in zip(episodes, (2, 7))]
         }
         assert [episode.prompt[-1]["content"] for episode in episodes] == ["alpha from 4", "beta from 5"]
-        assert "beta from 5" in sampler.chat.tokenizer.decode(episodes[1].prompt_ids)
+        assert "beta from 5" in player.chat.tokenizer.decode(episodes[1].prompt_ids)
     assert Counter.made == 2  # one per episode of a batch, then reset
     assert episodes[0].environment.resets[-1] == {"prompt": [{"role": "user", "content": "alpha"}], "start": 4}
     assert rows[0]["prompt"] == [{"role": "user", "content": "alpha"}]
@@ -249,16 +271,16 @@ def test_row_chooses_its_environment():
 
     rows = rows_of("alpha", "beta", environment=["a", "b"])
     turns = {"alpha": [call("decrement"), "x"], "beta": [call("decrement"), "x"]}
-    sampler = sampler_of(turns, rows, factory={"a": Counter, "b": Other})
-    one, two = sampled(sampler, rows)
+    player = player_of(turns, rows, factory={"a": Counter, "b": Other})
+    one, two = played(player, rows)
     assert "Tool decrement not found" in one.messages[1]["content"] and two.messages[1]["content"] == "-1"
-    assert scores(sampler, [one, two])["Other"] == [None, [(len(two.completion_ids) - 1, -1.0)]]
+    assert scores(player, [one, two])["Other"] == [None, [(len(two.completion_ids) - 1, -1.0)]]
     assert (
-        "decrement" in sampler.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
+        "decrement" in player.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
     )
-    assert "decrement" not in sampler.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
+    assert "decrement" not in player.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
     with pytest.raises(PromptError, match="has 'c', which is not among the environments 'a', 'b'"):
-        sampled(sampler, [rows[0] | {"environment": "c"}])
+        played(player, [rows[0] | {"environment": "c"}])
 
 
 # ---- plain environments ----
@@ -266,9 +288,13 @@ def test_row_chooses_its_environment():
 
 def test_plain_environment_steps_and_rewards_every_turn():
     rows = rows_of("alpha")
-    sampler = sampler_of({"alpha": ["right", "left", "right", "right", "never"]}, rows, factory=Walk)
-    [episode] = sampled(sampler, rows, [11])
-    assert [reward for _, reward in episode.rewards] == [1, 0, 1, 1] and episode.turns == 4 and episode.stopped
+    player = player_of({"alpha": ["right", "left", "right", "right", "never"]}, rows, factory=Walk)
+    [episode] = played(player, rows, [11])
+    assert (
+        [reward for _, reward in episode.rewards] == [1, 0, 1, 1]
+        and episode.turns == 4
+        and episode.ending == "stopped"
+    )
     assert [m["content"] for m in episode.messages] == ["right", "at 1", "left", "at 1", "right", "at 2", "right"]
     assert episode.prompt[-1]["content"] == "alpha at 0" and episode.environment.seed == 11
     assert episode.sampled[-1] == 4 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
@@ -285,9 +311,9 @@ def test_plain_environment_of_gymnasium_keeps_truncation_apart():
             return "on", 1.0, action == "end", self.left == 0, {}
 
     rows = rows_of("alpha", "beta", limit=[3, 3])
-    sampler = sampler_of({"alpha": ["x", "y", "z"], "beta": ["x", "end"]}, rows, factory=Gym)
-    one, two = sampled(sampler, rows)
-    assert (one.turns, one.stopped, two.turns, two.stopped) == (3, False, 2, True)
+    player = player_of({"alpha": ["x", "y", "z"], "beta": ["x", "end"]}, rows, factory=Gym)
+    one, two = played(player, rows)
+    assert (one.turns, one.ending, two.turns, two.ending) == (3, "cut", 2, "stopped")
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -314,25 +340,25 @@ def test_client_of_openenv_is_a_plain_environment(synchronous):
 
     factory = openenv(SyncClient if synchronous else Client, Action, attrgetter("text"), name="Door")
     rows = rows_of("alpha", code=["42"], **{"seed": [5]} if synchronous else {})  # which that of the row overrides
-    sampler = sampler_of({"alpha": ["41", "42"]}, rows, factory=factory)
-    [episode] = sampled(sampler, rows, [11])
+    player = player_of({"alpha": ["41", "42"]}, rows, factory=factory)
+    [episode] = played(player, rows, [11])
     assert episode.error is None and episode.prompt[-1]["content"] == "alpha locked"
     assert [m["content"] for m in episode.messages] == ["41", "locked", "42"]
-    assert [reward for _, reward in episode.rewards] == [0, 1] and episode.stopped
-    assert sampler.environments.rewards[0].name == "Door"
+    assert [reward for _, reward in episode.rewards] == [0, 1] and episode.ending == "stopped"
+    assert player.environments.rewards[0].name == "Door"
 
 
 def test_limit_of_iterations_truncates_a_plain_episode_after_its_step():
     rows = rows_of("alpha")
-    sampler = sampler_of({"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=2)
-    [episode] = sampled(sampler, rows)
-    assert len(episode.rewards) == episode.turns == 2 and not episode.stopped
+    player = player_of({"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=2)
+    [episode] = played(player, rows)
+    assert len(episode.rewards) == episode.turns == 2 and episode.ending == "cut"
 
 
 def test_unfinished_turn_is_stepped_and_truncated():
     rows = rows_of("alpha")
-    [episode] = sampled(sampler_of({"alpha": ["right"]}, rows, factory=Walk, end=""), rows)
-    assert episode.rewards == [(4, 1.0)] and not episode.stopped
+    [episode] = played(player_of({"alpha": ["right"]}, rows, factory=Walk, end=""), rows)
+    assert episode.rewards == [(4, 1.0)] and episode.ending == "cut"
 
 
 # ---- failures ----
@@ -368,26 +394,26 @@ HOW = ["reset", "number", "flood", "none", "raise", "exit", "hang", "nan", "text
 
 def test_hostile_environments_end_their_episode_and_no_other():
     rows = rows_of(*[f"q{n:02}" for n in range(12)], how=HOW)
-    sampler = sampler_of({"q": ["hello"]}, rows, factory=Hostile, environment_timeout=0.5, max_prompt_length=500)
+    player = player_of({"q": ["hello"]}, rows, factory=Hostile, environment_timeout=0.5, max_prompt_length=500)
     start = time.perf_counter()
-    episodes = sampled(sampler, rows)
+    episodes = played(player, rows)
     assert time.perf_counter() - start < 2
-    entries = dict(zip(HOW, scores(sampler, episodes)["Hostile"]))
+    entries = dict(zip(HOW, scores(player, episodes)["Hostile"]))
     failed = {how for how, entry in entries.items() if isinstance(entry, RewardError)}
     assert failed == {*HOW} - {"long", "fine"}
     assert all(episode.sampled == [1] * 6 for episode in episodes)
     assert "no result within environment_timeout=0.5 s" in str(entries["hang"])
     assert "SystemExit" in str(entries["exit"]) and "must return (observation, reward, done)" in str(entries["none"])
-    assert episodes[HOW.index("long")].stopped is False and episodes[-1].stopped
+    assert (episodes[HOW.index("long")].ending, episodes[-1].ending) == ("cut", "stopped")
     assert episodes[HOW.index("flood")].prompt == rows[HOW.index("flood")]["prompt"]
-    again = sampled(sampler, rows[-1:])  # instances that failed are not used again
+    again = played(player, rows[-1:])  # instances that failed are not used again
     assert again[0].environment in [x.environment for x in episodes if x.error is None]
 
 
 def test_hanging_tool_fails_the_episode():
     rows = rows_of("alpha")
-    sampler = sampler_of({"alpha": [call("slowly", a=1)]}, rows, tools=[slowly], environment_timeout=0.05)
-    [entry] = scores(sampler, sampled(sampler, rows))["tools"]
+    player = player_of({"alpha": [call("slowly", a=1)]}, rows, tools=[slowly], environment_timeout=0.05)
+    [entry] = scores(player, played(player, rows))["tools"]
     assert isinstance(entry, RewardError) and "environment_timeout=0.05" in str(entry)
 
 
@@ -395,7 +421,7 @@ def test_hanging_tool_fails_the_episode():
 def test_call_that_no_parser_reads_is_text(argument):
     rows = rows_of("alpha")
     turn = f'<tool_call>\n{{"name": "slowly", "arguments": {{"a": {argument}}}}}\n</tool_call>'
-    [episode] = sampled(sampler_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows)
+    [episode] = played(player_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows)
     assert episode.messages == [{"role": "assistant", "content": turn}] and not episode.failed_calls
 
 
@@ -410,7 +436,7 @@ def test_parameters_of_tools_may_have_any_name():
         return f"plotted {function}"
 
     rows = rows_of("alpha")
-    [episode] = sampled(sampler_of({"alpha": [call("plot", function="x"), "so"]}, rows, tools=[plot]), rows)
+    [episode] = played(player_of({"alpha": [call("plot", function="x"), "so"]}, rows, tools=[plot]), rows)
     assert episode.messages[1]["content"] == "plotted x"
 
 
@@ -423,8 +449,8 @@ def test_random_numbers_of_environments_are_their_own():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    sampler, first = sampler_of({"alpha": ["x"]}, rows, factory=Dice), torch.rand(())
-    rewards = [sampled(sampler, rows, [seed])[0].rewards for seed in (1, 1, 2)]
+    player, first = player_of({"alpha": ["x"]}, rows, factory=Dice), torch.rand(())
+    rewards = [played(player, rows, [seed])[0].rewards for seed in (1, 1, 2)]
     assert torch.equal(torch.stack([first, torch.rand(())]), expected)
     assert rewards[0] == rewards[1] != rewards[2]
 
@@ -436,7 +462,7 @@ def test_environment_without_reset_is_refused():
 
 def test_several_environments_need_a_dataset():
     with pytest.raises(ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"):
-        sampler_of({}, None, factory={"a": Counter, "b": Walk})
+        player_of({}, None, factory={"a": Counter, "b": Walk})
 
 
 def test_rollout_function_and_tools_are_apart():
@@ -463,31 +489,33 @@ class Limited:
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
     rows, settings = rows_of("alpha", "beta"), {"factory": Limited, "bootstrap_truncated": bootstraps}
-    sampler = sampler_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
-    limited, ended = sampled(sampler, rows)
+    player = player_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
+    limited, ended = played(player, rows)
     following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
-    assert sampler.chat.tokenizer.decode(limited.after) == following and not limited.stopped
-    assert ended.after is None and ended.stopped
-    assert limited.sampled[-1] == limited.turns and following not in sampler.chat.tokenizer.decode(
+    assert (
+        player.chat.tokenizer.decode(limited.following) == following and limited.ending == "cut" and limited.bootstraps
+    )
+    assert ended.ending == "stopped" and not ended.bootstraps and not ended.following
+    assert limited.sampled[-1] == limited.turns and following not in player.chat.tokenizer.decode(
         limited.completion_ids
     )
 
     room = len(limited.completion_ids) + 1  # too little for the answer
-    [cut] = sampled(sampler_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])
-    assert cut.after == []
+    [cut] = played(player_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])
+    assert cut.bootstraps and cut.following == []
     # limits of the run
     for limit in ({"max_tool_calling_iterations": 1}, {"max_completion_length": 3}):
-        [cut] = sampled(sampler_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
-        assert cut.turns == 1 and not cut.stopped and (cut.after is None) != bootstraps
-        assert not cut.after or sampler.chat.tokenizer.decode(cut.after) == following.replace("2", "1")
+        [cut] = played(player_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
+        assert cut.turns == 1 and cut.ending == "cut" and cut.bootstraps == bootstraps >= bool(cut.following)
+        assert not cut.following or player.chat.tokenizer.decode(cut.following) == following.replace("2", "1")
 
 
 def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     rows = rows_of("alpha")
-    for length, after in ((100, None), (20, [])):
+    for length, ending in ((100, "stopped"), (20, "cut")):
         settings = {"tools": [add], "max_completion_length": length, "bootstrap_truncated": True}
-        [episode] = sampled(sampler_of({"alpha": ["x" * 50]}, rows, **settings), rows)
-        assert episode.after == after and episode.stopped == (after is None)
+        [episode] = played(player_of({"alpha": ["x" * 50]}, rows, **settings), rows)
+        assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
 
 
 # ---- a critic that sees more ----
@@ -502,12 +530,12 @@ class Secret(Counter):
 
 def test_hidden_state_begins_the_prompt_of_the_critic_only():
     rows = rows_of("alpha", "beta", secret=["seven", "z" * 100_000])
-    decode = sampler_of({}, rows, factory=Secret).chat.tokenizer.decode
+    decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
     for critic in ("adapter", "side"):
-        sampler = sampler_of({"a": ["x"], "b": ["x"]}, rows, factory=Secret, critic=critic)
-        sampler.critic_limit = 1000
-        one, long = sampled(sampler, rows)
-        assert "seven" not in decode(one.ids) and [*one.player.tools] == ["increment"]
+        player = player_of({"a": ["x"], "b": ["x"]}, rows, factory=Secret, critic=critic)
+        player.critic_limit = 1000
+        one, long = played(player, rows)
+        assert "seven" not in decode(one.ids) and [*one.responder.tools] == ["increment"]
         if critic == "side":
             assert one.critic_prompt_ids is None and long.error is None
             continue
@@ -517,5 +545,5 @@ def test_hidden_state_begins_the_prompt_of_the_critic_only():
 
 def test_hidden_state_must_be_text():
     rows = rows_of("alpha")
-    [episode] = sampled(sampler_of({"alpha": ["x"]}, rows, factory=Secret, critic="adapter"), rows)
+    [episode] = played(player_of({"alpha": ["x"]}, rows, factory=Secret, critic="adapter"), rows)
     assert "`hidden_state` must return text, got int" in str(episode.error)

@@ -5,7 +5,7 @@ import random
 import threading
 
 import pytest
-from scripted import call, rows_of, sampler_of
+from scripted import call, player_of, rows_of
 
 from trl_ppo_ext import StepResult
 from trl_ppo_ext.episodes.record import ANSWERS, forget, void_errors
@@ -18,20 +18,20 @@ class Killed(BaseException):
 
 def recording(tmp_path, turns, rows, tools=None, factory=None, **settings):
     disk = {"output_dir": str(tmp_path), "process_index": 0, "save_strategy": "steps"}
-    return sampler_of(turns, rows, tools, factory, **disk | settings)
+    return player_of(turns, rows, tools, factory, **disk | settings)
 
 
-def dies(sampler, call):
-    """Let a sampler end before its turn of this number."""
-    generate = sampler.generator.generate
+def dies(player, call):
+    """Let a player end before its turn of this number."""
+    generate = player.generator.generate
 
     def dying(*args, **kwargs):
-        if len(sampler.generator.calls) == call:
+        if len(player.generator.calls) == call:
             raise Killed
         return generate(*args, **kwargs)
 
-    sampler.generator.generate = dying
-    return sampler
+    player.generator.generate = dying
+    return player
 
 
 asked = []
@@ -89,45 +89,45 @@ def test_recorded_answers_of_tools_are_not_asked_again(tmp_path):
     rows = rows_of("Q1", "Q2")
     asked.clear()
     with pytest.raises(Killed):
-        dies(recording(tmp_path, TURNS, rows, [draw]), 2).sample(rows, [0, 0], 4)
+        dies(recording(tmp_path, TURNS, rows, [draw]), 2).play(rows, [0, 0], 4)
     assert sorted(asked) == ["a", "b", "broken", "c"]
     resumed = recording(tmp_path, TURNS, rows, [draw])
-    first = resumed.sample(rows, [0, 0], 4)
+    first = resumed.play(rows, [0, 0], 4)
     assert sorted(asked) == ["a", "b", "broken", "c", "d"]
-    again = recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0, 0], 4)
+    again = recording(tmp_path, TURNS, rows, [draw]).play(rows, [0, 0], 4)
     assert messages_of(again) == messages_of(first) and len(asked) == 5
     for episode, other in zip(first, again):
         assert episode.rewards == other.rewards and episode.failed_calls == other.failed_calls
         assert episode.ids == other.ids and len(episode.rewards) >= 2
-    recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0, 0], 6)  # another rollout
-    recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0, 0])  # an evaluation
+    recording(tmp_path, TURNS, rows, [draw]).play(rows, [0, 0], 6)  # another rollout
+    recording(tmp_path, TURNS, rows, [draw]).play(rows, [0, 0])  # an evaluation
     assert len(asked) == 15
 
 
 def test_other_transcript_is_asked_anew(tmp_path):
     rows = rows_of("Q1", "Q2")
-    recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0, 0], 0)
+    recording(tmp_path, TURNS, rows, [draw]).play(rows, [0, 0], 0)
     asked.clear()
     other = TURNS | {"Q1": [call("draw", key="x"), call("draw", key="b"), "done"]}
-    recording(tmp_path, other, rows, [draw]).sample(rows, [0, 0], 0)
+    recording(tmp_path, other, rows, [draw]).play(rows, [0, 0], 0)
     assert asked == ["x", "b"]
 
 
 def test_environment_runs_recorded_turns_again_for_its_state(tmp_path):
     turns, rows = {"Q": [call("roll", key=f"{n}") for n in range(3)] + ["done"]}, rows_of("Q")
     with pytest.raises(Killed):
-        dies(recording(tmp_path, turns, rows, factory=Dice), 2).sample(rows, [0], 0)
-    sampler = recording(tmp_path, turns, rows, factory=Dice)
-    episodes = sampler.sample(rows, [0], 0)
+        dies(recording(tmp_path, turns, rows, factory=Dice), 2).play(rows, [0], 0)
+    player = recording(tmp_path, turns, rows, factory=Dice)
+    episodes = player.play(rows, [0], 0)
     assert episodes[0].environment.rolls == ["0", "1", "2"]
     again = recording(tmp_path, turns, rows, factory=Dice)
-    assert messages_of(again.sample(rows, [0], 0)) == messages_of(episodes)
+    assert messages_of(again.play(rows, [0], 0)) == messages_of(episodes)
 
 
-def rewards_of(sampler, rows):
-    episodes = sampler.sample(rows, [0], 0)
+def rewards_of(player, rows):
+    episodes = player.play(rows, [0], 0)
     batch = ScoringBatch(["Q"], [""], [x.completion_ids for x in episodes], episodes=episodes)
-    return asyncio.run(sampler.environments.rewards[0].score(batch))[0]
+    return asyncio.run(player.environments.rewards[0].score(batch))[0]
 
 
 def test_recorded_rewards_are_not_asked_again(tmp_path):
@@ -162,32 +162,32 @@ def test_timeout_of_a_turn_is_recorded(tmp_path):
 
     rows = rows_of("Q")
     for _ in range(2):
-        sampler = recording(tmp_path, {"Q": ["x"]}, rows, factory=Slow, environment_timeout=0.02)
-        assert str(sampler.sample(rows, [0], 0)[0].error) == "no result within environment_timeout=0.02 s"
+        player = recording(tmp_path, {"Q": ["x"]}, rows, factory=Slow, environment_timeout=0.02)
+        assert str(player.play(rows, [0], 0)[0].error) == "no result within environment_timeout=0.02 s"
     assert Slow.played == 1
 
 
 def test_line_that_a_kill_cut_is_asked_again(tmp_path):
     rows = rows_of("Q1")
-    recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0], 0)
+    recording(tmp_path, TURNS, rows, [draw]).play(rows, [0], 0)
     path = tmp_path / ANSWERS / "0-0.jsonl"
     complete = path.read_text()
     path.write_text(complete[: complete.index("turn") + 30])  # the first call of a tool is there, its turn is cut
     asked.clear()
     for _ in range(2):
-        recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0], 0)
+        recording(tmp_path, TURNS, rows, [draw]).play(rows, [0], 0)
     assert asked == ["b"]
 
 
 def test_answers_are_kept_until_a_checkpoint_has_them(tmp_path):
     rows = rows_of("Q1")
     for step in (0, 2, 10):
-        recording(tmp_path, TURNS, rows, [draw]).sample(rows, [0], step)
+        recording(tmp_path, TURNS, rows, [draw]).play(rows, [0], step)
     other = recording(tmp_path, TURNS, rows, [draw], process_index=1)
-    other.sample(rows, [0], 2)
+    other.play(rows, [0], 2)
     forget(str(tmp_path), rank=0, before=10)
     assert sorted(x.name for x in (tmp_path / ANSWERS).iterdir()) == ["10-0.jsonl", "2-1.jsonl"]
-    recording(tmp_path, TURNS, rows, [draw], save_strategy="no").sample(rows, [0], 12)
+    recording(tmp_path, TURNS, rows, [draw], save_strategy="no").play(rows, [0], 12)
     assert sorted(x.name for x in (tmp_path / ANSWERS).iterdir()) == ["12-0.jsonl", "2-1.jsonl"]
 
 
@@ -197,6 +197,6 @@ def test_record_of_a_long_answer_is_bounded(tmp_path):
         return "x" * 10_000_000
 
     rows = rows_of("Q")
-    sampler = recording(tmp_path, {"Q": [call("flood")]}, rows, [flood], max_completion_length=100)
-    (episode,) = sampler.sample(rows, [0], 0)
-    assert not episode.stopped and (tmp_path / ANSWERS / "0-0.jsonl").stat().st_size < 20_000
+    player = recording(tmp_path, {"Q": [call("flood")]}, rows, [flood], max_completion_length=100)
+    (episode,) = player.play(rows, [0], 0)
+    assert episode.ending == "cut" and (tmp_path / ANSWERS / "0-0.jsonl").stat().st_size < 20_000

@@ -14,10 +14,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.episodes import ContinuousBatchingGenerator, TransformersGenerator
 from trl_ppo_ext.episodes import transformers as growing_cache
-from trl_ppo_ext.episodes.continuous import distinct, reads_paged_cache
-from trl_ppo_ext.episodes.transformers import quick_adapters
+from trl_ppo_ext.episodes.continuous import ContinuousBatchingGenerator, reads_paged_cache
+from trl_ppo_ext.episodes.transformers import TransformersGenerator, quick_adapters
+from trl_ppo_ext.episodes.vllm import distinct
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]

@@ -65,16 +65,17 @@ def test_weights_multiply_the_advantages_of_a_rollout(tmp_path):
         settings = {"vllm_importance_sampling_correction": corrects, "vllm_max_logp_difference": 9.0}
         args = config(tmp_path, generation_backend="vllm", vllm_importance_sampling_mode="token_truncate", **settings)
         built = trainer(tmp_path, max_steps=1, seed=3)
-        generator, sample = built.collector.generator, built.collector.score_tokens
+        player, sample, played = built.collector.player, built.collector.score_tokens, []
         built.collector.sampler = SamplerComparison(args, torch.float32, lambda x: x)
 
         def scored(sequences, **kwargs):  # the sampler's log-probs are those of the policy, shifted
             tokens = sample(sequences, **kwargs)
-            rows = zip(tokens.logprobs, sequences.completion_lengths.tolist())
-            generator.sampled_logprobs[:] = [(row[:length] - shift).tolist() for row, length in rows]
+            for episode, row in zip(played[-1], tokens.logprobs):
+                episode.logprobs = (row[: len(episode.completion_ids)] - shift).tolist()
             return tokens
 
-        generator.sampled_logprobs, built.collector.score_tokens = [], scored
+        play, built.collector.score_tokens = player.play, scored
+        player.play = lambda *args: played.append(play(*args)) or played[-1]
         built.train()
         return built.updates.rollout.advantages
 

@@ -12,6 +12,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import TrainerControl, TrainerState
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
@@ -101,13 +102,14 @@ def test_failing_log_warns_once_and_ends_no_run(tmp_path, caplog):
 def samples(rows=20, text="word", score=1.0):
     ids = [[4, 5]] * rows
     tokens = torch.zeros(rows, 2)
+    episodes = [Episode("p", [4, 5], completion_ids=[4, 5], starts=[0], completion=text)] * rows
     scored = Scored(
         torch.full((rows, 1), score), torch.full((rows, 2), score / 2), torch.ones(rows).bool(), torch.zeros(rows, 1)
     )
     return Samples(
         Sequences.from_token_ids(ids, ids, 0, torch.device("cpu")),
         torch.ones(rows).bool(),
-        ScoringBatch(["p"] * rows, [text] * rows, ids),
+        ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes),
         scored,
         torch.full((rows, 1), float("nan")),
         {},

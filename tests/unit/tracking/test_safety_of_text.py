@@ -301,7 +301,11 @@ def test_a_model_card_holds_names_and_obeys_none(tmp_path, text):
 def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=None, turns=None):
     rows = len(texts)
     scored = Scored(torch.ones(rows, len(names)), torch.ones(rows, 1), *[torch.ones(rows, dtype=torch.bool)] * 2)
-    episodes = [Episode(text, [1], completion_ids=[1], starts=[0], messages=turns(text)) for text in texts if turns]
+    messages = [[] if turns is None else turns(text) for text in texts]
+    episodes = [
+        Episode(text, [1], completion_ids=[1], starts=[0], messages=of_text, completion=text)
+        for text, of_text in zip(texts, messages)
+    ]
     batch = ScoringBatch(list(texts), list(texts), [[1]] * rows, episodes=episodes)
     samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(rows, 1)), None)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

@@ -1,0 +1,237 @@
+"""Environments of a run: the protocol of plain ones, who answers which row, and the rewards that they give."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+from trl import is_conversational
+
+from ..concurrency import called
+from ..data.prompts import PromptError, with_prompts
+from ..redaction import shortened
+from ..rewards import RewardError, ScoringBatch
+from .chat import ChatFormat, encodable
+from .episode import Episode
+from .tools import Answer, ToolEnvironment
+
+
+class TextEnvironment:
+    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium."""
+
+    tools: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, instance: Any):
+        self.instance = instance
+        # Gymnasium's `reset(*, seed, options)` returns a second value, the info
+        self.is_gymnasium = "options" in inspect.signature(instance.reset).parameters
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """First observation."""
+        if not self.is_gymnasium:
+            return await called(self.instance.reset, row, seed)
+        observation, _ = await called(self.instance.reset, seed=seed, options=row)
+        return observation
+
+    async def respond(self, message: dict[str, Any], place: Any) -> Answer:
+        """Step with the text of a turn."""
+        result = await called(self.instance.step, message["content"])
+        if not (isinstance(result, tuple) and len(result) in (3, 5)):
+            raise ValueError(
+                "`step` must return (observation, reward, done), or Gymnasium's (observation, reward, terminated, "
+                f"truncated, info), got {shortened(repr(result)[:200])}."
+            )
+        observation, reward, done, *rest = result
+        truncated = bool(rest) and bool(rest[0]) and not done
+        if not math.isfinite(reward):
+            raise ValueError(f"`step` must return a finite reward, got {reward}.")
+        ends = bool(done) or truncated
+        if not (isinstance(observation, str) or ends):
+            raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
+        # after a limit, the critic reads it
+        messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
+        return Answer(messages, float(reward), ends, truncated)
+
+
+def openenv(
+    client: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], str], name: str = "OpenEnv"
+) -> type:
+    """
+    Make an `environment_factory` of a client of OpenEnv, asynchronous or synchronous.
+
+    `reset` of the client gets the columns of the row other than the prompt, and the seed of the episode if the row has
+    none.
+
+    Args:
+        client (`Callable`):
+            Makes a client, such as `partial(EchoEnv, base_url="http://localhost:8000")`, once per episode of a batch.
+        action (`Callable`):
+            Makes an action of the text of a turn.
+        text (`Callable`):
+            Makes text for the policy of an observation.
+        name (`str`, *optional*, defaults to `"OpenEnv"`):
+            Name of the class, and so of its reward in the logs.
+
+    Returns:
+        `type`: The class of a plain environment.
+    """
+
+    class OpenEnv:
+        def __init__(self) -> None:
+            self.client = client()
+
+        async def reset(self, row: dict[str, Any], seed: int) -> str:
+            columns = {name: x for name, x in row.items() if name != "prompt"}
+            return text((await called(self.client.reset, **{"seed": seed} | columns)).observation)
+
+        async def step(self, said: str) -> tuple[str, float, bool]:
+            result = await called(self.client.step, action(said))
+            return text(result.observation), result.reward or 0.0, result.done
+
+    OpenEnv.__name__ = name
+    return OpenEnv
+
+
+class Kind:
+    """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
+
+    def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
+        self.factory = factory
+        self.tools = tools
+        self.pool = [self.make()]
+        self.type: Any = type(self.pool[0].instance)
+        self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
+
+    def make(self) -> ToolEnvironment | TextEnvironment:
+        """Make an instance."""
+        if self.factory is None:
+            return ToolEnvironment(None, self.tools)
+        instance = self.factory()
+        if not callable(getattr(instance, "reset", None)):
+            raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
+        is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
+        return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
+
+    def lend(self) -> Any:
+        """Free instance, or a new one; within a run, a factory that fails gives one that fails to reset."""
+        try:
+            return self.pool.pop(0) if self.pool else self.make()
+        except Exception as error:
+            failure = error
+
+        async def reset(row: dict[str, Any], seed: int) -> None:
+            raise failure
+
+        return SimpleNamespace(instance=self.type.__new__(self.type), reset=reset)
+
+
+class Environments:
+    """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""
+
+    def __init__(self, tools: list[Callable] | None = None, factory: Any = None, rollout_func: Callable | None = None):
+        if rollout_func is not None and (tools or factory):
+            raise ValueError("`rollout_func` samples whole episodes; remove `tools` and `environment_factory`.")
+        self.rollout_func = rollout_func
+        self.by_name = isinstance(factory, dict)
+        factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
+        self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
+        kinds = self.kinds.values()
+        self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
+        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
+        self.has_instances = bool(factory)  # which reward functions receive
+        self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds)
+
+    def kind(self, row: dict[str, Any]) -> Kind:
+        """Kind of environment of a row."""
+        name = row.get("environment") if self.by_name else None
+        if name not in self.kinds:
+            names = ", ".join(map(repr, self.kinds))
+            raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
+        return self.kinds[name]
+
+    def prepare(
+        self, dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None, args: Any, rows: int
+    ) -> tuple[Any, dict | None]:
+        """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
+        if not (self or self.rollout_func):
+            return dataset, template_kwargs
+        if dataset is None and self.by_name and args.max_steps > 0:
+            raise ValueError(
+                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` "
+                "names one of them, got None."
+            )
+        for reward in self.rewards:
+            reward.timeout = args.environment_timeout
+        if self.has_instances and (dataset is not None or args.max_steps > 0):
+            dataset = with_prompts(dataset, tokenizer, rows)
+        conversational = dataset is None or is_conversational(next(iter(dataset), {}))
+        with_tools = any(kind.schemas for kind in self.kinds.values())
+        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools)
+        schemas = self.kinds[None].schemas if None in self.kinds else []
+        return dataset, self.chat.template_kwargs | ({"tools": schemas} if schemas else {})
+
+
+async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
+    """Result of user code, or an error after `environment_timeout` seconds."""
+    if timeout is None:
+        return await ask()
+    try:
+        return await asyncio.wait_for(ask(), timeout)
+    except TimeoutError:
+        raise TimeoutError(f"no result within environment_timeout={timeout:g} s") from None
+
+
+class EnvironmentReward:
+    """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
+
+    def __init__(self, type_: type):
+        self.type = type_
+        self.name = "tools" if type_ is type(None) else type_.__name__
+        self.timeout: float | None = None  # seconds
+
+    def score(self, batch: ScoringBatch) -> Awaitable[list]:
+        """Score episodes; those of other classes have no such reward."""
+        ends = [self._end(episode) for episode in batch.episodes]
+
+        async def entries() -> list:
+            return await asyncio.gather(*map(self._entry, batch.episodes, ends))
+
+        return entries()
+
+    def _end(self, episode: Episode) -> Any:
+        """Result of `get_reward`, in the main thread unless there is a timeout, or an awaitable of it."""
+        is_other = type(episode.environment) is not self.type
+        if is_other or episode.error is not None or episode.place.has("reward"):
+            return None
+        get_reward = getattr(episode.environment, "get_reward", lambda: None)
+        try:
+            return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
+        except (Exception, SystemExit) as error:
+            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    async def _entry(self, episode: Episode, end: Any) -> Any:
+        if type(episode.environment) is not self.type:
+            return None
+
+        async def awaited() -> Any:
+            if isinstance(end, Exception):
+                raise end
+            return await end if inspect.isawaitable(end) else end
+
+        error = episode.error
+        try:
+            reward = None if error is not None else await episode.place.answer("reward", awaited)
+        except Exception as failure:
+            episode.error = error = failure
+        if error is not None:
+            return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
+        last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
+        return [*episode.rewards, *last] or None

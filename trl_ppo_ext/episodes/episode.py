@@ -1,0 +1,109 @@
+"""Episodes: a prompt, and what the policy and its environment wrote after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl import is_conversational
+
+from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
+from ..sequences import Sequences
+from .record import NOWHERE, Place
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Episode:
+    """A prompt and what followed it: turns of the policy, and answers in between. A completion is one turn."""
+
+    # before its first turn
+    prompt: Any  # text or chat messages, with the first observation
+    prompt_ids: list[int]
+    critic_prompt_ids: list[int] | None = None  # what the critic reads as the prompt; None if it reads the same
+    columns: dict[str, Any] = field(default_factory=dict)  # others of the row, and of a rollout function, for rewards
+    kind: Any = None  # of its tools and environment
+    responder: Any = None  # answers the policy with tools or an environment; None if nobody does
+    template_kwargs: dict[str, Any] | None = None  # of later turns; None if the prompt is text
+
+    # its turns
+    completion_ids: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # at each token of the policy, number of its turn; else 0
+    starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
+    logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy, 0 if not sampled
+    messages: list[dict] = field(default_factory=list)  # turns and answers; none of a completion
+    completion: Any = None  # as rewards get it: text, or messages if the prompt is messages
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # of the environment, at the last token of a turn
+    failed_calls: list[bool] = field(default_factory=list)  # per tool call
+
+    # its end
+    ending: Literal["stopped", "cut"] = "stopped"  # by the policy or its environment, or by a limit
+    bootstraps: bool = False  # if the critic's value stands for what would have followed
+    following: list[int] = field(default_factory=list)  # what the policy would have read next
+    error: BaseException | None = None  # of the environment; it ends the episode
+    place: Place = NOWHERE  # in the record of answers
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Episode":
+        """Begin an episode with a row of the dataset."""
+        columns = {name: x for name, x in row.items() if name not in {"prompt", *TOKEN_COLUMNS}}
+        return cls(row["prompt"], row[PROMPT_IDS], row.get(CRITIC_PROMPT_IDS), columns)
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything so far."""
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return len(self.starts)
+
+    @property
+    def environment(self) -> Any:
+        """The user's object."""
+        return getattr(self.responder, "instance", None)
+
+    def add(self, ids: list[int], sampled: bool, logprobs: Sequence[float] | None = None) -> None:
+        """Append a turn, or what the environment wrote."""
+        if sampled:
+            self.starts.append(len(self.completion_ids))
+        if logprobs is not None:
+            self.logprobs += [0.0] * (len(self.completion_ids) - len(self.logprobs))
+            self.logprobs += logprobs[: len(ids)]
+        self.completion_ids += ids
+        self.sampled += [self.turns if sampled else 0] * len(ids)
+
+
+def to_sequences(episodes: Sequence[Episode], pad_token_id: int, device: torch.device | str) -> Sequences:
+    """Pad the token ids of episodes."""
+    prompts, completions = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
+    critic_prompts, sampled = None, None
+    if any(x.critic_prompt_ids for x in episodes):
+        critic_prompts = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
+    if any(x.starts != [0] for x in episodes):  # otherwise all tokens are of one turn
+        sampled = [x.sampled for x in episodes]
+    return Sequences.from_token_ids(prompts, completions, pad_token_id, device, critic_prompts, sampled)
+
+
+def decode(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the completions as reward functions get them: as text, or as messages if the prompts are messages."""
+    completion_ids = [x.completion_ids for x in episodes]
+    if max(map(max, completion_ids)) >= len(tokenizer):
+        logger.warning_once("The policy samples token ids that the tokenizer does not have, which decode to nothing.")
+    texts = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    completions = texts(completion_ids)
+    if is_conversational({"prompt": episodes[0].prompt}):
+        for episode, text in zip(episodes, completions):
+            # those of a rollout function are one text, as in TRL
+            one_message = [{"role": "assistant", "content": text}]
+            episode.completion = one_message if episode.responder is None else episode.messages
+        return
+    # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
+    prompts, joined = texts([x.prompt_ids for x in episodes]), texts([x.ids for x in episodes])
+    for episode, prompt, text, alone in zip(episodes, prompts, joined, completions):
+        episode.completion = text[len(prompt) :] if text.startswith(prompt) else alone
