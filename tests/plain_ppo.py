@@ -105,28 +105,24 @@ class Recent:
 
 
 class Units:
-    """Mean and deviation of recent returns: a value is mean + deviation · prediction.
+    """Mean and deviation of recent Monte Carlo returns: a value is mean + deviation · prediction.
 
-    PopArt: whenever they move, the last layer of the critic is corrected, so that its values stay the same. A new
-    critic, whose last layer is zero, begins at the mean return of its first rollout.
+    The critic does not know them. A new one predicts 0, and so the mean return of its first rollout.
     """
 
-    def __init__(self, last_layer: nn.Linear | None):
-        self.last_layer, self.returns = last_layer, Recent()
+    def __init__(self):
+        self.returns = Recent()
         self.mean, self.deviation = 0.0, 1.0
 
     def begin_rollout(self, outcomes: list[float]) -> None:
         """Before values are read; `outcomes` are the rewards after each token."""
         if not self.returns.rollouts:
             self._move(outcomes)
+            self.returns.rollouts.clear()
 
-    def end_rollout(self, targets: list[float]) -> None:
-        """Before the critic learns; `targets` are its own, with the λ of the critic."""
-        mean, deviation = self.mean, self.deviation
-        self._move(targets)
-        self.last_layer.weight *= deviation / self.deviation
-        self.last_layer.bias *= deviation / self.deviation
-        self.last_layer.bias += (mean - self.mean) / self.deviation
+    def end_rollout(self, outcomes: list[float]) -> None:
+        """Before the critic learns."""
+        self._move(outcomes)
 
     def _move(self, returns: list[float]) -> None:
         self.returns.add(returns)
@@ -162,11 +158,8 @@ class Models:
     critic_body: nn.Module | None = None  # a causal language model whose states the value head reads; or the policy's
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of Adam
     steps: int = 0  # optimizer steps taken
-    units: Units = field(init=False)  # of the value head
+    units: Units = field(default_factory=Units)  # of the value head
     token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
-
-    def __post_init__(self):
-        self.units = Units(getattr(self.value_head, "output", self.value_head))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -225,7 +218,7 @@ def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
     if not recent.rollouts:
         return [0.0] * len(sample.ids)
     count, mean, squares = recent.moments()
-    deviation = math.sqrt(squares / (count - 1)) or 1.0
+    deviation = math.sqrt(squares / count) or 1.0
     standardized = [(x - mean) / deviation for x in sample.scores_at_tokens()]
     means = [0.0, *(statistics.mean(standardized[:t]) for t in range(1, len(standardized)))]
     return [max(-5.0, min(5.0, x)) for x in means]
@@ -317,9 +310,9 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
 
 def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> None:
     """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
+    outcomes = [x for y in samples for x in gae(y.rewards, [0.0] * len(y.ids), s.gamma, 1.0)]
     if s.normalize_values:
-        outcomes = [gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0) for sample in samples]
-        units.begin_rollout([x for row in outcomes for x in row])
+        units.begin_rollout(outcomes)
     for sample in samples:
         sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
         # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
@@ -332,7 +325,7 @@ def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> No
         advantages, returns = (
             [x for sample in samples for x in getattr(sample, name)] for name in ("advantages", "returns")
         )
-        units.end_rollout(returns)
+        units.end_rollout(outcomes)
         # a critic that is worse than a constant one has its errors scaled down to what the returns vary
         worse = math.sqrt(statistics.mean(x**2 for x in advantages) / max(statistics.variance(returns), 1e-20))
         unit = units.deviation * max(1.0, worse)
@@ -406,7 +399,7 @@ def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor,
             continue
         now = forward(models, sample, s)
         if now.predictions is not None:
-            tokens = zip(now.predictions, map(in_units, sample.values), map(in_units, sample.returns))
+            tokens = zip(now.predictions, sample.old.predictions.tolist(), map(in_units, sample.returns))
             of_values.append(torch.stack([value_loss(*token, s, clips) for token in tokens]))
         if not sample.learn:
             continue

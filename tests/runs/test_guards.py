@@ -181,7 +181,7 @@ def test_tokens_of_excluded_completions_are_counted(tmp_path):
     built.train()
     batch = rollouts[0][1].batch
     assert is_bad(batch.completion_ids).any()
-    expected = sum(map(len, (*batch.prompt_ids, *batch.completion_ids)))
+    expected = sum(len(x.ids) for x in batch.episodes)
     assert built.state.log_history[0]["num_tokens"] == expected
 
 

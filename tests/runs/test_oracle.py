@@ -164,17 +164,14 @@ def train_plainly(models, watch, s):
 
 
 def trained_weights(built, models):
-    """Weights of the trainer beside those of the oracle.
-
-    Those of the value head's last layer depend on how units are kept; losses and explained variance have its values.
-    """
+    """Weights of the trainer beside those of the oracle."""
     trained = dict(built.model.policy.named_parameters())
     pairs = {name: (trained[name], x) for name, x in models.policy.named_parameters() if x.requires_grad}
     if models.critic_body is not None:
         pairs |= {name: (trained[name], x) for name, x in models.critic_body.named_parameters() if x.requires_grad}
-    if isinstance(models.value_head, plain_ppo.SideNetwork):
-        plain = models.value_head.inputs.named_parameters()
-        pairs |= {name: (built.model.value_head.inputs.get_parameter(name), x) for name, x in plain}
+    if models.value_head is not None:
+        plain = {name.removeprefix("output."): x for name, x in models.value_head.named_parameters()}
+        pairs |= {f"value_head.{name}": (built.model.value_head.get_parameter(name), x) for name, x in plain.items()}
     return {name: tuple(x.detach().double() for x in pair) for name, pair in pairs.items()}
 
 
