@@ -229,7 +229,7 @@ def _trends(run: Run) -> list[Advice]:
         of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9),
         "Scoring takes most of the time",
         "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
-        "`per_device_reward_batch_size`, or serve the rewards from another GPU (`trl-ppo serve-reward`).",
+        "`per_device_reward_batch_size`, or serve the rewards from another GPU (`vllm serve`).",
         *times,
     )
     return advice
