@@ -26,7 +26,6 @@ from transformers.training_args import OptimizerNames
 
 from .arguments import as_list
 from .config import PPOConfig
-from .episodes.transformers import BLOCK
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
@@ -171,10 +170,9 @@ class MemoryEstimate:
         copies: float = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
         training: dict[str, float] = {"rollout": rollout, "autocast copies": adapters * copies}
 
-        # 2. Sampling: a cache that grows by blocks, and copies of the logits
+        # 2. Sampling: a cache that is copied layer by layer for every token, and copies of the logits
         cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
-        cached = min(-(-prompt // BLOCK) * BLOCK, length)
-        copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
+        copied = cache / (2 * base.layers) * (length - 1)  # a layer's keys
         sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
@@ -210,7 +208,7 @@ class MemoryEstimate:
             "generate": [{"autocast copies": copies}]
             if args.generation_backend == "vllm"
             else [
-                {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
+                {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt), "autocast copies": copies},
                 {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
             ],
             "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],

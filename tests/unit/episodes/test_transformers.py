@@ -1,16 +1,14 @@
-"""Generators: completions of every cache, adapters in sampling, bad settings."""
+"""Generators: completions of every cache, stop tokens and strings, bad settings."""
 
 import peft
 import pytest
 import torch
 from tiny import WORDS, config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.episodes import transformers as growing_cache
-from trl_ppo_ext.episodes.transformers import TransformersGenerator, quick_adapters
+from trl_ppo_ext.episodes.transformers import TransformersGenerator
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
@@ -44,7 +42,7 @@ def redraw(trainer, seed=1):
         torch.nn.init.normal_(weights, std=0.3)
 
 
-def greedily(trainer, grows=True, **settings):
+def greedily(trainer, **settings):
     """A generator of the trainer's policy that takes the likeliest token."""
     for name, value in settings.items():
         setattr(trainer.args, name, value)
@@ -52,23 +50,10 @@ def greedily(trainer, grows=True, **settings):
         trainer.actor_critic, trainer.processing_class, trainer.args, trainer.accelerator
     )
     generator.config.do_sample = False
-    if not grows:
-        generator.grows = False
     return generator
 
 
-# ---- the growing cache ----
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("critic", ["head", "adapter"])
-@pytest.mark.parametrize("model", MODELS)
-def test_growing_cache_gives_the_completions_of_transformers_cache(build, model, critic, attention):
-    trainer = build(MODELS[model](attn_implementation=attention), critic=critic)
-    for rows in (UNEVEN, EVEN, [[7, 8, 9]] * 4):
-        growing, plain = (greedily(trainer, grows=grows).generate(rows) for grows in (True, False))
-        assert growing == plain
-        assert len({tuple(completion) for completion in growing}) == len({tuple(row) for row in rows})
+# ---- caches ----
 
 
 def sliding():
@@ -78,7 +63,8 @@ def sliding():
     return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=3, max_position_embeddings=64)).eval()
 
 
-OTHER_CACHES = {
+CACHES = {
+    "dynamic cache": (llama, {}),
     "sliding window": (sliding, {}),
     "static cache": (llama, {"cache_implementation": "static"}),
     "no cache": (llama, {"use_cache": False}),
@@ -86,12 +72,12 @@ OTHER_CACHES = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_CACHES)
-def test_other_kinds_of_caches_do_not_grow(build, case):
-    model, kwargs = OTHER_CACHES[case]
+@pytest.mark.parametrize("case", CACHES)
+def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, case):
+    model, kwargs = CACHES[case]
     trainer = build(model(), generation_kwargs=kwargs)
     generator = greedily(trainer)
-    assert not generator.grows
+    assert generator.reuses == (case == "dynamic cache")  # in the turns of episodes
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
 
@@ -103,87 +89,6 @@ def test_the_first_ratios_of_a_rollout_are_one(build):
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["ratio/mean"] == log["ratio/max"] == 1
-
-
-# ---- a cache that grows by blocks ----
-
-
-@pytest.mark.parametrize("longest", [100, 13])
-def test_a_growing_layer_holds_what_a_dynamic_one_holds(monkeypatch, longest):
-    monkeypatch.setattr(growing_cache, "BLOCK", 4)
-    grown, plain = growing_cache.GrowingLayer(longest), DynamicLayer()
-    places = []
-    for tokens in (3, *[1] * 10):
-        new = torch.randn(2, 3, tokens, 5), torch.randn(2, 3, tokens, 7)
-        for mine, theirs in zip(grown.update(*new), plain.update(*new)):
-            assert torch.equal(mine, theirs)
-        places.append(grown.keys.data_ptr())
-    assert len(set(places)) == 4  # at 3, 5, 9 and 13 tokens
-    assert grown.rooms["keys"].shape[2] == (16 if longest == 100 else 13)
-    rows = torch.tensor([1, 1])
-    for layer in (grown, plain):
-        layer.batch_select_indices(rows)
-    new = torch.randn(2, 3, 1, 5), torch.randn(2, 3, 1, 7)
-    assert torch.equal(grown.update(*new)[0], plain.update(*new)[0])
-    assert grown.get_seq_length() == plain.get_seq_length() == 14
-
-
-def test_completions_are_those_of_a_dynamic_cache(build, monkeypatch):
-    monkeypatch.setattr(growing_cache, "BLOCK", 4)
-    trainer = build()
-    rows = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    assert greedily(trainer).generate(rows) == greedily(trainer, grows=False).generate(rows)
-
-
-# ---- what is quicker a token at a time ----
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-def test_quick_adapters_compute_what_pefts_do(build, model, bf16):
-    trainer = build(MODELS[model](), bf16=bf16)
-    policy, ids = trainer.actor_critic.policy, torch.tensor([[5, 6, 7, 8]])
-    calls = []
-    layer = next(x for x in policy.modules() if isinstance(x, peft.tuners.lora.Linear))
-    layer.lora_A["default"].register_forward_hook(lambda *args: calls.append(args))
-
-    def logits():
-        with torch.no_grad(), trainer.accelerator.autocast():
-            return policy(ids).logits
-
-    expected = logits()
-    assert len(calls) == 1
-    with trainer.accelerator.autocast(), quick_adapters(policy):
-        close = {"rtol": 0.05, "atol": 0.05} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(logits(), expected, **close)
-        assert len(calls) == 1  # PEFT's way was not taken
-    assert torch.equal(logits(), expected) and len(calls) == 2
-
-
-def test_a_forward_that_somebody_put_on_a_layer_is_called_and_stays(build):
-    """A hook that moves weights, say."""
-    policy, calls = build().actor_critic.policy, []
-    layer = next(x for x in policy.modules() if isinstance(x, peft.tuners.lora.Linear))
-    own = layer.forward
-    layer.forward = hook = lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs)
-    with quick_adapters(policy):
-        policy(torch.tensor([[5, 6]]))
-    assert len(calls) == 1 and layer.forward is hook
-
-
-def test_adapters_of_other_kinds_stay_as_they_are():
-    policy = peft.get_peft_model(llama(), peft.LoraConfig(use_dora=True, target_modules=["q_proj"])).eval()
-    with quick_adapters(policy):
-        assert not any("forward" in vars(module) for module in policy.modules())
-    plain = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5))
-    for training, count in ((True, 0), (False, 2)):  # dropout is PEFT's
-        with quick_adapters(plain.train(training)):
-            assert sum("forward" in vars(module) for module in plain.modules()) == count
-    with plain.disable_adapter(), quick_adapters(plain.eval()):
-        assert not any("forward" in vars(module) for module in plain.modules())
-
-
-# ---- a static cache ----
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -211,7 +116,7 @@ def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_t
 def test_a_4bit_base(build, tmp_path):
     llama().save_pretrained(tmp_path / "base")
     trainer = build(str(tmp_path / "base"), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
-    expected = greedily(trainer, grows=False).generate(EVEN)
+    expected = [greedily(trainer).generate([row])[0] for row in EVEN]
     assert greedily(trainer).generate(EVEN) == expected
 
 
