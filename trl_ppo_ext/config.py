@@ -354,7 +354,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        completions = BatchPlan.from_config(self, self.world_size).completions
+        completions = self.plan(self.world_size).completions
         if self.kl_target is not None and self.kl_horizon <= AdaptiveKL.MAX_ERROR * completions:
             raise ValueError(
                 f"`kl_horizon` must be above {AdaptiveKL.MAX_ERROR * completions:g} for rollouts of {completions} "
@@ -545,6 +545,17 @@ class PPOConfig(TRLFields, TrainingArguments):
     def vllm_options(self) -> VLLMOptions:
         """Settings in `vllm_kwargs`, with the defaults of the others."""
         return VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
+
+    def plan(self, num_processes: int) -> BatchPlan:
+        """Sizes of a rollout and its parts over this many processes."""
+        return BatchPlan(
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            cast(int, self.num_mini_batches),
+            self.num_ppo_epochs,
+            self.num_generations,
+            num_processes,
+        )
 
     @property
     def prompt_seed(self) -> int:

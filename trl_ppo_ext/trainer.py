@@ -47,7 +47,6 @@ from .generation import build_generator
 from .modeling.averaging import AveragedWeights
 from .modeling.critics import SIDE_LEARNING_RATE
 from .modeling.loading import check_optimizers, load_actor_critic
-from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, NonFiniteGuard
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import RolloutCollector, Samples
@@ -183,7 +182,7 @@ class PPOTrainer(Trainer):
         if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
-        rows = BatchPlan.from_config(args, args.world_size).prompts
+        rows = args.plan(args.world_size).prompts
         train_dataset, prompt_kwargs = environments.prepare(train_dataset, tokenizer, template_kwargs, args, rows)
         self._tokenize = partial(
             tokenize_prompts,
@@ -242,7 +241,7 @@ class PPOTrainer(Trainer):
 
         # 5. Assemble the collector of rollouts, and the updates.
         self.actor_critic = actor_critic
-        self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
+        self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
         self.guard = NonFiniteGuard(self.accelerator.process_index, all_sum, gather)
