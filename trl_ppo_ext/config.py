@@ -354,7 +354,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        completions = BatchPlan.from_config(self, self.world_size).completions
+        completions = self.plan(self.world_size).completions
         if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:
             raise ValueError(
                 f"`kl_horizon` must be above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} "
@@ -527,6 +527,17 @@ class PPOConfig(TRLFields, TrainingArguments):
         return f"{type(self).__name__}(\n{lines})"
 
     __str__ = __repr__
+
+    def plan(self, num_processes: int) -> BatchPlan:
+        """Sizes of a rollout and its parts over this many processes."""
+        return BatchPlan(
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            cast(int, self.num_mini_batches),
+            self.num_ppo_epochs,
+            self.num_generations,
+            num_processes,
+        )
 
     @property
     def prompt_seed(self) -> int:

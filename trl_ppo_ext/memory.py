@@ -29,7 +29,6 @@ from .config import PPOConfig
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
-from .ppo.batch_plan import BatchPlan
 from .rewards import RewardAdapter
 
 PROMPT_LENGTH = 512
@@ -141,7 +140,7 @@ class MemoryEstimate:
     def phases(self) -> tuple[Phase, ...]:
         """Memory at the peak of each phase, from the second rollout on."""
         args, base, adapter, width = self.args, self.base, self.adapter, self.base.width
-        plan = BatchPlan.from_config(args, self.processes)
+        plan = args.plan(self.processes)
         rows, completions = plan.micro_batch_size, plan.completions_per_process
         sampled = min(args.per_device_generation_batch_size or completions, completions)
         prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
@@ -276,7 +275,7 @@ class MemoryEstimate:
 
     def changes(self) -> list[list[dict[str, Any]]]:
         """Settings that need less memory, the least costly first, each with its values from the largest."""
-        plan = BatchPlan.from_config(self.args, self.processes)
+        plan = self.args.plan(self.processes)
         completions = plan.completions_per_process
         sampled = min(self.args.per_device_generation_batch_size or completions, completions)
         in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)

@@ -44,7 +44,6 @@ from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .data.supervised import PTXSampler, tokenize_ptx
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
-from .ppo.batch_plan import BatchPlan
 from .ppo.guards import NonFiniteError, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import Roles, Samples, collect, sample
@@ -189,7 +188,7 @@ class PPOTrainer(Trainer):
         if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
-        rows = BatchPlan.from_config(args, args.world_size).prompts
+        rows = args.plan(args.world_size).prompts
         train_dataset, prompt_kwargs = environments.prepare(train_dataset, tokenizer, template_kwargs, args, rows)
         self._tokenize = partial(
             tokenize_prompts,
@@ -248,7 +247,7 @@ class PPOTrainer(Trainer):
 
         # 5. Assemble what collects a rollout, and the updates from it.
         self.actor_critic = actor_critic
-        self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
+        self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
         self._skipped = 0  # optimizer steps in a row

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .ppo.batch_plan import BatchPlan
 from .redaction import shown
 
 logger = logging.get_logger(__name__)
@@ -214,7 +213,7 @@ def applied(config: Any) -> Iterator[None]:
     try:
         yield
         if config.total_episodes is not None:
-            plan = BatchPlan.from_config(config, config.world_size)
+            plan = config.plan(config.world_size)
             rollouts = -(-config.total_episodes // plan.completions)
             _set(config, "total_episodes", {"max_steps": rollouts * plan.optimizer_steps})
     except ValueError as error:

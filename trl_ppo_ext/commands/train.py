@@ -21,7 +21,6 @@ from ..data.supervised import tokenize_ptx
 from ..episodes import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
-from ..ppo.batch_plan import BatchPlan
 from ..redaction import sentence, shortened
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate
@@ -172,7 +171,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         f"rewards: {', '.join(rewards)}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, and up to {length} per completion, "
         f"in a context of {context or 'unknown length'}{f'; {too_long} ({overlong})' * (max(lengths) > limit)}\n"
-        f"{BatchPlan.from_config(args, args.world_size).summary(args.max_steps, args.num_train_epochs)}"
+        f"{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
     )
     longest = min(max(PROMPT_LENGTH, *lengths), limit)
     try:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 
 
@@ -42,7 +43,7 @@ def test_plan_takes_each_size_from_the_config():
         num_ppo_epochs=4,
         num_generations=6,
     )
-    assert BatchPlan.from_config(config, num_processes=7) == BatchPlan(3, 5, 2, 4, 6, 7)
+    assert PPOConfig.plan(config, num_processes=7) == BatchPlan(3, 5, 2, 4, 6, 7)
 
 
 def test_plan_is_frozen():
