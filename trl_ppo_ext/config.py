@@ -271,11 +271,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     whiten_advantages: bool | None = None
     """Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`."""
 
-    ptx_coef: float = number(1.0, at_least=0)
-    """Coefficient of the supervised loss on `ptx_dataset`."""
-    ptx_max_length: int = number(512, at_least=2)
-    """Length in tokens at which a supervised row is cut."""
-
     offload_rewards: bool = False
     """Whether to keep idle reward models in CPU memory."""
 
@@ -611,6 +606,7 @@ _UNSUPPORTED = {
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
     "include_num_input_tokens_seen": "`num_tokens` is always logged",
+    "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
