@@ -8,7 +8,6 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-RECIPES = sorted((ROOT / "recipes").rglob("README.md"))  # their runs have tests of their own; commands are checked
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->", re.DOTALL)
 
 
