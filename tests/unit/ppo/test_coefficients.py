@@ -1,7 +1,6 @@
 """Coefficients: how far and which way they move, and resuming bit for bit."""
 
 import json
-import math
 
 import pytest
 
@@ -14,18 +13,6 @@ def makers():
         "kl": lambda: AdaptiveKL(0.05, target=6.0, horizon=10_000),
         "entropy": lambda: AdaptiveEntropy(0.02, target=0.3, step=0.01),
     }
-
-
-@pytest.mark.parametrize("make", makers().values(), ids=makers())
-def test_value_before_an_update_is_the_initial_one(make):
-    assert make().value == {Coefficient: 0.05, AdaptiveKL: 0.05, AdaptiveEntropy: 0.02}[type(make())]
-
-
-@pytest.mark.parametrize("measured", [0.0, 1e6, -3.0, math.nan])
-def test_fixed_coefficient_never_changes(measured):
-    coefficient = Coefficient(0.05)
-    coefficient.update(measured, 512)
-    assert coefficient.value == 0.05
 
 
 # ---- KL ----
@@ -59,16 +46,6 @@ def test_kl_coefficient_settles_at_the_target():
         assert coefficient.value == pytest.approx(0.05, rel=1e-6)
 
 
-def test_kl_coefficient_does_not_depend_on_small_step_sizes():
-    often, seldom = (AdaptiveKL(0.05, target=6.0, horizon=100_000) for _ in range(2))
-    for _ in range(200):
-        often.update(60.0, 50)
-    for _ in range(100):
-        seldom.update(60.0, 100)
-    assert often.value == pytest.approx(seldom.value, rel=1e-5)
-    assert often.value == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
-
-
 def test_entropy_coefficient_by_hand():
     coefficient = AdaptiveEntropy(0.0, target=0.3)
     history = []
@@ -89,13 +66,6 @@ def test_entropy_coefficient_by_hand():
     assert history == [pytest.approx(pair, abs=1e-15) for pair in expected]
 
 
-def test_entropy_coefficient_steps_once_per_update():
-    one, many = AdaptiveEntropy(0.1, target=0.3), AdaptiveEntropy(0.1, target=0.3)
-    one.update(0.2, 1)
-    many.update(0.2, 1_000)
-    assert one.value == many.value
-
-
 def test_entropy_coefficient_holds_the_target():
     """An entropy that sinks by itself and rises with the bonus ends within a step's effect of the target."""
     coefficient, entropy = AdaptiveEntropy(0.0, target=0.3, step=0.001), 1.0
@@ -106,19 +76,6 @@ def test_entropy_coefficient_holds_the_target():
         seen.append(entropy)
     assert min(seen[-500:]) > 0.2
     assert max(seen[-500:]) < 0.4
-
-
-@pytest.mark.parametrize("make", makers().values(), ids=makers())
-@pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("before", [[], [0.1], [10.0]], ids=["at the start", "below the target", "above the target"])
-def test_nonfinite_measurement_changes_nothing(make, measured, before):
-    coefficient = make()
-    for finite in before:
-        coefficient.update(finite, 64)
-    value, state = coefficient.value, coefficient.state_dict()
-    coefficient.update(measured, 64)
-    assert coefficient.value == value
-    assert coefficient.state_dict() == state
 
 
 @pytest.mark.parametrize("make", makers().values(), ids=makers())
@@ -141,10 +98,3 @@ def test_fixed_coefficient_resumes_with_its_new_value():
     changed = Coefficient(0.1)
     changed.load_state_dict(Coefficient(0.05).state_dict())
     assert changed.value == 0.1
-
-
-def test_entropy_coefficient_is_bounded_by_one():
-    coefficient = AdaptiveEntropy(0.0, target=100.0, step=0.3)
-    for _ in range(10):
-        coefficient.update(1.0, 8)
-    assert coefficient.value == 1.0
