@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..distributed import on_every_rank, unsharded_optimizer_state
-from ..environments import record
+from ..episodes import record
 from ..ppo.guards import NonFiniteError
 from ..rewards import RewardError
 from . import files, resume
