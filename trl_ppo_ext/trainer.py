@@ -39,7 +39,7 @@ from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import count_skipped
-from .ppo.metrics import Metrics, check_best_metric
+from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.sampler import SamplerComparison
 from .ppo.state import RunState
@@ -258,8 +258,6 @@ class PPOTrainer(Trainer):
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
-        may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
-        check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -277,7 +275,7 @@ class PPOTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
-        # 1. Collect a rollout: the five steps of ppo/rollouts.py.
+        # 1. Collect a rollout (ppo/rollouts.py).
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)

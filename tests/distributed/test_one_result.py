@@ -71,7 +71,12 @@ RUNS = {
     ],
     "DDP, all": [(choice, "2 x 4") for choice in COVERED],
     "ZeRO-1": [("plain", "2 x 4"), ("default critic", "2 x 4"), ("an empty rollout", "2 x 4")],
-    "ZeRO-2": [("plain", "2 x 4"), ("default critic", "2 x 4"), ("plain", "2 x 2 micro-batches of 2"), ("all that is steered or added", "2 x 4")],
+    "ZeRO-2": [
+        ("plain", "2 x 4"),
+        ("default critic", "2 x 4"),
+        ("plain", "2 x 2 micro-batches of 2"),
+        ("all that is steered or added", "2 x 4"),
+    ],
     "ZeRO-3": [
         ("plain", "2 x 4"),
         ("default critic", "2 x 4"),

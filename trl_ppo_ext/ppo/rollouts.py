@@ -184,12 +184,13 @@ def sample(
     for name in sorted(set(gather_object(list(logged)))):
         metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
 
-    # 3. Log-probs under policy and reference, values and entropies, with the forward of the updates.
+    # 3. Log-probs under policy and reference, entropies and values, with the forward of the updates.
     if isinstance(roles.actor_critic.value_head, SideCritic):
         sequences = with_rewards_so_far(sequences, scored.tokens, sequences.completion_mask, run)
     with timed("forward", metrics):
         tokens = score_tokens(roles, sequences)
 
+    # 4. Exclude what is not finite, compare with the sampler if it is another program, and log.
     valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
     nonfinite, excluded = ~tokens.is_finite & valid, None
     metrics.total("nonfinite_completions", nonfinite)
@@ -234,7 +235,7 @@ def collect(
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
     args, all_sum, gather = roles.args, roles.all_sum, roles.accelerator.gather
 
-    # 1. to 3. Episodes, their scores, log-probs and values.
+    # 1. Play, score, and run policy, reference and critic.
     samples = sample(roles, rows, run, metrics, state, training=True)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
@@ -246,7 +247,7 @@ def collect(
         warn_about_equal_scores(scored, all_sum, roles.accelerator.is_main_process)
     log_groups(metrics, scored, args.num_generations, gather)
 
-    # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
+    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
     shaping: dict[str, Any] = {name: getattr(args, name) for name in SHAPING_FIELDS}
     scores, after = shape_scores(scored.totals, samples.stopped, usable, run, **shaping, all_sum=all_sum)
     rewards = ppo_math.token_rewards(scored.tokens, scores, kl_of_rewards(args, tokens), completion_mask, run.kl_coef)
@@ -256,7 +257,7 @@ def collect(
         reward_unit = math.sqrt(float(ppo_math.masked_var(rewards, response_mask, all_sum)) + 1e-8)
         rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, all_sum)
 
-    # 5. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
+    # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
     #    its first token.
     steps, value_weights = response_mask, None
     if args.advantage_level == "turn":
@@ -288,7 +289,7 @@ def collect(
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
 
-    # 6. The rollout, and what it leaves to the next one.
+    # 4. The rollout, and what it leaves to the next one.
     if state.global_step >= args.critic_options.warmup_steps:  # until then the policy does not change
         after = adapted(roles, tokens, policy_mask, usable, after)
     entropy_coef = after.entropy_coef if after.entropy_bonus else 0.0  # adapted to this rollout, unlike that of the KL
@@ -313,7 +314,7 @@ def collect(
     return rollout, after, samples._replace(**learned)
 
 
-# ---- step 3: the forward of the updates ----
+# ---- the forward of the updates ----
 
 
 def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -359,7 +360,7 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
     return replace(sequences, earned=earned)
 
 
-# ---- step 4: scores and KL ----
+# ---- scores and KL ----
 
 
 def shape_scores(
@@ -402,7 +403,7 @@ def warn_about_equal_scores(scored: Scored, all_sum: Reduction, is_main_process:
         )
 
 
-# ---- step 5: the state after a completion ----
+# ---- the state after a completion ----
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
@@ -431,7 +432,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
 
 
-# ---- step 6: coefficients ----
+# ---- coefficients ----
 
 
 def adapted(roles: Roles, tokens: TokenScores, policy_mask: Tensor, usable: Tensor, run: RunState) -> RunState:
