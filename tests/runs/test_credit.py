@@ -13,8 +13,10 @@ from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_ro
 from trl_ppo_ext.commands.probe import probe
 from trl_ppo_ext.data.prompts import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
+from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
+from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
 
 GAMMA = 0.9
@@ -94,12 +96,13 @@ def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, env
 
 def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
     settings = PLAIN | {"normalize_values": True}
-    rollout, _ = first_rollout(episodes_run(tmp_path, Limited, advantage_level="turn", critic="head", **settings))
+    run = episodes_run(tmp_path, Limited, advantage_level="turn", critic="head", **settings)
+    rollout, samples = first_rollout(run)
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
-    [mean] = rollout.old_values[starts].unique()
+    [mean] = samples.values[starts].unique()
     assert mean > 1
-    _, expected = ppo_math.gae(starts.float(), rollout.old_values, starts, GAMMA, 0.8, mean.expand(len(starts)))
-    torch.testing.assert_close(rollout.returns, expected)
+    _, expected = ppo_math.gae(starts.float(), samples.values, starts, GAMMA, 0.8, mean.expand(len(starts)))
+    torch.testing.assert_close(samples.returns, expected)
 
 
 def test_value_after_a_limit_has_room_in_the_context(tmp_path):
@@ -132,10 +135,10 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     for weight in run.actor_critic.critic_parameters().values():
         weight.data += 0.2 * torch.randn_like(weight)
     _, samples = first_rollout(run)
-    collector, batch, whole = run.collector, samples.batch, samples.sequences
+    state, batch, whole = run.run_state, samples.batch, samples.sequences
     if critic == "side":  # in today's units
-        whole = replace(whole, earned=collector.earned.before(samples.scored.tokens, whole.completion_mask))
-    values, starts = collector.score_tokens(whole).values, ppo_math.turn_starts(whole.completion_mask)[0]
+        whole = rollouts.with_rewards_so_far(whole, samples.scored.tokens, whole.completion_mask, state)
+    values, starts = rollouts.score_tokens(run.roles, whole).values, ppo_math.turn_starts(whole.completion_mask)[0]
 
     # cut each episode before its second turn
     seconds = [int(row.nonzero()[1]) for row in starts]
@@ -154,8 +157,9 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
     for is_sharded in (False, True):
-        monkeypatch.setattr(rollouts, "is_sharded", lambda _, x=is_sharded: x)
-        torch.testing.assert_close(collector._values_after(samples), expected)
+        monkeypatch.setattr(ActorCritic, "is_sharded", is_sharded)
+        outputs = rollouts.outputs_after(run.roles, samples, state)
+        torch.testing.assert_close(outputs * samples.is_cut, expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
@@ -168,7 +172,7 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
     run = episodes_run(tmp_path, Lucky, critic="none", num_generations=4, advantage_estimator=estimator, kl_coef=0.0)
     rollout, samples = first_rollout(run)
     totals = torch.tensor([sum(reward for _, reward in x.rewards) for x in samples.batch.episodes])
-    expected = rollouts.OVER_GROUPS[estimator](totals, torch.ones(8), 4)
+    expected = OVER_GROUPS[estimator](totals, torch.ones(8), 4)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
 
@@ -179,10 +183,10 @@ def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, le
     settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 20, "num_ppo_epochs": 4}
     settings |= {"advantage_level": level, "critic_learning_rate": 1e-2, "kl_coef": 0.0}
     run = episodes_run(tmp_path, Ending, **settings)
-    ((rollout, _),) = held_out_rollouts(run, completions=8)
+    ((rollout, samples),) = held_out_rollouts(run, completions=8)
     starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
     left = (starts.flip(1).cumsum(1).flip(1) * starts)[rollout.response_mask & starts]  # turns, each of which pays 1
-    assert torch.equal(rollout.returns[rollout.response_mask & starts], left.float()) and left.max() == 4
+    assert torch.equal(samples.returns[rollout.response_mask & starts], left.float()) and left.max() == 4
     assert not (tmp_path / ANSWERS).exists()
     numbers = pretrain_critic(run)
     assert numbers["explained_variance_before"] < 0.1 and numbers["explained_variance_after"] > 0.2
@@ -195,7 +199,7 @@ def test_explained_variance_of_turns_is_at_their_first_tokens(tmp_path):
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     first = ppo_math.turn_starts(rollout.sequences.turns)[0] & rollout.response_mask
     assert first.sum() < rollout.response_mask.sum()
-    errors, returns = (rollout.returns - rollout.old_values)[first], rollout.returns[first]
+    errors, returns = (samples.returns - samples.values)[first], samples.returns[first]
     expected = 1 - errors.var() / returns.var()
     assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected.item(), abs=1e-4)
 

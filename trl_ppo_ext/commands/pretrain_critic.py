@@ -64,7 +64,8 @@ class PretrainCriticConfig(PPOConfig):
     def __post_init__(self):
         check_can_pretrain(self.critic, self.push_to_hub)
         super().__post_init__()
-        self.critic_kwargs = {"lam": 1.0, **cast(dict, self.critic_kwargs or {})}
+        if self.critic_options.lam is None:
+            self.critic_options = replace(self.critic_options, lam=1.0)
 
 
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:

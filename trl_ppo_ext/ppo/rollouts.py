@@ -423,7 +423,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     prompts = [episodes[row].prompt_ids for row in rows]
     ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
     ends = replace(ends, critic_prompt_ids=own.critic_prompt_ids, critic_prompt_lengths=own.critic_prompt_lengths)
-    if sequences.earned is not None:
+    if isinstance(actor_critic.value_head, SideCritic):
         padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
         scores, mask = samples.scored.tokens[on_device], sequences.completion_mask[on_device]
         scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))

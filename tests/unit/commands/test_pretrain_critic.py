@@ -6,12 +6,13 @@ import json
 import random
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from runs_of_tiny import rollouts_of
 from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter
@@ -27,7 +28,10 @@ from trl_ppo_ext.commands.launch import (
     load_datasets,
 )
 from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.loading import default_peft_config
+from trl_ppo_ext.ppo.math import Moments
+from trl_ppo_ext.ppo.rollouts import score_tokens, with_rewards_so_far
 
 # the score is known from the prompt, so a critic can know it too
 REWARDS = """
@@ -161,21 +165,18 @@ def test_folder_holds_critic_numbers_and_card_without_local_paths(pretrained, wo
     assert "`of_last_word`" in card and "base_model" not in card  # a path means nothing to the Hub
 
 
-def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, monkeypatch, tmp_path):
+def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_path):
     def first_rollout(**start):
         args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
         args.normalize_values = True  # as in pretraining
         args.per_device_train_batch_size = 32
         trainer = PPOTrainer("policy", find_reward("easy_rewards.of_last_word"), args, load_prompts())
-        rollouts, collect = [], trainer.collector.collect
-        monkeypatch.setattr(
-            trainer.collector, "collect", lambda *given: rollouts.append(collect(*given)) or rollouts[-1]
-        )
+        rollouts = rollouts_of(trainer)
         trainer.train()
         return rollouts[0][0], trainer.state.log_history[0]["value/explained_variance"]
 
     rollout, explained = first_rollout(critic_init=pretrained.kind)
-    values = pretrained.trainer.collector.score_tokens(rollout.sequences).values
+    values = score_tokens(pretrained.trainer.roles, rollout.sequences).values
     assert torch.equal(rollout.old_values, values) and rollout.old_values.std() > 0.5
     assert explained > 0.9 > 0.1 > first_rollout()[1]
 
@@ -289,9 +290,9 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     measured = trainer(tmp_path, **steered)
     before = weights(measured)
     noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    state = json.dumps(measured.collector.state_dict())
+    state = measured.run_state
     held_out_rollouts(measured, completions=24)
-    assert json.dumps(measured.collector.state_dict()) == state
+    assert measured.run_state == state
     assert all(torch.equal(weight, before[name]) for name, weight in weights(measured).items())
     assert torch.equal(torch.get_rng_state(), noise[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == noise[1:]
@@ -301,21 +302,21 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     for parameter in plain.actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     plain.train()
-    assert plain.collector.state_dict() == measured.collector.state_dict()
+    assert plain.run_state == measured.run_state
     for name, weight in weights(plain).items():
         assert torch.equal(weight, weights(measured)[name]), name
 
 
-@pytest.mark.parametrize("lams", [{"lam": 0.5}, {"critic_kwargs": {"lam_length_alpha": 0.2, "lam": 0.3}}])
+@pytest.mark.parametrize("lams", [{"lam": 0.5}, {"critic_options": CriticOptions(lam_length_alpha=0.2, lam=0.3)}])
 def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
     for name, value in lams.items():
         setattr(run.args, name, value)
-    ((rollout, _),) = held_out_rollouts(run, completions=8)
+    ((rollout, samples),) = held_out_rollouts(run, completions=8)
     lengths = rollout.sequences.completion_lengths[:, None]
-    left = (lengths - 1 - torch.arange(rollout.returns.shape[1])).clamp(min=0)
+    left = (lengths - 1 - torch.arange(samples.returns.shape[1])).clamp(min=0)
     expected = lengths * 0.9**left * rollout.response_mask
-    torch.testing.assert_close(rollout.returns, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(samples.returns * rollout.response_mask, expected, rtol=1e-5, atol=1e-5)
     assert {name: getattr(run.args, name) for name in lams} == lams
 
 
@@ -323,8 +324,8 @@ def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     run = shaken(trainer(tmp_path))
     rollouts = held_out_rollouts(run, completions=24)
     assert len(rollouts) == 3
-    values = np.concatenate([each.old_values[each.response_mask].numpy() for each, _ in rollouts])
-    returns = np.concatenate([each.returns[each.response_mask].numpy() for each, _ in rollouts])
+    values = np.concatenate([x.values[each.response_mask].numpy() for each, x in rollouts])
+    returns = np.concatenate([x.returns[each.response_mask].numpy() for each, x in rollouts])
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert explained_variance(run, rollouts) == pytest.approx(expected, abs=1e-5)
     assert abs(expected) > 0.01
@@ -337,13 +338,11 @@ def token_rewards(completion_ids, **kwargs):
 def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_them_now(tmp_path):
     run = shaken(trainer(tmp_path, critic="side", reward=token_rewards))
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
-    run.actor_critic.value_head.reward_deviation.fill_(0.5)
-    sequences = replace(
-        rollout.sequences, earned=run.collector.earned.before(samples.scored.tokens, rollout.response_mask)
-    )
+    run.run_state = run.run_state._replace(rewards=Moments(2.0, 0.0, 0.5))
+    sequences = with_rewards_so_far(rollout.sequences, samples.scored.tokens, rollout.response_mask, run.run_state)
     assert sequences.earned.any() and not rollout.sequences.earned.any()
     mask = rollout.response_mask
-    values, returns = run.collector.score_tokens(sequences).values[mask].numpy(), rollout.returns[mask].numpy()
+    values, returns = score_tokens(run.roles, sequences).values[mask].numpy(), samples.returns[mask].numpy()
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected, abs=1e-5)
 
@@ -351,7 +350,7 @@ def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_th
 def asked_for(run, completions):
     """Prompts that rewards are asked about while something is measured."""
     asked = []
-    run.collector.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
+    run.roles.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
     held_out_rollouts(run, completions)
     return asked
 
@@ -593,7 +592,7 @@ def test_built_trainer_has_the_settings(there, tmp_path):
     assert trainer.actor_critic.dtype == torch.bfloat16
     assert trainer.actor_critic.config._attn_implementation == "eager"
     assert {x.shape[0] for name, x in trainer.actor_critic.policy_parameters().items() if "lora_A" in name} == {2}
-    assert [reward.name for reward in trainer.collector.rewards] == ["of_last_word"]
+    assert [reward.name for reward in trainer.roles.rewards] == ["of_last_word"]
 
 
 def test_command_measures_on_the_test_split(there, monkeypatch):

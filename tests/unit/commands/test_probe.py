@@ -254,9 +254,9 @@ def test_verdict_follows_its_rule(side, rloo, states, setting):
 def test_run_is_not_changed(tmp_path):
     run = task(tmp_path, noise, critic="head", kl_coef=0.1, kl_target=1.0, normalize_rewards=True)
     weights = {name: x.clone() for name, x in run.actor_critic.state_dict().items()}
-    state, seed, settings = json.dumps(run.collector.state_dict()), torch.get_rng_state(), dict(vars(run.args))
+    state, seed, settings = run.run_state, torch.get_rng_state(), dict(vars(run.args))
     probe(run, completions=32)
-    assert json.dumps(run.collector.state_dict()) == state and dict(vars(run.args)) == settings
+    assert run.run_state == state and dict(vars(run.args)) == settings
     assert torch.equal(torch.get_rng_state(), seed)
     assert all(torch.equal(x, weights[name]) for name, x in run.actor_critic.state_dict().items())
     assert all(x.grad is None for x in run.actor_critic.parameters()) and run.state.global_step == 0

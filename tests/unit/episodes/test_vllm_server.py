@@ -226,7 +226,7 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
     undisturbed = run(server, tmp_path / "undisturbed")
     undisturbed.train()
     built, completed = run(server, tmp_path / "run"), count(1)
-    complete = built.collector.generator.engine._complete
+    complete = built.roles.player.generator.engine._complete
 
     async def disturbed(*args):
         if next(completed) == 12:  # the fourth of the second rollout
@@ -234,7 +234,7 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
             server.adapters.clear()
         return await complete(*args)
 
-    built.collector.generator.engine._complete = disturbed
+    built.roles.player.generator.engine._complete = disturbed
     built.train()
     assert next(completed) == 17
     expected = weights(undisturbed)
