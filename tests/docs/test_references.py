@@ -12,6 +12,7 @@ from pages import PAGES, ROOT, name, rows, spans
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.config import OPTIONS
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
 
@@ -45,9 +46,10 @@ def test_public_names_are_in_the_reference():
     assert {f"trl_ppo_ext.{public}" for public in trl_ppo_ext.__all__} <= reference
 
 
-def test_fields_of_the_config_are_in_its_docstring():
-    own = [field for field in PPOConfig.__annotations__ if not field.startswith("_")]
-    assert not [field for field in own if f"{field} (`" not in inspect.getdoc(PPOConfig)]
+@pytest.mark.parametrize("config", [PPOConfig, *OPTIONS.values()])
+def test_fields_of_the_config_have_a_text(config):
+    own = [field for field in dataclasses.fields(config) if field.name in config.__annotations__]
+    assert own and not [field.name for field in own if not field.metadata.get("help")]
 
 
 # ---- fields, commands, messages, files
