@@ -115,6 +115,7 @@ def samples(rows=20, text="word", score=1.0):
         {},
         TokenScores(tokens + 1, ref_logprobs=tokens),
         None,
+        None,
     )
 
 

