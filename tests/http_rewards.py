@@ -1,10 +1,16 @@
 """Judges and remote rewards of a server that misbehaves."""
 
+import atexit
+import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
+
+from tiny import CHAT_TEMPLATE, tokenizer
 
 from trl_ppo_ext.rewards.http import Judge, RemoteReward
 
@@ -30,6 +36,21 @@ def judge(port, mode, part=None, **kwargs):
     return Judge(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", "m", TEMPLATE, **settings)
 
 
-def remote(port, mode, part=None, **kwargs):
+@cache
+def classifier():
+    """Path of a model, of which only the tokenizer is read."""
+    path = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, path)
+    tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(path)
+    return path
+
+
+def remote(port, mode, part=None, endpoint="classify", **kwargs):
     settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
-    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/score", **settings)
+    url = f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/{endpoint}"
+    return RemoteReward(url, classifier(), **settings)
+
+
+def predicted(*args, **kwargs):
+    """A remote reward of text-embeddings-inference."""
+    return remote(*args, endpoint="predict", **kwargs)

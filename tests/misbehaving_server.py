@@ -1,9 +1,11 @@
 """A server of rewards and chat completions that does what the first part of the path says; prints its port.
 
-`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/score` scores a batch. The right score is the length of
-the completion; a judge finds it after "COMPLETION ".
+`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/classify` a classifier of vLLM, `/MODE/ANYTHING/predict`
+one of text-embeddings-inference. The right score is the length of the completion; a judge finds it after
+"COMPLETION ", a classifier between "p" and "<eos>". `/classifier-of-two/...` has a second output, minus the first.
 """
 
+import gzip
 import json
 import sys
 import threading
@@ -46,22 +48,35 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def completions(self):
-        if self.path.endswith("/score"):
-            return self.request_body["completions"]
+        body = self.request_body
+        if self.path.endswith("/classify"):
+            assert body.keys() == {"input", "use_activation", "add_special_tokens"} and body["use_activation"] is False
+            return [text.removesuffix("<eos>").removeprefix("p") for text in body["input"]]
+        if self.path.endswith("/predict"):
+            assert body.keys() == {"inputs", "raw_scores", "truncate"} and body["raw_scores"] and not body["truncate"]
+            return [text.removesuffix("<eos>").removeprefix("p") for (text,) in body["inputs"]]
         return [self.request_body["messages"][-1]["content"].rpartition("COMPLETION ")[2]]
 
     def answer(self, text=None, scores=None, **choice):
         """A right answer, unless text or scores are given."""
         right = [len(completion) for completion in self.completions()]
-        if self.path.endswith("/score"):
-            return json.dumps({"scores": right if scores is None else scores(right)}).encode()
+        both = self.path.startswith("/classifier-of-two")
+        values = [[x, -x] if both else [x] for x in (right if scores is None else scores(right))]
+        if self.path.endswith("/classify"):
+            data = [{"index": n, "label": "GOOD", "probs": x, "num_classes": len(x)} for n, x in enumerate(values)]
+            return json.dumps({"id": "classify-1", "object": "list", "model": "m", "data": data}).encode()
+        if self.path.endswith("/predict"):  # in the order of the scores
+            named = [sorted(zip(x, ("GOOD", "BAD")), reverse=True) for x in values]
+            return json.dumps([[{"score": score, "label": label} for score, label in row] for row in named]).encode()
         text = f"There are 3 points to make. Score: {right[0]}/1000" if text is None else text
         return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"} | choice]}).encode()
 
     # ---- modes ----
 
-    def ok(self):  # compressed, as servers do it where a client does not object
-        self.reply(self.answer()) if self.headers["Accept-Encoding"] == "identity" else self.zipped()
+    def ok(self):
+        self.reply(self.answer())
+
+    classifier_of_two = ok
 
     def slow(self):
         time.sleep(0.2)
@@ -121,17 +136,11 @@ class Misbehaving(BaseHTTPRequestHandler):
     def wrong_count(self):
         self.reply(self.answer("Score: 99999", lambda right: right[1:]))
 
-    def odd(self):
-        self.reply(self.answer(None, lambda right: [None, "4", True, 10**400, *right[4:]]))
-
     def another_shape(self):
         self.reply(b'["hello"]')
 
-    def huge(self):
-        self.reply(b'"' + b"x" * 2**23 + b'"')
-
     def zipped(self):
-        self.reply(b"\x1f\x8b", headers=[("Content-Encoding", "gzip")])
+        self.reply(gzip.compress(self.answer()), headers=[("Content-Encoding", "gzip")])
 
     def redirect(self):
         self.reply(b"", 307, [("Location", "http://user:pw@example.com:81/elsewhere?a=b")])

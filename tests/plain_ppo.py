@@ -3,12 +3,12 @@
 Everything is float64, one completion at a time: no padding, no batches, nothing of the package. [`Settings`] has the
 fields of `PPOConfig` and their defaults. An iteration takes completions that the policy sampled, with their scores:
 
-1. Forward: log-probs under policy and reference, the KL of each token, the critic's values.
-2. Rewards per token: minus the KL penalty, plus the score at the last one.
-3. Advantages: GAE with a critic; without one, the completions of a prompt are compared. Whiten them.
+1. Forward: log-probs under policy and reference, the KL of each token, the critic's predictions.
+2. Rewards per token: those of the completion, minus the KL penalty.
+3. Advantages: GAE with a critic, in units of the returns; without one, the completions of a prompt are compared.
 4. Loss: clipped policy loss, value loss, KL, entropy.
 5. Stop once the policy has moved too far from the one that sampled. Otherwise
-6. take an Adam step, and go on with 4. for `num_ppo_epochs`.
+6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`.
 7. Steer the coefficients of KL and entropy for the next iteration.
 
 [`iterate`] has these steps in this order; the functions above it fill them in.
@@ -37,22 +37,23 @@ class Settings:
     kl_coef: float = 0.05
     kl_target: float | None = None  # steers `kl_coef`
     kl_horizon: int = 10_000
-    critic: str = "head"  # or "none"
-    advantage_estimator: str | None = (
-        None  # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce", "rebn"
-    )
+    critic: str = "side"  # or "head", "adapter", "none"
+    normalize_values: bool | None = None  # by default with a critic: it predicts in units of the returns
+    # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce", "rebn"
+    advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
     lam: float = 0.95
     lam_critic: float | None = None  # λ of the critic's targets; `lam` by default
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
-    whiten_advantages: bool | None = None  # by default with a critic, and for "rebn"
-    cliprange: float = 0.2
-    cliprange_high: float | None = None  # `cliprange` by default
+    whiten_advantages: bool | None = None  # by default for "rebn", and with a critic that has no units
+    # by default a probability changes by a factor of 2 at most: 0.5, 1.0, and a dual clip of 2
+    cliprange: float | None = None
+    cliprange_high: float | None = None  # `cliprange` by default, if that is set
     dual_clip: float | None = None
     importance_sampling_level: str = "token"  # or "sequence": one ratio per completion
-    cliprange_value: float | None = None
-    vf_coef: float = 0.1
+    cliprange_value: float | None = None  # in units of the values
+    vf_coef: float = 0.5
     entropy_coef: float = 0.0
     entropy_target: float | None = None  # steers `entropy_coef`
     loss_aggregation: str | None = None  # by default that of the estimator's paper
@@ -60,36 +61,112 @@ class Settings:
     num_ppo_epochs: int = 4
     target_kl: float | None = None
     learning_rate: float = 5e-5  # falls linearly to 0 over `max_steps`
+    critic_learning_rate: float | None = None  # by default 1e-3 for the side network, else `learning_rate`
     max_steps: int = -1
     adam_epsilon: float = 1e-5
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0: unclipped
+    max_grad_norm: float = 1.0  # of policy and critic, each by itself; 0: unclipped
 
     def __post_init__(self):
         with_critic = self.critic != "none"
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         papers = {"grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "sequence_sum", "reinforce": "sequence_sum"}
         self.loss_aggregation = self.loss_aggregation or papers.get(self.advantage_estimator, "token")
+        if self.normalize_values is None:
+            self.normalize_values = with_critic
         if self.whiten_advantages is None:
-            self.whiten_advantages = with_critic or self.advantage_estimator == "rebn"
+            plain_critic = with_critic and not self.normalize_values
+            self.whiten_advantages = plain_critic or self.advantage_estimator == "rebn"
+        if self.cliprange is None:
+            self.cliprange = 0.5
+            self.cliprange_high = 1.0 if self.cliprange_high is None else self.cliprange_high
+            self.dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
         self.cliprange_high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         self.lam_critic = self.lam if self.lam_critic is None else self.lam_critic
+        if self.critic_learning_rate is None:
+            self.critic_learning_rate = 1e-3 if self.critic == "side" else self.learning_rate
+
+
+class Recent:
+    """Numbers of every rollout so far; those of a rollout weigh 0.8 of those of the next."""
+
+    def __init__(self):
+        self.rollouts: list[list[float]] = []
+
+    def add(self, rollout: list[float]) -> None:
+        self.rollouts.append(rollout)
+
+    def moments(self) -> tuple[float, float, float]:
+        """Total weight, mean and sum of squared deviations."""
+        weighted = [(0.8**age, x) for age, rollout in enumerate(reversed(self.rollouts)) for x in rollout]
+        count = sum(weight for weight, _ in weighted)
+        mean = sum(weight * x for weight, x in weighted) / count
+        return count, mean, sum(weight * (x - mean) ** 2 for weight, x in weighted)
+
+
+class Units:
+    """Mean and deviation of recent Monte Carlo returns: a value is mean + deviation · prediction.
+
+    The critic does not know them. A new one predicts 0, and so the mean return of its first rollout.
+    """
+
+    def __init__(self):
+        self.returns = Recent()
+        self.mean, self.deviation = 0.0, 1.0
+
+    def begin_rollout(self, outcomes: list[float]) -> None:
+        """Before values are read; `outcomes` are the rewards after each token."""
+        if not self.returns.rollouts:
+            self._move(outcomes)
+            self.returns.rollouts.clear()
+
+    def end_rollout(self, outcomes: list[float]) -> None:
+        """Before the critic learns."""
+        self._move(outcomes)
+
+    def _move(self, returns: list[float]) -> None:
+        self.returns.add(returns)
+        count, self.mean, squares = self.returns.moments()
+        self.deviation = math.sqrt(squares / count) or 1.0  # equal returns have no unit
+
+    def value(self, prediction: float) -> float:
+        return self.mean + self.deviation * prediction
+
+    def in_units(self, value: float) -> float:
+        return (value - self.mean) / self.deviation
+
+
+class SideNetwork(nn.Module):
+    """Gated network on [`side_inputs`], one number per token; nothing flows back into the policy."""
+
+    def __init__(self, inputs: nn.Linear, output: nn.Linear):
+        super().__init__()
+        self.inputs, self.output = inputs, output
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.inputs(x).chunk(2, -1)
+        return self.output(gate * gate.sigmoid() * up)
 
 
 @dataclass
 class Models:
-    """A policy, the reference it is kept close to, and the critic; with the state of their optimizer."""
+    """A policy, the reference it is kept close to, and the critic; with what they leave to the next iteration."""
 
     policy: nn.Module  # a causal language model
     reference: nn.Module
-    value_head: nn.Module | None  # a linear layer on the policy's last hidden states
+    value_head: nn.Module | None  # a linear layer on last hidden states, or a `SideNetwork`
+    critic_body: nn.Module | None = None  # a causal language model whose states the value head reads; or the policy's
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of Adam
     steps: int = 0  # optimizer steps taken
+    units: Units = field(default_factory=Units)  # of the value head
+    token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by name."""
-        modules = {"policy": self.policy} | ({} if self.value_head is None else {"value_head": self.value_head})
-        named = {f"{role}.{name}": x for role, module in modules.items() for name, x in module.named_parameters()}
+        """Trained parameters by name, which begins with "policy" for those of the policy."""
+        modules = {"policy": self.policy, "value_head": self.value_head, "critic_body": self.critic_body}
+        named = {
+            f"{role}.{name}": x for role, module in modules.items() if module for name, x in module.named_parameters()
+        }
         return {name: x for name, x in named.items() if x.requires_grad}
 
 
@@ -101,14 +178,26 @@ class Sample:
     ids: list[int]  # sampled tokens, EOS included
     score: float | None  # None: its reward failed, and it is skipped
     truncated: bool  # ended at the maximum length, not at EOS
+    token_scores: list[float] = field(
+        default_factory=list
+    )  # rewards of the tokens, besides the score; none by default
 
+    earned: list[float] = field(default_factory=list)  # mean reward per token so far, as the side network reads it
     reference: Tensor | None = None  # [response, vocabulary], log-probs under the reference
     old: "Outputs | None" = None  # under the policy that sampled
     learn: bool = True  # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
     rewards: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
     unit: float = 1.0  # of the advantages, in that of the scores; a KL in the loss has the same
+
+    def __post_init__(self):
+        self.token_scores = self.token_scores or [0.0] * len(self.ids)
+
+    def scores_at_tokens(self) -> list[float]:
+        """Rewards without a KL penalty."""
+        return [*self.token_scores[:-1], self.token_scores[-1] + (self.score or 0.0)]
 
 
 class Outputs(NamedTuple):
@@ -118,16 +207,42 @@ class Outputs(NamedTuple):
     entropies: Tensor
     kl: Tensor  # KL from the reference by the chosen estimator
     k1: Tensor
-    values: Tensor | None
+    predictions: Tensor | None  # of the critic, in its units
 
 
 # 1. ---- forward
 
 
+def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
+    """Mean reward of the tokens before each one, in units of earlier rollouts; 0 while there are none."""
+    if not recent.rollouts:
+        return [0.0] * len(sample.ids)
+    count, mean, squares = recent.moments()
+    deviation = math.sqrt(squares / count) or 1.0
+    standardized = [(x - mean) / deviation for x in sample.scores_at_tokens()]
+    means = [0.0, *(statistics.mean(standardized[:t]) for t in range(1, len(standardized)))]
+    return [max(-5.0, min(5.0, x)) for x in means]
+
+
+def side_inputs(states: list[Tensor], earned: list[float], s: Settings) -> Tensor:
+    """States after each quarter of the layers, the position in the completion, and the rewards so far.
+
+    All have about the same length. The position t is cos(π·k·t / `max_completion_length`) for k from 0 to 15.
+    """
+    size, tokens, epsilon = states[-1].shape[-1], range(len(earned)), 2.0**-23
+    layers = sorted({round((len(states) - 1) * quarter / 4) for quarter in (1, 2, 3, 4)})
+    parts = [
+        x / ((x**2).mean(-1, keepdim=True) + epsilon).sqrt() for x in (states[layer].detach() for layer in layers)
+    ]
+    waves = [[math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)] for t in tokens]
+    others = [[*waves[t], *[0.0] * (size - 16), earned[t]] for t in tokens]
+    return torch.cat([*parts, math.sqrt(size / 16) * torch.tensor(others, dtype=torch.float64)], -1)
+
+
 def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
-    """Log-probs, entropies, KL and values of a completion."""
+    """Log-probs, entropies, KL and predicted values of a completion."""
     ids, tokens = torch.tensor([sample.prompt + sample.ids]), torch.tensor(sample.ids)[:, None]
-    # logits and values at a position are those of the next token: the first sampled one has them at the prompt's end
+    # logits and values at a position belong to the next token: the first sampled one has them at the prompt's end
     response = slice(len(sample.prompt) - 1, -1)
     if sample.reference is None:
         with torch.no_grad():
@@ -138,17 +253,22 @@ def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
     k1 = (policy - sample.reference).gather(1, tokens)[:, 0]
     exact = (policy.exp() * (policy - sample.reference)).sum(-1)
     kl = {"k1": k1, "k2": k1**2 / 2, "k3": (-k1).exp() - 1 + k1, "exact": exact}[s.kl_estimator]
-    values = None if models.value_head is None else models.value_head(outputs.hidden_states[-1][0, response])[:, 0]
-    return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, values)
+    predictions = None
+    if models.value_head is not None:
+        body = outputs if models.critic_body is None else models.critic_body(input_ids=ids, output_hidden_states=True)
+        states = [x[0, response] for x in body.hidden_states]
+        read = side_inputs(states, sample.earned, s) if s.critic == "side" else states[-1]
+        predictions = models.value_head(read)[:, 0]
+    return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions)
 
 
 # 2. ---- rewards
 
 
 def rewards_of(sample: Sample, s: Settings) -> list[float]:
-    """The KL penalty at every token, and the score at the last."""
-    rewards = [0.0 if s.kl_placement == "loss" else -s.kl_coef * kl for kl in sample.old.kl.tolist()]
-    rewards[-1] += sample.score or 0.0
+    """Rewards of the tokens, less the KL penalty; the score is at the last one."""
+    coefficient = 0.0 if s.kl_placement == "loss" else s.kl_coef
+    rewards = [x - coefficient * kl for x, kl in zip(sample.scores_at_tokens(), sample.old.kl.tolist())]
     rewards[-1] -= (s.missing_eos_penalty or 0.0) * sample.truncated
     return rewards
 
@@ -188,10 +308,36 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
     return [[(x - mean) / deviation + keep_mean * mean for x in row] for row in rows]
 
 
+def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> None:
+    """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
+    outcomes = [x for y in samples for x in gae(y.rewards, [0.0] * len(y.ids), s.gamma, 1.0)]
+    if s.normalize_values:
+        units.begin_rollout(outcomes)
+    for sample in samples:
+        sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
+        # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
+        alpha = s.lam_length_alpha
+        lam = s.lam if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
+        sample.advantages = gae(sample.rewards, sample.values, s.gamma, lam)
+        targets = gae(sample.rewards, sample.values, s.gamma, s.lam_critic)
+        sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
+    if s.normalize_values:
+        advantages, returns = (
+            [x for sample in samples for x in getattr(sample, name)] for name in ("advantages", "returns")
+        )
+        units.end_rollout(outcomes)
+        # a critic that is worse than a constant one has its errors scaled down to what the returns vary
+        worse = math.sqrt(statistics.mean(x**2 for x in advantages) / max(statistics.variance(returns), 1e-20))
+        unit = units.deviation * max(1.0, worse)
+        for sample in samples:
+            sample.advantages, sample.unit = [x / unit for x in sample.advantages], sample.unit * unit
+
+
 @torch.no_grad()
 def collect(models: Models, samples: list[Sample], s: Settings) -> None:
     """Steps 1 to 3."""
     for sample in samples:
+        sample.earned = earned_rewards(sample, models.token_scores)
         sample.old = forward(models, sample, s)
         sample.rewards = rewards_of(sample, s)
         sample.learn = sample.score is not None and not (sample.truncated and s.mask_truncated_completions)
@@ -210,13 +356,8 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
             for sample, advantage in zip(group, group_advantages(totals, s.advantage_estimator)):
                 sample.advantages = [advantage] * len(sample.ids)
     else:
-        for sample in scored:
-            # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
-            alpha, values = s.lam_length_alpha, sample.old.values.tolist()
-            lam = s.lam if alpha is None else max(0.0, 1 - 1 / (alpha * len(values)))
-            sample.advantages = gae(sample.rewards, values, s.gamma, lam)
-            targets = gae(sample.rewards, values, s.gamma, s.lam_critic)
-            sample.returns = [advantage + value for advantage, value in zip(targets, values)]
+        advantages_of_critic(models.units, scored, s)
+    models.token_scores.add([x for sample in scored for x in sample.scores_at_tokens()])
     if s.whiten_advantages:
         unit = deviation([sample.advantages for sample in learned])
         for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):
@@ -241,7 +382,7 @@ def policy_loss(ratio: Tensor, advantage: float, s: Settings, clips: Counter) ->
 
 
 def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Counter) -> Tensor:
-    """Half the squared error; that of the clipped step from the old value when it is larger."""
+    """Half the squared error, in units; that of the clipped step from the old value when it is larger."""
     error, clip = (value - target) ** 2 / 2, s.cliprange_value
     if clip is None or abs(value.item() - old) <= clip:
         return error
@@ -251,29 +392,33 @@ def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Cou
 
 
 def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor, dict[str, float]]:
-    """Loss of an optimizer step, and the share of tokens that each clip holds."""
-    clips, completions, of_values = Counter(), [], []
+    """Loss of an optimizer step, the share of tokens that each clip holds, and the mean losses per token."""
+    clips, completions, of_policy, of_values, in_units = Counter(), [], [], [], models.units.in_units
     for sample in samples:
         if sample.score is None:
             continue
         now = forward(models, sample, s)
-        if now.values is not None:
-            values = zip(now.values, sample.old.values.tolist(), sample.returns)
-            of_values.append(torch.stack([s.vf_coef * value_loss(*token, s, clips) for token in values]))
+        if now.predictions is not None:
+            tokens = zip(now.predictions, sample.old.predictions.tolist(), map(in_units, sample.returns))
+            of_values.append(torch.stack([value_loss(*token, s, clips) for token in tokens]))
         if not sample.learn:
             continue
         log_ratio = now.logprobs - sample.old.logprobs
         if s.importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean().expand_as(log_ratio)
         losses = [policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)]
+        of_policy.extend(loss.item() for loss in losses)
         if s.kl_placement != "reward":
             losses = [x + s.kl_coef / sample.unit * kl for x, kl in zip(losses, now.kl)]
         losses = [x - s.entropy_coef * entropy for x, entropy in zip(losses, now.entropies)]
         completions.append(torch.stack(losses))
-    loss = aggregate(completions, s) + (aggregate(of_values, s) if of_values else 0)
-    tokens, value_tokens = (sum(map(len, losses)) for losses in (completions, of_values))
-    shares = {name: clips[name] / tokens for name in ("low", "high", "dual")}
-    return loss, shares | {"value": clips["value"] / max(value_tokens, 1)}
+    loss = aggregate(completions, s) + (s.vf_coef * aggregate(of_values, s) if of_values else 0)
+    metrics = {name: clips[name] / len(of_policy) for name in ("low", "high", "dual")}
+    metrics |= {"policy loss": statistics.mean(of_policy), "value": 0.0}
+    if of_values:
+        errors = torch.cat(of_values)
+        metrics |= {"value": clips["value"] / len(errors), "value loss": errors.mean().item()}
+    return loss, metrics
 
 
 def aggregate(completions: list[Tensor], s: Settings) -> Tensor:
@@ -311,18 +456,31 @@ def gradient_of(models: Models, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(parameters, gradients))
 
 
+def role_of(name: str) -> str:
+    """Policy or critic, by the name of a parameter."""
+    return "policy" if name.startswith("policy.") else "critic"
+
+
+def gradient_norms(gradient: dict[str, Tensor]) -> dict[str, float]:
+    """Norms of the gradients of policy and critic."""
+    squares = Counter()
+    for name, g in gradient.items():
+        squares[role_of(name)] += (g**2).sum().item()
+    return {role: math.sqrt(x) for role, x in squares.items()}
+
+
 @torch.no_grad()
 def adam_step(models: Models, gradient: dict[str, Tensor], s: Settings) -> None:
     """Clip policy and critic, each by its norm; Adam with decoupled weight decay, which biases are spared."""
-    squares = Counter()
-    for name, g in gradient.items():
-        squares[name.partition(".")[0]] += (g**2).sum().item()
-    clipped = {role: s.max_grad_norm and x > s.max_grad_norm**2 for role, x in squares.items()}
-    scales = {role: s.max_grad_norm / math.sqrt(x) if clipped[role] else 1.0 for role, x in squares.items()}
-    rate = s.learning_rate * (1 - models.steps / s.max_steps)
+    norms = gradient_norms(gradient)
+    clipped = {role: s.max_grad_norm and norm > s.max_grad_norm for role, norm in norms.items()}
+    scales = {role: s.max_grad_norm / norm if clipped[role] else 1.0 for role, norm in norms.items()}
+    left = 1 - models.steps / s.max_steps
+    rates = {"policy": left * s.learning_rate, "critic": left * s.critic_learning_rate}
     models.steps += 1
     for name, parameter in models.parameters().items():
-        g = gradient[name] * scales[name.partition(".")[0]]
+        role = role_of(name)
+        g, rate = gradient[name] * scales[role], rates[role]
         mean, square = models.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
         models.moments[name] = mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
         mean, square = mean / (1 - 0.9**models.steps), square / (1 - 0.999**models.steps)  # unbiased
@@ -344,21 +502,28 @@ def steer_entropy_coef(coefficient: float, entropy: float, s: Settings) -> float
     return min(coefficient + 0.005, 1.0) if entropy < s.entropy_target else max(coefficient - 0.005, 0.0)
 
 
-def iterate(models: Models, samples: list[Sample], s: Settings) -> Settings:
-    """One iteration on completions of the policy; returns the settings of the next one."""
+def iterate(
+    models: Models, samples: list[Sample], s: Settings, minibatches: list[list[Sample]] | None = None
+) -> tuple[Settings, list[dict[str, float]]]:
+    """One iteration on completions of the policy; returns the settings of the next one, and metrics of each step.
+
+    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs` times.
+    """
     collect(models, samples, s)
-    now, following = s, s
+    now, following, metrics = s, s, list[dict[str, float]]()
     if s.entropy_target is not None:  # the entropy of these samples steers their own loss; above the target it is free
         entropy = statistics.mean(x for sample in samples if sample.learn for x in sample.old.entropies.tolist())
         following = replace(following, entropy_coef=steer_entropy_coef(s.entropy_coef, entropy, s))
         now = following if entropy <= s.entropy_target else replace(s, entropy_coef=0.0)
-    for _ in range(s.num_ppo_epochs):
-        if s.target_kl is not None and distance(models, samples, s) > s.target_kl:
+    for minibatch in minibatches or [samples] * s.num_ppo_epochs:
+        if s.target_kl is not None and distance(models, minibatch, s) > s.target_kl:
             break
-        loss, _ = loss_of(models, samples, now)
-        adam_step(models, gradient_of(models, loss), s)
+        loss, of_step = loss_of(models, minibatch, now)
+        gradient = gradient_of(models, loss)
+        metrics.append(of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()})
+        adam_step(models, gradient, s)
     if s.kl_target is not None:  # the KL of these samples steers the next rewards
         kls = [sample.old.k1.sum().item() for sample in samples if sample.score is not None]
         coefficient = steer_kl_coef(s.kl_coef, statistics.mean(kls), len(kls), s)
         following = replace(following, kl_coef=coefficient)
-    return following
+    return following, metrics

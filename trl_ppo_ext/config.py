@@ -271,11 +271,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     whiten_advantages: bool | None = None
     """Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`."""
 
-    ptx_coef: float = number(1.0, at_least=0)
-    """Coefficient of the supervised loss on `ptx_dataset`."""
-    ptx_max_length: int = number(512, at_least=2)
-    """Length in tokens at which a supervised row is cut."""
-
     offload_rewards: bool = False
     """Whether to keep idle reward models in CPU memory."""
 
@@ -312,6 +307,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
         self._set_clip()
+        self.critic_options = CriticOptions(**cast(dict, self.critic_kwargs or {}))
+        self.vllm_options = VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
+        self.uses_reference = self.kl_coef != 0
+        self.trains_entropy = self.entropy_coef != 0 or self.entropy_target is not None
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
@@ -350,7 +349,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        completions = BatchPlan.from_config(self, self.world_size).completions
+        completions = self.plan(self.world_size).completions
         if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:
             raise ValueError(
                 f"`kl_horizon` must be above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} "
@@ -524,30 +523,21 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     __str__ = __repr__
 
-    @property
-    def critic_options(self) -> CriticOptions:
-        """Settings in `critic_kwargs`, with the defaults of the others."""
-        return CriticOptions(**cast(dict, self.critic_kwargs or {}))
-
-    @property
-    def vllm_options(self) -> VLLMOptions:
-        """Settings in `vllm_kwargs`, with the defaults of the others."""
-        return VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
+    def plan(self, num_processes: int) -> BatchPlan:
+        """Sizes of a rollout and its parts over this many processes."""
+        return BatchPlan(
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            cast(int, self.num_mini_batches),
+            self.num_ppo_epochs,
+            self.num_generations,
+            num_processes,
+        )
 
     @property
     def prompt_seed(self) -> int:
         """Seed of the order of prompts."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether log-probs under the reference are needed."""
-        return self.kl_coef != 0
-
-    @property
-    def trains_entropy(self) -> bool:
-        """Whether the entropy enters the loss."""
-        return self.entropy_coef != 0 or self.entropy_target is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Settings that are safe to log.
@@ -616,6 +606,7 @@ _UNSUPPORTED = {
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
     "include_num_input_tokens_seen": "`num_tokens` is always logged",
+    "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.

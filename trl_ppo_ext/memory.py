@@ -26,11 +26,9 @@ from transformers.training_args import OptimizerNames
 
 from .arguments import as_list
 from .config import PPOConfig
-from .episodes.transformers import BLOCK
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
-from .ppo.batch_plan import BatchPlan
 from .rewards import RewardAdapter
 
 PROMPT_LENGTH = 512
@@ -133,7 +131,6 @@ class MemoryEstimate:
     rewards: tuple[ModelSizes | AdapterSizes, ...] = ()  # that take memory
     processes: int = 1
     prompt_length: int = PROMPT_LENGTH
-    ptx_length: int = 0  # tokens of a supervised row; 0 without
     masked: bool = True  # attention takes a mask because rows differ in length
     on_gpu: bool = True
     settings: tuple[dict[str, Any], ...] = ()  # changed by a proposal
@@ -142,10 +139,10 @@ class MemoryEstimate:
     def phases(self) -> tuple[Phase, ...]:
         """Memory at the peak of each phase, from the second rollout on."""
         args, base, adapter, width = self.args, self.base, self.adapter, self.base.width
-        plan = BatchPlan.from_config(args, self.processes)
+        plan = args.plan(self.processes)
         rows, completions = plan.micro_batch_size, plan.completions_per_process
         sampled = min(args.per_device_generation_batch_size or completions, completions)
-        prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
+        prompt, response = self.prompt_length, args.max_completion_length
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
         adapters, read = 1 + (args.critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
         heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
@@ -171,10 +168,9 @@ class MemoryEstimate:
         copies: float = 2 * adapter.parameters if width < 4 else 0  # autocast keeps 16-bit copies until it ends
         training: dict[str, float] = {"rollout": rollout, "autocast copies": adapters * copies}
 
-        # 2. Sampling: a cache that grows by blocks, and copies of the logits
+        # 2. Sampling: a cache that is copied layer by layer for every token, and copies of the logits
         cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
-        cached = min(-(-prompt // BLOCK) * BLOCK, length)
-        copied = cache / (2 * base.layers) * ((length - 1) // BLOCK * BLOCK)  # a layer's keys, when it grows
+        copied = cache / (2 * base.layers) * (length - 1)  # a layer's keys
         sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
@@ -187,19 +183,17 @@ class MemoryEstimate:
         forward = base.forward(rows * length, width) + states
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
         entropy = args.trains_entropy
-        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss) + ptx)
+        kept = 4 * base.hidden * rows * response * (1 + entropy + kl_in_loss)
         kept += 4 * rows * response * {"none": 0, "side": read + 4 * SIDE_WIDTH}.get(args.critic, base.hidden)
-        projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
+        projecting = base.logits(rows * response, chunk, kl_in_loss) + kept
 
         # 5. Backward: what the trunk saved for it, and gradients within a layer
         layer = base.saved(adapter.ranks, rows, length, self.masked)
-        trunk, ptx_trunk = base.layers * layer, base.layers * base.saved(adapter.ranks, rows, ptx, self.masked)
+        trunk = base.layers * layer
         backward = 2 * width * rows * length * (base.hidden + base.intermediate) + base.dequantized
         if args.gradient_checkpointing:  # inputs of layers and of the last norm; a float32 norm's input is the layer's
-            trunk, ptx_trunk = (rows * x * base.hidden * (base.layers * width + 4) for x in (length, ptx))
+            trunk = rows * length * base.hidden * (base.layers * width + 4)
             backward += layer - (4 * base.hidden * rows * length if width == 4 else 0)
-        trunks = adapters * trunk + ptx_trunk
-        forwards = trunks if ptx else trunk  # the critic's adapter runs between the projections of policy and ptx
         # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
         gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
         early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
@@ -210,15 +204,15 @@ class MemoryEstimate:
             "generate": [{"autocast copies": copies}]
             if args.generation_backend == "vllm"
             else [
-                {"KV cache": cache * cached, "activations": base.forward(sampled * prompt), "autocast copies": copies},
+                {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt), "autocast copies": copies},
                 {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
             ],
             "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
-                training | {"activations": forwards + states, "gradients": early},
-                training | {"activations": forwards, "logits": projecting, "gradients": early},
-                training | {"activations": trunks + backward, "logits": kept, "gradients": early},
+                training | {"activations": trunk + states, "gradients": early},
+                training | {"activations": trunk, "logits": projecting, "gradients": early},
+                training | {"activations": adapters * trunk + backward, "logits": kept, "gradients": early},
                 training | {"gradients": float(gradients + buckets)},  # the optimizer's step
             ],
         }
@@ -278,7 +272,7 @@ class MemoryEstimate:
 
     def changes(self) -> list[list[dict[str, Any]]]:
         """Settings that need less memory, the least costly first, each with its values from the largest."""
-        plan = BatchPlan.from_config(self.args, self.processes)
+        plan = self.args.plan(self.processes)
         completions = plan.completions_per_process
         sampled = min(self.args.per_device_generation_batch_size or completions, completions)
         in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
@@ -316,7 +310,6 @@ def estimate_memory(
     monitor_funcs: Any = None,
     quantization_config: BitsAndBytesConfig | None = None,
     peft_config: PeftConfig | str | None = None,
-    ptx: bool = False,
     prompt_length: int = PROMPT_LENGTH,
     same_length: bool = False,
     device: str = "cuda",
@@ -331,7 +324,6 @@ def estimate_memory(
         monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
         peft_config (`PeftConfig` or `str`, *optional*): As of [`PPOTrainer`]. Defaults to LoRA of rank 16.
-        ptx (`bool`, *optional*, defaults to `False`): Whether there is a `ptx_dataset`.
         prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
         same_length (`bool`, *optional*, defaults to `False`): Whether all sequences have the same length.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
@@ -377,7 +369,6 @@ def estimate_memory(
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
         prompt_length=prompt_length,
-        ptx_length=args.ptx_max_length if ptx else 0,
         masked=MASKED[attention] and not same_length,
         on_gpu=device == "cuda",
     )

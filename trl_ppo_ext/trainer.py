@@ -12,10 +12,8 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed
-from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -26,33 +24,35 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerState,
 )
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
 from . import distributed
 from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, load_tokenizer
-from .checkpoints import files, hub, resume
-from .checkpoints.atomic import rotate, verify
+from .checkpoints import files, hub, resume, save
+from .checkpoints.atomic import rotate
 from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
-from .data.supervised import PTXSampler, tokenize_ptx
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
-from .ppo.batch_plan import BatchPlan
-from .ppo.guards import NonFiniteError, NonFiniteGuard
-from .ppo.metrics import Metrics, check_best_metric
+from .ppo.guards import count_skipped
+from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.sampler import SamplerComparison
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .randomness import capture_random_state, fixed_seed
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import (
+    ClassifierReward,
+    RewardError,
+    RewardFunc,
+    build_rewards,
+    capture_random_state,
+    check_contexts,
+    fixed_seed,
+)
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 from .tracking.terminal import Terminal
@@ -114,9 +114,6 @@ class PPOTrainer(Trainer):
             docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
-        ptx_dataset (`Dataset`, *optional*):
-            Rows of a supervised loss with weight `ptx_coef`: `"text"`, `"messages"`, or `"prompt"` and
-            `"completion"`. Every optimizer step takes as many rows as completions.
 
     Raises:
         `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before
@@ -144,7 +141,6 @@ class PPOTrainer(Trainer):
         rollout_func: Callable[..., dict] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
-        ptx_dataset: Dataset | None = None,
         **unknown: Any,
     ):
         # 1. Check the arguments, before anything is loaded.
@@ -182,7 +178,7 @@ class PPOTrainer(Trainer):
         if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
-        rows = BatchPlan.from_config(args, args.world_size).prompts
+        rows = args.plan(args.world_size).prompts
         train_dataset, prompt_kwargs = environments.prepare(train_dataset, tokenizer, template_kwargs, args, rows)
         self._tokenize = partial(
             tokenize_prompts,
@@ -201,9 +197,6 @@ class PPOTrainer(Trainer):
             eval_dataset = {key: self._tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        if ptx_dataset is not None:
-            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
-            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
         if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
@@ -220,7 +213,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
-        datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
+        datasets = {"train_dataset": train_dataset}
         self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
@@ -241,14 +234,14 @@ class PPOTrainer(Trainer):
 
         # 5. Assemble what collects a rollout, and the updates from it.
         self.actor_critic = actor_critic
-        self.plan = BatchPlan.from_config(args, self.accelerator.num_processes)
+        self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
-        all_sum, gather = partial(self.accelerator.reduce, reduction="sum"), self.accelerator.gather
-        self.guard = NonFiniteGuard(self.accelerator.process_index, all_sum, gather)
+        all_sum = partial(self.accelerator.reduce, reduction="sum")
+        self._skipped = 0  # optimizer steps in a row
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
-        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, self.guard
+        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator
         self.roles = Roles(*parts, sampler)
         self.run_state = RunState(args.kl_coef, args.entropy_coef)
         if actor_critic.value_head is not None:
@@ -259,17 +252,12 @@ class PPOTrainer(Trainer):
         self.reward_weights = torch.tensor(self.roles.reward_weights or [1.0] * len(rewards))
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
-        ptx = None
-        if ptx_dataset is not None:
-            ptx = PTXSampler(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
-        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
+        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
-        may_add_metrics = bool(callbacks) or type(self) is not PPOTrainer
-        check_best_metric(args, eval_dataset, rewards, monitors, may_add_metrics)
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -287,7 +275,7 @@ class PPOTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
-        # 1. Collect a rollout: the five steps of ppo/rollouts.py.
+        # 1. Collect a rollout (ppo/rollouts.py).
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
@@ -369,7 +357,7 @@ class PPOTrainer(Trainer):
             finite = math.isfinite(float(total))
             skipped = float(not finite and self.is_world_process_zero())
             self._metrics["train"].total("skipped_steps", skipped)
-            self.guard.check_gradient(finite, self.state.global_step + 1)
+            self._skipped = count_skipped(self._skipped, finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)
         return grad_norm
@@ -393,16 +381,29 @@ class PPOTrainer(Trainer):
 
     # ---- data ----
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
-        plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
-        if dataset is None:
-            raise ValueError(
-                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
-                "if an environment writes the prompts."
-            )
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """Dataloader of rows to evaluate, or of numbers of rows to train on.
+
+        A batch of numbers is a rollout's prompts on one rank, repeated for its micro-batches.
+        """
+        if not is_training:
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            if not any(dataset is x for x in sets):  # those were tokenized by the constructor
+                dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
+            if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
+                dataset = list(dataset)
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, dataloader_key=dataloader_key)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        plan, max_steps = self.plan, self.args.max_steps
 
         def steps() -> tuple[int, int]:
             step, last = self.state.global_step, self.state.max_steps
@@ -419,25 +420,9 @@ class PPOTrainer(Trainer):
         else:
             self._train_rows, num_rows = dataset, len(dataset)
             sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, self.args.prompt_seed, steps)
-        return self._get_dataloader(
-            cast(Dataset, range(num_rows)), "Training", plan.completions_per_process, lambda _: sampler, True
+        return super()._get_dataloader(
+            cast(Dataset, range(num_rows)), description, plan.completions_per_process, lambda _: sampler, True
         )
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
-        elif eval_dataset is None:
-            eval_dataset = cast(Dataset, self.eval_dataset)
-        elif eval_dataset is not self.eval_dataset:
-            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        if isinstance(eval_dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
-            eval_dataset = cast(Dataset, list(eval_dataset))
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset | list[dict]) -> DataLoader:
-        """Dataloader of the prompts of `predict`."""
-        return super().get_test_dataloader(self._tokenize(test_dataset, name="test_dataset"))
 
     # ---- evaluation and logging ----
 
@@ -497,6 +482,11 @@ class PPOTrainer(Trainer):
         Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error that ends the run
         first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
+                "if an environment writes the prompts."
+            )
         self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
         if resume_from_checkpoint is None:
@@ -506,9 +496,8 @@ class PPOTrainer(Trainer):
         with resume.locked(output_dir, is_writer):
             if resume_from_checkpoint:
                 ranks = is_writer, self.accelerator.process_index
-                checkpoint, self._resumed = resume.find_checkpoint(
-                    resume_from_checkpoint, output_dir, *ranks, self._check_checkpoint
-                )
+                check = partial(save.check_checkpoint, self)
+                checkpoint, self._resumed = resume.find_checkpoint(resume_from_checkpoint, output_dir, *ranks, check)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
@@ -524,7 +513,7 @@ class PPOTrainer(Trainer):
                 except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
-                    self._save_after_error(error)
+                    save.save_after_error(self, error)
                     raise
         if self.preempted:
             if self.accelerator.num_processes > 1:
@@ -534,30 +523,6 @@ class PPOTrainer(Trainer):
             signal.raise_signal(self.signals.received)
         return output
 
-    def _save_after_error(self, error: BaseException) -> None:
-        """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
-        return_to_step, self._return_to_step = self._return_to_step, None
-        # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
-        together = self.accelerator.num_processes == 1 or isinstance(error, RewardError | NonFiniteError)
-        if return_to_step is None or not together or isinstance(error, files.CheckpointError):
-            return
-        try:
-            return_to_step()
-            final = self._write_checkpoint()
-            if final is not None:
-                error.add_note(
-                    f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`."
-                )
-        except Exception as failure:  # must not hide the first one
-            error.add_note(f"The optimizer steps since the last checkpoint are lost, saving failed too: {failure}")
-
-    def _check_checkpoint(self, path: str) -> None:
-        files.check_settings(path, files.load_state(path).get("settings", {}), self.args, self._inputs)
-        needed = [TRAINER_STATE_NAME, *([] if self.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME])]
-        missing = [name for name in needed if not os.path.isfile(os.path.join(path, name))]
-        if missing:
-            raise files.CheckpointError(f"`{path}` lacks {', '.join(missing)}; resume from another checkpoint.")
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
@@ -565,38 +530,7 @@ class PPOTrainer(Trainer):
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             distributed.forget_evaluation(self)
             return prepare(max_steps, train_dataloader, resume_from_checkpoint)
-        groups = []
-        if self.is_fsdp_enabled:
-            optimizer = self.create_optimizer()
-            groups = [list(group["params"]) for group in optimizer.param_groups]
-        model, train_dataloader = prepare(max_steps, train_dataloader, None)
-        for parameters, group in zip(groups, self.optimizer.param_groups):
-            # Accelerate finds parameters by address, and all empty shards of a rank share one
-            group["params"] = parameters
-        if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint)
-            if self.is_fsdp_enabled:
-                self.is_fsdp_enabled = False  # the optimizer's state was saved unsharded
-                try:
-                    self._load_optimizer_and_scheduler(resume_from_checkpoint)
-                finally:
-                    self.is_fsdp_enabled = True
-                distributed.shard_optimizer_state(optimizer)
-            else:
-                # not strict: the checkpoint omits the frozen base
-                model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
-                self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        return model, train_dataloader
-
-    def _load_callback_state(self) -> None:
-        """Restore the state of callbacks, whose arguments are the script's, and the path of the best checkpoint."""
-        for name, states in self.state.stateful_callbacks.items():
-            callbacks = [x for x in self.callback_handler.callbacks if type(x).__name__ == name]
-            for callback, state in zip(callbacks, as_list(states)):
-                vars(callback).update(state["attributes"])
-        best = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        if os.path.isdir(best):  # the run may have been moved or copied
-            self.state.best_model_checkpoint = best
+        return distributed.prepare_sharded(self, partial(prepare, max_steps, train_dataloader), resume_from_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
@@ -610,31 +544,6 @@ class PPOTrainer(Trainer):
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         if self.actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
-
-    def _run_state(self) -> dict[str, Tensor]:
-        """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
-        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self.guard.skipped]
-        parts = {
-            "rollout": self.updates.state_dict(self.state.global_step),
-            "metrics": self._metrics["train"].state_dict(),
-            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
-        }
-        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
-        return {name: x.detach().cpu().contiguous() for name, x in named.items()}
-
-    def _load_run_state(self) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
-        for key, x in self._resumed.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = x
-        self._resumed = {}
-        loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
-        self._tr_loss = torch.tensor(loss, device=self.accelerator.device)
-        self._total_loss_scalar = -loss  # the final mean is that of this `train()`
-        self._globalstep_last_logged, self.guard.skipped = int(last_logged), int(skipped)
-        if parts["rollout"]:
-            self.updates.load_state_dict(parts["rollout"], self.state.global_step)
-        self._metrics["train"].load_state_dict(parts["metrics"])
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
@@ -652,14 +561,14 @@ class PPOTrainer(Trainer):
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, run_state = self._metrics["train"].state_dict(), self.run_state
-        skipped, stopped_early, tokens = self.guard.skipped, self.updates.stopped_early, state.num_input_tokens_seen
+        skipped, stopped_early, tokens = self._skipped, self.updates.stopped_early, state.num_input_tokens_seen
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
             self._metrics["train"].load_state_dict(metrics)
             self.run_state = run_state
-            self.guard.skipped, self.updates.stopped_early = skipped, stopped_early
+            self._skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
 
@@ -674,23 +583,7 @@ class PPOTrainer(Trainer):
             self._finish_current_push()
             self.is_in_train = False
             return None
-        best = self.state.best_model_checkpoint
-        if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
-            try:
-                distributed.on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=self.args.should_save)
-            except resume.READ_ERRORS as error:
-                logger.warning(
-                    "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
-                    "no checkpoint is deleted for the best one.",
-                    best,
-                    error,
-                )
-                self.state.best_model_checkpoint = best = None
-        if best is not None and not os.path.samefile(Path(best).parent, self.args.output_dir):
-            # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
-            if self.args.load_best_model_at_end:
-                self._load_best_model()
-            self.state.best_model_checkpoint = None
+        save.settle_best_checkpoint(self)
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
@@ -724,61 +617,13 @@ class PPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        args, final = self.args, self._write_checkpoint()
+        args, final = self.args, save.write_checkpoint(self)
         if final is None:
             return
         if args.should_save:
             rotate(final, args.save_total_limit, self.state.best_model_checkpoint, self._validity)
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
-
-    def _write_checkpoint(self) -> Path | None:
-        """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
-        args, state = self.args, self.state
-        final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
-        weights = self.actor_critic.trained_weights()
-        nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
-        if nonfinite is not None:
-            logger.warning(
-                "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
-                "and `resume_with_changed_settings=True`.",
-                final,
-                nonfinite,
-            )
-            return None
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(final)
-        fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
-        is_writer = args.should_save
-
-        def write(directory: str) -> None:
-            if is_writer:
-                self._write_model(directory, str(final), weights)
-                self._write_trainer_state(directory, fsdp_state)
-            if self.is_deepspeed_enabled:
-                self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
-            self._save_scaler(directory)
-            self._save_rng_state(directory)
-            state_file = resume.run_state_file(self.accelerator.process_index)
-            save_file(self._run_state(), os.path.join(directory, state_file))
-
-        resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
-        self._validity[final] = True
-        record.forget(args.output_dir, self.accelerator.process_index, before=state.global_step)
-        return final
-
-    def _write_trainer_state(self, directory: str, fsdp_state: dict[str, Any] | None) -> None:
-        """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
-        if not self.is_deepspeed_enabled:
-            optimizer = self.optimizer.state_dict() if fsdp_state is None else fsdp_state
-            torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
-        if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
-        callbacks = [*self.callback_handler.callbacks, self.control]
-        stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
-        self.state.stateful_callbacks = stateful.stateful_callbacks
-        self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(
@@ -811,10 +656,21 @@ class _StepCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Restore the run state, after the Trainer has set up its own."""
-        self.trainer._last_step = state.global_step
-        if self.trainer._resumed:
-            self.trainer._load_run_state()
+        """Restore what the Trainer does not, after it has set up its own state."""
+        trainer = self.trainer
+        trainer._last_step = state.global_step
+        if not trainer._resumed:
+            return
+        save.load_run_state(trainer, trainer._resumed)
+        trainer._resumed = {}
+        # the Trainer would also restore the arguments of callbacks, which are the script's
+        for name, states in state.stateful_callbacks.items():
+            callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
+            for callback, saved in zip(callbacks, as_list(states)):
+                vars(callback).update(saved["attributes"])
+        best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if os.path.isdir(best):  # the run may have been moved or copied
+            state.best_model_checkpoint = best
 
     def on_predict(self, args, state, control, metrics, **kwargs) -> None:
         """Forget the samples of `predict`, which does not log."""

@@ -8,15 +8,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils import logging
 
-from .ppo.batch_plan import BatchPlan
 from .redaction import shown
-
-if TYPE_CHECKING:
-    from .config import PPOConfig
 
 logger = logging.get_logger(__name__)
 Settings = dict[str, Any]  # of PPOConfig
@@ -29,13 +25,13 @@ def _choose(name: str, value: Any, options: dict[Any, Settings], why: str) -> Se
     return options[value]
 
 
-def _loss_type(config: "PPOConfig", value: str) -> Settings:
+def _loss_type(config: Any, value: str) -> Settings:
     means = {"dapo": "token", "grpo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
     options = {name: {"loss_aggregation": mean} for name, mean in means.items()}
     return _choose("loss_type", value, options, "'bnpo' depends on the micro-batch, others are not PPO's clipped loss")
 
 
-def _scale_rewards(config: "PPOConfig", value: Any) -> Settings:
+def _scale_rewards(config: Any, value: Any) -> Settings:
     scale, options = {True: "group", False: "none"}.get(value, value), dict[Any, Settings]()
     if config.critic == "none":
         options |= {"group": {"advantage_estimator": "grpo"}, "none": {"advantage_estimator": "dr_grpo"}}
@@ -50,7 +46,7 @@ def _scale_rewards(config: "PPOConfig", value: Any) -> Settings:
     return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
 
 
-def _num_mini_batches(config: "PPOConfig", steps: int) -> Settings:
+def _num_mini_batches(config: Any, steps: int) -> Settings:
     accumulation = config.gradient_accumulation_steps
     if steps < 1 or accumulation < 1 or steps % accumulation:
         raise ValueError(
@@ -60,7 +56,7 @@ def _num_mini_batches(config: "PPOConfig", steps: int) -> Settings:
     return {"num_mini_batches": steps // accumulation}
 
 
-def _dual_clip(config: "PPOConfig", delta: float) -> Settings:
+def _dual_clip(config: Any, delta: float) -> Settings:
     clip = {} if config.cliprange else {"cliprange": 0.2}  # `delta` belongs to GRPO's own clip
     high = config.cliprange_high or config.cliprange or 0.2
     if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
@@ -68,7 +64,7 @@ def _dual_clip(config: "PPOConfig", delta: float) -> Settings:
     return {"dual_clip": delta} | clip
 
 
-def _entropy_target(config: "PPOConfig", adaptive: bool) -> Settings:
+def _entropy_target(config: Any, adaptive: bool) -> Settings:
     if adaptive:
         raise ValueError("`use_adaptive_entropy` must be False; set `entropy_target`, which adapts once per rollout.")
     config.entropy_target = None  # GRPO reads it only if the coefficient adapts
@@ -177,7 +173,7 @@ def _field(name: str) -> tuple[str, Any, Any]:
 TRLFields: Any = make_dataclass("TRLFields", map(_field, NAMES))
 
 
-def _set(config: "PPOConfig", name: str, settings: Settings) -> None:
+def _set(config: Any, name: str, settings: Settings) -> None:
     """Set fields of PPOConfig from a field of TRL, which gets its default; mappings are merged."""
     fields, value = config.__dataclass_fields__, getattr(config, name)
     for ours, new in settings.items():
@@ -193,7 +189,7 @@ def _set(config: "PPOConfig", name: str, settings: Settings) -> None:
 
 
 @contextmanager
-def applied(config: "PPOConfig") -> Iterator[None]:
+def applied(config: Any) -> Iterator[None]:
     """Set the config's fields from TRL's; errors raised within the context name both."""
     sources, idle = dict[str, str](), []
     for name, (_, accepted, effect) in NAMES.items():
@@ -217,7 +213,7 @@ def applied(config: "PPOConfig") -> Iterator[None]:
     try:
         yield
         if config.total_episodes is not None:
-            plan = BatchPlan.from_config(config, config.world_size)
+            plan = config.plan(config.world_size)
             rollouts = -(-config.total_episodes // plan.completions)
             _set(config, "total_episodes", {"max_steps": rollouts * plan.optimizer_steps})
     except ValueError as error:

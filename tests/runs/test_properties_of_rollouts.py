@@ -28,7 +28,7 @@ from trl_ppo_ext.ppo.math import (
 )
 from trl_ppo_ext.ppo.metrics import Metrics
 from trl_ppo_ext.ppo.rollouts import Rollout, RolloutCollector
-from trl_ppo_ext.ppo.updates import Updates, schedule
+from trl_ppo_ext.ppo.updates import Updates
 from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
@@ -56,13 +56,6 @@ def test_token_rewards_add_up_to_the_score_minus_the_kl(batch, seed, kl_coef, ga
     close(rewards.sum(1), shaped - kl_coef * (kl * mask).sum(1), rtol=1e-7, atol=1e-7)
     assert (rewards[~mask] == 0).all()
     close(token_rewards(tokens, tokens.sum(1), kl, mask, 0.0), tokens)
-
-
-def test_empty_completion_has_no_reward():
-    nothing = torch.zeros(2, 3)
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    rewards = token_rewards(nothing.clone(), torch.ones(2), nothing, mask, 0.1)
-    assert rewards.tolist() == [[0, 1, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -133,7 +126,9 @@ def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, mea
 def test_adaptive_entropy_stays_between_zero_and_one(value, target, measured):
     coefficient = AdaptiveEntropy(value, target)
     for entropy in measured:
+        before = coefficient.value
         coefficient.update(entropy, 1)
+        assert math.isfinite(entropy) or coefficient.value == before
         assert 0 <= coefficient.value <= 1
         assert not math.isfinite(entropy) or entropy <= target or coefficient.value == 0
 
@@ -195,6 +190,7 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     size, updates = plan.completions_per_process, updates_of(plan)
     updates.start(rollout_of(size, seed), 0)
     start = data.draw(st.integers(1, plan.optimizer_steps))
+    updates.stopped_early = data.draw(st.booleans())
     saved = updates.state_dict(start)
     whole = list(updates.micro_batches)
     assert len(whole) == plan.micro_steps
@@ -211,6 +207,7 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
         return
     resumed = updates_of(plan)
     resumed.load_state_dict(saved, start)
+    assert resumed.stopped_early == updates.stopped_early
     rest = list(resumed.micro_batches)
     done = start * plan.gradient_accumulation_steps
     assert len(rest) == len(whole) - done
@@ -218,15 +215,6 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
         assert one.step == other.step and torch.equal(one.denominator, other.denominator)
         for name, tensor in one.rollout.state_dict().items():
             assert torch.equal(tensor, other.rollout.state_dict()[name]), name
-
-
-@property_test
-@given(plans(), seeds)
-def test_first_epoch_of_equal_lengths_keeps_the_order_of_rows(plan, seed):
-    torch.manual_seed(seed)
-    size = plan.completions_per_process
-    rows = schedule(torch.ones(size), plan).reshape(plan.num_ppo_epochs, size)
-    assert rows[0].tolist() == list(range(size))
 
 
 @property_test

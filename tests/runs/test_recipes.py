@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
+from http_rewards import serving
 from scripted import call, player_of
 from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, tokenizer
 from transformers import (
@@ -423,30 +423,6 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def wait_for(port, seconds=120):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def served(model):
-    """`trl-ppo serve-reward`, as the README starts it; its address."""
-    port = free_port()
-    options = ["--port", port, "--device", "cpu", "--quantization", "none", "--dtype", "float32"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "trl_ppo_ext.commands.main", "serve-reward", str(model), *options]
-    )
-    try:
-        wait_for(int(port))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
 def finish(process):
     said, _ = process.communicate(timeout=280)
     assert process.returncode == 0, said[-6000:]
@@ -464,7 +440,9 @@ def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
     with contextlib.ExitStack() as stack:
         variables = {}
         if name in ("zero3", "fsdp2"):
-            variables["REWARD_SERVER"] = stack.enter_context(served(ours["reward_funcs"]))
+            _, port = stack.enter_context(serving())
+            variables["REWARD_SERVER"] = f"http://127.0.0.1:{port}/ok/recipe/classify"
+            variables["REWARD_MODEL"] = str(ours["reward_funcs"])
             ours["reward_funcs"] = "served_reward.reward"
         told = ["--config", str(file), *arguments(ours)]
         assert "Saved in" in finish(start(RECIPES / "accelerate" / f"{name}.yaml", options, told, **variables))

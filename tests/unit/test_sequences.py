@@ -106,19 +106,6 @@ def test_rollout_in_progress_keeps_the_mask_of_sampled_tokens():
 
 # ---- minibatches ----
 
-PLANS = [BatchPlan(*sizes) for sizes in itertools.product([1, 2, 3], [1, 2], [1, 4], [1, 3])]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_row_is_learned_from_exactly_once_an_epoch(plan):
-    size = plan.completions_per_process
-    rows = schedule(torch.ones(size), plan)
-    assert rows.shape == (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
-    epochs = rows.reshape(plan.num_ppo_epochs, size)
-    assert epochs[0].tolist() == list(range(size))  # first ratios are exactly 1 only in this order
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(size))
-
 
 def test_micro_batches_of_a_minibatch_hold_rows_of_about_the_same_length():
     plan = BatchPlan(2, 3, 2, num_ppo_epochs=3)
@@ -130,25 +117,3 @@ def test_micro_batches_of_a_minibatch_hold_rows_of_about_the_same_length():
     for step, (minibatch, drawn) in enumerate(zip(rows, unsorted)):
         assert sorted(minibatch.flatten().tolist()) == sorted(drawn.flatten().tolist()), step  # its loss is the same
         assert lengths[minibatch.flatten()].tolist() == sorted(lengths[drawn.flatten()].tolist(), reverse=True)
-
-
-def test_later_epochs_are_shuffled_anew():
-    torch.manual_seed(0)
-    plan = BatchPlan(8, 4, 2, num_ppo_epochs=4)
-    epochs = schedule(torch.ones(64), plan).reshape(4, 64)
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
-    torch.manual_seed(0)
-    assert torch.equal(schedule(torch.ones(64), plan).reshape(4, 64), epochs)
-
-
-def test_sampled_tokens_are_picked_and_spread_as_with_a_mask():
-    sequences = Sequences.from_token_ids([[1]] * 4, [[3, 4, 5], [], [6], [7, 8]], 0, "cpu")
-    mask = sequences.completion_mask
-    states = torch.randn(4, 3, 2)
-    assert torch.equal(sequences.pick(states), states[mask])
-    numbers = torch.randn(6, requires_grad=True)
-    spread = sequences.spread(numbers)
-    assert torch.equal(spread, torch.zeros(4, 3).masked_scatter(mask, numbers))
-    spread.pow(2).sum().backward()
-    assert torch.equal(numbers.grad, 2 * numbers)
-    assert Sequences.from_token_ids([[1]], [[]], 0, "cpu").pick(torch.ones(1, 0, 2)).shape == (0, 2)

@@ -18,7 +18,6 @@ COMMANDS = {
     "probe": ("commands.probe", "measure whether a critic pays on a task, before training"),
     "replay": ("commands.replay", "print an episode or completion of a run, turn by turn"),
     "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
-    "serve-reward": ("commands.serve_reward", "serve a reward model over HTTP, for RemoteReward"),
     "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
 }
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`

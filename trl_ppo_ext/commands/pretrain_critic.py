@@ -116,7 +116,7 @@ def held_out_rollouts(
     """
     args, plan, device = copy(trainer.args), trainer.plan, trainer.accelerator.device
     # Monte Carlo returns: with another λ they would depend on the critic
-    vars(args).update({"critic_kwargs": {**cast(dict, args.critic_kwargs or {}), "lam": 1.0}} | changes)
+    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
     # without monitored rewards, which nothing would log, nor the record of answers, which is the run's
     player = trainer.roles.player
     unrecorded = SimpleNamespace(play=lambda rows, seeds, step: player.play(rows, seeds))
@@ -153,7 +153,7 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
     """Share of the Monte Carlo returns' variance that the critic explains, over all tokens and processes."""
     trainer.actor_critic.eval()
     roles, run, pairs = trainer.roles, trainer.run_state, []
-    units = cast(ValueHead, trainer.actor_critic.value_head).units(run.returns.units)
+    units = cast(ValueHead, trainer.actor_critic.value_head).units(run.returns)
     for rollout, samples in rollouts:
         sequences, mask = rollout.sequences, rollout.response_mask
         if trainer.args.advantage_level == "turn":
@@ -186,7 +186,6 @@ def main(argv: Sequence[str]) -> None:
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
     script, args, model, mixture = parse("pretrain-critic", argv, description, PretrainCriticConfig)
     splits = load_datasets(script, mixture)
-    script.ptx_dataset_name = None  # the policy is frozen
     held_out = splits.get(script.dataset_test_split)  # measured on, even when `eval_strategy` is "no"
     overrides = {} if held_out is None else {"eval_dataset": held_out}
     trainer = build_trainer(script, args, model, splits, **overrides)

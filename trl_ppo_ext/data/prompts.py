@@ -41,6 +41,21 @@ def described(prompt: Any) -> str:
     return shortened(_SHORT.repr(prompt), 200)
 
 
+def message_text(message: dict[str, Any]) -> str:
+    """Content of a chat message, with its tool calls."""
+    parts = message.get("content") or []
+    texts = [parts] if isinstance(parts, str) else [part.get("text") or f"[{part.get('type')}]" for part in parts]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    return " ".join([*texts, *(f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls)])
+
+
+def as_text(entry: Any) -> str:
+    """A prompt or completion as text, with a line per message."""
+    if isinstance(entry, list) and all(isinstance(message, dict) for message in entry):
+        return "\n".join(f"{message.get('role')}: {message_text(message)}" for message in entry)
+    return str(entry)
+
+
 def encode(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
 ) -> list[int]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..concurrency import called, finished, started
 from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
-from ..randomness import fixed_seed
+from ..rewards import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode

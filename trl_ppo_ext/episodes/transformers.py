@@ -1,17 +1,14 @@
 """Sampling with `generate` of transformers."""
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
-from peft.tuners import lora
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import (
     DynamicCache,
@@ -23,14 +20,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
-from ..distributed import is_sharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
 
 logger = logging.get_logger(__name__)
-
-BLOCK = 256  # tokens by which a layer of the cache grows
-
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of both configs
 
@@ -150,7 +143,7 @@ class TransformersGenerator(Generator):
                 raise ValueError(
                     f"`stop_strings` are not supported by this tokenizer ({error}); use `stop_token_ids`."
                 ) from error
-        self.grows = can_grow(actor_critic, self.config)
+        self.reuses = can_reuse(actor_critic, self.config)
 
     def _generate_batch(
         self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, bar: tqdm, cache: DynamicCache | None = None
@@ -160,12 +153,9 @@ class TransformersGenerator(Generator):
         config.max_new_tokens = max_new_tokens
         criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
         options: dict[str, Any] = {"synced_gpus": True} if self.in_step else {}
-        adapters: AbstractContextManager[None] = nullcontext()
-        if self.grows:
-            options["past_key_values"] = cache or growing_cache(self.actor_critic, width + max_new_tokens)
-            # not with a static cache: transformers would recompile its forward for each rollout
-            adapters = quick_adapters(self.actor_critic.policy)
-        with self.accelerator.autocast(), adapters:
+        if cache is not None:
+            options["past_key_values"] = cache
+        with self.accelerator.autocast():
             ids = self.actor_critic.sample(*inputs, config, [criterion], **options)
         completions = ids[:, width:].tolist()
         if self.stop_strings is not None:
@@ -175,7 +165,7 @@ class TransformersGenerator(Generator):
     @property
     def in_step(self) -> bool:
         """If layers are gathered for all ranks, so that all of them sample until the last one is done."""
-        return is_sharded(self.actor_critic.embedding)
+        return self.actor_critic.is_sharded
 
     def largest_count(self, count: int) -> int:
         """Largest count of all ranks, if they sample in step."""
@@ -228,11 +218,11 @@ class Conversation:
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
-        if not generator.grows or generator.in_step or len(prompts) > (generator.batch_size or len(prompts)):
+        if not generator.reuses or generator.in_step or len(prompts) > (generator.batch_size or len(prompts)):
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:
-            self.cache = growing_cache(generator.actor_critic, sys.maxsize)
+            self.cache = DynamicCache(config=generator.actor_critic.policy.get_base_model().config)
             inputs = generator._padded(prompts)
         else:
             index = torch.tensor(rows).to(generator.accelerator.device, non_blocking=True)
@@ -255,42 +245,8 @@ class Conversation:
         return turns
 
 
-# ---- a cache that grows by blocks ----
-
-
-class GrowingLayer(DynamicLayer):
-    """Layer of [`~transformers.DynamicCache`] that is copied once per block, not for every token."""
-
-    def __init__(self, longest: int):
-        super().__init__()
-        self.keys: Tensor
-        self.values: Tensor
-        self.longest = longest
-        self.rooms: dict[str, Tensor] = {}
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = self._append("keys", self.keys, key_states)
-        self.values = self._append("values", self.values, value_states)
-        return self.keys, self.values
-
-    def _append(self, name: str, held: Tensor, new: Tensor) -> Tensor:
-        start = held.shape[-2] if held.ndim == new.ndim else 0  # an empty tensor has one dimension
-        end, room = start + new.shape[-2], self.rooms.get(name)
-        # rows that were selected or reordered are in other memory
-        if room is None or end > room.shape[-2] or (start and held.data_ptr() != room.data_ptr()):
-            tokens = max(end, min(-(-end // BLOCK) * BLOCK, self.longest))
-            room = self.rooms[name] = new.new_empty(*new.shape[:-2], tokens, new.shape[-1])
-            if start:
-                room[..., :start, :] = held
-        room[..., start:end, :] = new
-        return room[..., :end, :]
-
-
-def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
-    """Check if the cache of `generate` would hold only a key and a value per token."""
+def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
+    """Check if the cache of `generate` would hold only a key and a value per token, for the next turn."""
     base = actor_critic.policy.get_base_model()
     # a cache that the user configured is created by `generate`
     if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
@@ -300,60 +256,3 @@ def can_grow(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
         return False
     # sliding windows, linear attention and the like keep another state
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
-
-
-def growing_cache(actor_critic: ActorCritic, longest: int) -> DynamicCache:
-    """Empty cache for up to `longest` tokens."""
-    cache = DynamicCache(config=actor_critic.policy.get_base_model().config)
-    cache.layers = [GrowingLayer(longest) for _ in cache.layers]
-    return cache
-
-
-# ---- adapters without PEFT's overhead ----
-
-_PLAIN = (lora.Linear, lora.Linear4bit, lora.Linear8bitLt)
-
-
-def _quick_forward(layer: Any, autocast_dtype: torch.dtype | None) -> Callable[[Tensor], Tensor] | None:
-    """Forward of a layer that is exactly its base plus one low-rank product, `None` for others."""
-    if type(layer) not in _PLAIN or layer.disable_adapters or layer.merged:
-        return None
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    # a forward that is replaced already may be a hook that moves weights
-    if "forward" in vars(layer) or len(names) != 1 or names[0] in layer.lora_variant:
-        return None
-    dropout, product = layer.lora_dropout[names[0]], (layer.lora_A[names[0]], layer.lora_B[names[0]])
-    if layer.training and not isinstance(dropout, nn.Identity):
-        return None
-    if not all(type(x) is nn.Linear and x.bias is None and not is_sharded(x.weight) for x in product):
-        return None
-    base, scaling = layer.base_layer, layer.scaling[names[0]]
-    dtype = autocast_dtype or product[0].weight.dtype
-    down, up = (x.weight.to(dtype).T for x in product)
-
-    def forward(x: Tensor) -> Tensor:
-        out = base(x)
-        inner = torch.mm(x.reshape(-1, x.shape[-1]).to(dtype), down)
-        flat = out.reshape(-1, out.shape[-1])
-        return torch.addmm(flat.to(dtype), inner, up, alpha=scaling).to(out.dtype).reshape(out.shape)
-
-    return forward
-
-
-@contextmanager
-def quick_adapters(policy: PeftModel) -> Iterator[None]:
-    """Run plain LoRA layers as two products in autocast's dtype within a context, equal to PEFT's up to rounding.
-
-    A sampled token takes hundreds of small layers, whose calls cost more than their products.
-    """
-    kind = next(policy.parameters()).device.type
-    autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    forwards = [(module, _quick_forward(module, autocast_dtype)) for module in policy.modules()]
-    replaced: list[tuple[Any, Callable]] = [(layer, forward) for layer, forward in forwards if forward is not None]
-    try:
-        for layer, forward in replaced:
-            layer.forward = forward
-        yield
-    finally:
-        for layer, _ in replaced:
-            layer.__dict__.pop("forward", None)

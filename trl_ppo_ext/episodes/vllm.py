@@ -29,7 +29,7 @@ from ..config import LOCK
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
-from ..randomness import capture_random_state
+from ..rewards import capture_random_state
 from .engine import Engine, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 

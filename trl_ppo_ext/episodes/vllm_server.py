@@ -7,12 +7,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx2
-
 from ..concurrency import finished, started
 from ..redaction import redacted, shortened, without_key
-from ..servers import is_loopback, read_key, tls
 from .engine import Engine, Request, Sampled, VLLMError
+
+try:
+    import httpx2
+
+    from ..servers import is_loopback, read_key, tls
+except ImportError as error:
+    raise ImportError(f'A vLLM server needs an extra ({error}); run pip install "trl_ppo_ext[vllm]".') from error
 
 T = TypeVar("T")
 KEY = "VLLM_API_KEY"

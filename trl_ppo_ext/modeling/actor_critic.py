@@ -10,6 +10,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..distributed import gathered, unsharded_weights
@@ -156,6 +157,11 @@ class ActorCritic(nn.Module):
         return self.embedding.device
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold shards of the base (ZeRO-3, FSDP), so that they must run it together."""
+        return hasattr(self.embedding, "ds_id") or isinstance(self.embedding, DTensor)
+
+    @property
     def trunk(self) -> nn.Module:
         """Base model without its output projection."""
         base = self.policy.get_base_model()
@@ -299,7 +305,7 @@ class ActorCritic(nn.Module):
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
 
     @torch.no_grad()
@@ -315,7 +321,7 @@ class ActorCritic(nn.Module):
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             projected = head(hidden)
         if not torch.equal(projected, logits):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Critics: a linear value head on one state, or a small network on several; their units, inputs and learning rates."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ class Units(NamedTuple):
 
     mean: float = 0.0
     deviation: float = 1.0
+
+    @classmethod
+    def of(cls, moments: Any) -> "Units":
+        """Units of values with these moments."""
+        return cls(moments.mean, moments.unit)
 
     def values(self, outputs: Tensor) -> Tensor:
         """Values in the unit of the rewards."""
@@ -67,9 +72,9 @@ class ValueHead(nn.Linear):
         self.is_normalized = is_normalized
         self.saved_moments: dict[str, Tensor] = {}
 
-    def units(self, of_returns: Units) -> Units:
-        """Units in which it predicts."""
-        return of_returns if self.is_normalized else Units()
+    def units(self, returns: Any) -> Units:
+        """Units in which it predicts, after returns with these moments."""
+        return Units.of(returns) if self.is_normalized else Units()
 
     def without_moments(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights of a saved critic. Its moments are kept aside; one without any predicts in the unit of rewards."""

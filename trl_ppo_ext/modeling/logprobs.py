@@ -23,6 +23,11 @@ class TokenScores(NamedTuple):
     values: Tensor = None  # type: ignore[assignment]  # the critic's output for the state before it, see `Units`
     ref_logprobs: Tensor = None  # type: ignore[assignment]  # log-prob under the reference
 
+    @property
+    def is_finite(self) -> Tensor:
+        """Rows of which every score is finite, `[batch]`."""
+        return torch.stack([x.isfinite().all(1) for x in self if x is not None]).all(0)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "TokenScores":
         """Change every score that is present."""
         return TokenScores(*(x if x is None else change(x) for x in self))

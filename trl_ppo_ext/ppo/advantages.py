@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..modeling.critics import Units
 from . import math as ppo_math
-from .math import Reduction
-from .state import DECAY, Moments
+from .math import Moments, Reduction
 
+DECAY = 0.8  # of earlier rollouts in the moments of returns and rewards
 OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
@@ -68,7 +68,7 @@ def of_critic(
         return seen.add(ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1], steps, all_sum, DECAY)
 
     # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
-    units = (seen if seen.weight else moments_with(None)).units if is_normalized else Units()
+    units = Units.of(seen if seen.weight else moments_with(None)) if is_normalized else Units()
     values, after = units.values(outputs) * steps, None
     if outputs_after is not None and is_cut is not None:
         after = units.values(outputs_after) * is_cut
@@ -80,7 +80,7 @@ def of_critic(
 
     # 3. The critic learns in units with this rollout's Monte Carlo returns, which do not depend on its own values.
     seen = moments_with(after)
-    targets = (seen.units if is_normalized else Units()).targets(returns) * steps
+    targets = (Units.of(seen) if is_normalized else Units()).targets(returns) * steps
     return Advantages(advantages, 1.0, values, returns, targets), seen
 
 
@@ -92,7 +92,7 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     """
     error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
     spread = ppo_math.masked_var(result.returns, steps, all_sum)
-    unit = seen.units.deviation * max(1.0, math.sqrt(float(error / spread.clamp(min=1e-20))))
+    unit = seen.unit * max(1.0, math.sqrt(float(error / spread.clamp(min=1e-20))))
     return result._replace(advantages=result.advantages / unit, unit=unit)
 
 

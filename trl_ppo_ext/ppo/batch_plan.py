@@ -1,10 +1,6 @@
 """Every batch size of a run, derived once from the config."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..config import PPOConfig
 
 FEW_COMPLETIONS = 64  # smaller rollouts get a note
 
@@ -47,18 +43,6 @@ class BatchPlan:
                 f"{self.gradient_accumulation_steps} × num_mini_batches {self.num_mini_batches} × "
                 f"{self.num_processes} processes); use one of {valid}, or change the rollout."
             )
-
-    @classmethod
-    def from_config(cls, config: "PPOConfig", num_processes: int) -> "BatchPlan":
-        """Plan of a [`PPOConfig`]."""
-        return cls(
-            config.per_device_train_batch_size,
-            config.gradient_accumulation_steps,
-            config.num_mini_batches or 1,
-            config.num_ppo_epochs,
-            config.num_generations,
-            num_processes,
-        )
 
     def summary(self, max_steps: int, epochs: float) -> str:
         """Sizes of a rollout and of the run; with a negative `max_steps` its length is `epochs`."""

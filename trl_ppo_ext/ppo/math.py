@@ -1,4 +1,4 @@
-"""The mathematics of PPO for language models: advantages, losses, KL, group baselines, controllers.
+"""The mathematics of PPO for language models: advantages, losses, KL, group baselines, moments, coefficients.
 
 Tensors are `[batch, response]` unless noted otherwise. Arguments with these names are the same everywhere:
 
@@ -11,7 +11,7 @@ Tensors are `[batch, response]` unless noted otherwise. Arguments with these nam
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -456,7 +456,42 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
 
 
-# ---- controllers: coefficients that follow a measurement ----
+# ---- what a rollout leaves to the next: moments, and coefficients that follow a measurement ----
+
+
+class Moments(NamedTuple):
+    """Mean and squared deviations of all values so far, independent of the number of ranks (Chan et al., 1979)."""
+
+    weight: float = 0.0  # number of the values, those of earlier rollouts lowered
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, decay: float = 1.0) -> "Moments":
+        """Add a batch, after lowering the weight of earlier ones."""
+        before, old_squares = decay * self.weight, decay * self.squares
+        # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
+        dtype = torch.float32 if x.device.type == "mps" else torch.float64
+        x, mask = x.to(dtype), mask.to(dtype)
+        sums = all_sum(torch.stack([(x * mask).sum(), mask.sum()]))
+        mean = sums[0] / sums[1].clamp(min=1)
+        squares = all_sum((mask * (x - mean) ** 2).sum())
+        mean, count, squares = torch.stack([mean, sums[1], squares]).tolist()  # the only wait for the device
+        if not count:
+            return Moments(before, self.mean, old_squares)
+        shift, total = mean - self.mean, before + count
+        squares += old_squares + shift**2 * before * count / total
+        return Moments(total, self.mean + shift * count / total, squares)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation with Bessel's correction; 1 for fewer than two values, or if all are equal."""
+        variance = self.squares / (self.weight - 1) if self.weight > 1 else 0.0
+        return math.sqrt(variance) if variance > 0 else 1.0
+
+    @property
+    def unit(self) -> float:
+        """Standard deviation of the values themselves; 1 for none, or if all are equal."""
+        return (math.sqrt(self.squares / self.weight) if self.weight else 0.0) or 1.0
 
 
 def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:

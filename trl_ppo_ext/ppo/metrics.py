@@ -1,17 +1,14 @@
 """Metrics that add up exactly over micro-batches, rollouts and ranks."""
 
 import hashlib
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import PPOConfig
 from ..episodes import Episode
 from ..modeling import TokenScores
-from ..rewards import ClassifierReward, FunctionReward, Reward, Scored
+from ..rewards import Scored
 from . import math as ppo_math
 from .math import Reduction
 
@@ -181,43 +178,3 @@ def check_metric_name(name: str) -> None:
     """Raise a `ValueError` if a metric of a reward function would be mixed up with one of the trainer's."""
     if name.split("/")[0] in RESERVED or name.startswith(("eval_", "train_")):
         raise ValueError(f"`log_metric` got the name {name!r}, which the trainer logs itself; use another one.")
-
-
-def check_best_metric(
-    args: PPOConfig,
-    eval_dataset: Any,
-    rewards: Sequence[Reward],
-    monitors: Sequence[Reward],
-    may_be_other: bool = False,
-) -> None:
-    """Raise a `ValueError` if `metric_for_best_model` is none of the metrics that an evaluation logs."""
-    metric = args.metric_for_best_model
-    if metric is None or args.eval_strategy == "no" or may_be_other or any(map(_may_log, [*rewards, *monitors])):
-        return
-
-    # log a completion of zeros, to know the names
-    metrics, one, zeros = Metrics(), torch.ones(1, dtype=torch.bool), torch.zeros(1, 1)
-    scored = Scored(torch.zeros(1, len(rewards)), zeros, one, torch.zeros(1, len(rewards), dtype=torch.bool))
-    log_rewards(metrics, [reward.name for reward in rewards], scored, one, torch.clone)
-    log_completions(metrics, TokenScores(*[zeros] * (5 if args.uses_reference else 4)), one[None], one, one)
-    monitored = {reward.name: zeros[0] for reward in monitors}
-    log_reward_hacking(metrics, [""], one, scored, monitored, one, torch.clone, torch.clone)
-    logged = [key.partition(":")[2].removeprefix("-") for key in metrics.state_dict()]
-    logged += ["unscored_completions", "nonfinite_completions", "runtime", "samples_per_second", "steps_per_second"]
-    prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
-    names = [f"{prefix}{name}" for prefix in prefixes for name in logged]
-    if f"eval_{metric.removeprefix('eval_')}" not in names:
-        raise ValueError(
-            f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; use one of "
-            f"{', '.join(names)}, or one that a reward function with the parameter `log_metric` logs."
-        )
-
-
-def _may_log(reward: Reward) -> bool:
-    """Check if a reward may log metrics of its own."""
-    if not isinstance(reward, FunctionReward):
-        return not isinstance(reward, ClassifierReward)
-    try:
-        return "log_metric" in inspect.signature(reward.function).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return True

@@ -16,17 +16,15 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..distributed import is_sharded
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
-from ..modeling.critics import SideCritic, rewards_so_far
-from ..randomness import fixed_seed
-from ..rewards import Reward, Scored, ScoringBatch, monitor, score_all
+from ..modeling.critics import SideCritic, Units, rewards_so_far
+from ..rewards import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import in_units, of_critic, of_groups, to_go, whitened
-from .guards import NonFiniteGuard
-from .math import Reduction
+from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened
+from .guards import report_nonfinite, stand_ins
+from .math import Moments, Reduction
 from .metrics import (
     Metrics,
     check_metric_name,
@@ -37,7 +35,7 @@ from .metrics import (
     log_rewards,
 )
 from .sampler import SamplerComparison
-from .state import DECAY, Moments, RunState
+from .state import RunState
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +53,7 @@ class Samples(NamedTuple):
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
     values: Tensor | None  # [batch, response], in the unit of the rewards
-    excluded: Tensor | None  # [batch], 1 if a score is not finite; None if no rank has any
+    excluded: Tensor | None  # [batch], 1 if a log-prob or value is not finite; None if no rank has any
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     returns: Tensor | None = None  # [batch, response], what the values are to predict; None in evaluation
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
@@ -137,7 +135,6 @@ class Roles:
     tokenizer: PreTrainedTokenizerBase
     args: PPOConfig
     accelerator: Accelerator
-    guard: NonFiniteGuard
     sampler: SamplerComparison | None = None  # of a sampler that is not the policy
 
     @property
@@ -187,15 +184,19 @@ def sample(
     for name in sorted(set(gather_object(list(logged)))):
         metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
 
-    # 3. Log-probs under policy and reference, values and entropies, with the forward of the updates.
+    # 3. Log-probs under policy and reference, entropies and values, with the forward of the updates.
     if isinstance(roles.actor_critic.value_head, SideCritic):
         sequences = with_rewards_so_far(sequences, scored.tokens, sequences.completion_mask, run)
     with timed("forward", metrics):
         tokens = score_tokens(roles, sequences)
 
+    # 4. Exclude what is not finite, compare with the sampler if it is another program, and log.
     valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
-    excluded = roles.guard.find_nonfinite(tokens, valid, metrics, state.global_step + 1 if training else None)
-    if excluded is not None:
+    nonfinite, excluded = ~tokens.is_finite & valid, None
+    metrics.total("nonfinite_completions", nonfinite)
+    if all_sum(nonfinite.sum()):  # on any rank
+        excluded, rank = nonfinite, roles.accelerator.process_index
+        report_nonfinite(tokens, valid, all_sum, rank, state.global_step + 1 if training else None)
         tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
         usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
         scored = scored._replace(usable=usable, tokens=token_scores)
@@ -213,8 +214,19 @@ def sample(
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     head = roles.actor_critic.value_head
-    values = None if head is None else head.units(run.returns.units).values(tokens.values) * completion_mask
-    return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
+    values = None if head is None else head.units(run.returns).values(tokens.values) * completion_mask
+    return Samples(
+        sequences,
+        stopped,
+        batch,
+        scored,
+        monitored,
+        extra,
+        tokens,
+        values,
+        excluded,
+        weights,
+    )
 
 
 def collect(
@@ -223,7 +235,7 @@ def collect(
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
     args, all_sum, gather = roles.args, roles.all_sum, roles.accelerator.gather
 
-    # 1. to 3. Episodes, their scores, log-probs and values.
+    # 1. Play, score, and run policy, reference and critic.
     samples = sample(roles, rows, run, metrics, state, training=True)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
@@ -235,7 +247,7 @@ def collect(
         warn_about_equal_scores(scored, all_sum, roles.accelerator.is_main_process)
     log_groups(metrics, scored, args.num_generations, gather)
 
-    # 4. Rewards per token: the KL penalty at every token, the shaped score at the last one.
+    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
     shaping: dict[str, Any] = {name: getattr(args, name) for name in SHAPING_FIELDS}
     scores, after = shape_scores(scored.totals, samples.stopped, usable, run, **shaping, all_sum=all_sum)
     rewards = ppo_math.token_rewards(scored.tokens, scores, kl_of_rewards(args, tokens), completion_mask, run.kl_coef)
@@ -245,7 +257,7 @@ def collect(
         reward_unit = math.sqrt(float(ppo_math.masked_var(rewards, response_mask, all_sum)) + 1e-8)
         rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, all_sum)
 
-    # 5. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
+    # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
     #    its first token.
     steps, value_weights = response_mask, None
     if args.advantage_level == "turn":
@@ -277,7 +289,7 @@ def collect(
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
 
-    # 6. The rollout, and what it leaves to the next one.
+    # 4. The rollout, and what it leaves to the next one.
     if state.global_step >= args.critic_options.warmup_steps:  # until then the policy does not change
         after = adapted(roles, tokens, policy_mask, usable, after)
     entropy_coef = after.entropy_coef if after.entropy_bonus else 0.0  # adapted to this rollout, unlike that of the KL
@@ -285,7 +297,7 @@ def collect(
     metrics.mean("entropy_coef", entropy_coef)
     weights, advantages = samples.sampler_weights, result.advantages
     rollout = Rollout(
-        sequences if samples.excluded is None else roles.guard.stand_ins(sequences, samples.excluded),
+        sequences if samples.excluded is None else stand_ins(sequences, samples.excluded, gather),
         response_mask,
         old_logprobs=tokens.logprobs,
         # PPO's clipped objective is linear in a factor that is not negative
@@ -302,7 +314,7 @@ def collect(
     return rollout, after, samples._replace(**learned)
 
 
-# ---- step 3: the forward of the updates ----
+# ---- the forward of the updates ----
 
 
 def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -344,11 +356,11 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
 
 def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState) -> Sequences:
     """Sequences as the side critic reads them."""
-    earned = rewards_so_far(token_scores, mask, run.rewards.units, is_known=run.rewards.weight > 0)
+    earned = rewards_so_far(token_scores, mask, Units.of(run.rewards), is_known=run.rewards.weight > 0)
     return replace(sequences, earned=earned)
 
 
-# ---- step 4: scores and KL ----
+# ---- scores and KL ----
 
 
 def shape_scores(
@@ -391,7 +403,7 @@ def warn_about_equal_scores(scored: Scored, all_sum: Reduction, is_main_process:
         )
 
 
-# ---- step 5: the state after a completion ----
+# ---- the state after a completion ----
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
@@ -399,7 +411,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     actor_critic, device = roles.actor_critic, roles.accelerator.device
     episodes, sequences = samples.batch.episodes, samples.sequences
     rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
-    if is_sharded(actor_critic.embedding):  # ranks need as many forwards
+    if actor_critic.is_sharded:  # ranks need as many forwards
         rows = [*range(len(sequences))] if roles.all_sum(samples.is_cut.sum()) else []
     if not rows:
         return None
@@ -420,7 +432,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
 
 
-# ---- step 6: coefficients ----
+# ---- coefficients ----
 
 
 def adapted(roles: Roles, tokens: TokenScores, policy_mask: Tensor, usable: Tensor, run: RunState) -> RunState:

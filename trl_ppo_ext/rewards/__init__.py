@@ -13,6 +13,8 @@ from .scoring import Reward as Reward
 from .scoring import RewardError as RewardError
 from .scoring import Scored as Scored
 from .scoring import ScoringBatch as ScoringBatch
+from .scoring import capture_random_state as capture_random_state
+from .scoring import fixed_seed as fixed_seed
 from .scoring import monitor as monitor
 from .scoring import read_scores as read_scores
 from .scoring import score_all as score_all

@@ -86,12 +86,19 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
     return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
 
 
-class SequenceScorer:
-    """Scores prompt and completion as one text, at its last token.
+def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
+    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing.
 
-    The text is tokenized as in TRL's `RewardTrainer`: text gets special tokens and an EOS at the end, chat
-    messages the chat template.
+    Text gets an EOS at the end, and the tokenizer's special tokens; chat messages get the chat template.
     """
+    if is_conversational({"prompt": prompts[0]}):
+        chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
+        return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
+    return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
+
+
+class SequenceScorer:
+    """Scores prompt and completion as one text, at its last token."""
 
     quiet = False  # whether to show no progress
 
@@ -111,12 +118,8 @@ class SequenceScorer:
             tokenizer.pad_token = tokenizer.eos_token
 
     def _encode(self, prompts: list, completions: list) -> list[list[int]]:
-        if is_conversational({"prompt": prompts[0]}):
-            chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
-            texts = [apply_chat_template({"messages": chat}, self.tokenizer)["text"] for chat in chats]
-            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token or ""
-        return self.tokenizer([p + c + end for p, c in zip(prompts, completions)])["input_ids"]
+        texts, special = joined(prompts, completions, self.tokenizer)
+        return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
 
     def check_prompt(self, prompt: Any, max_completion_length: int) -> None:
         """Raise a `RewardError` if a prompt does not fit into the context, and warn if a long completion may not."""

@@ -1,6 +1,5 @@
 """Completions as tables: on the terminal, in Weights & Biases and in trackio."""
 
-import json
 import os
 from importlib import import_module
 from typing import Any
@@ -14,6 +13,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
+from ..data.prompts import as_text, message_text
 from ..ppo.rollouts import Samples
 from ..redaction import printable
 from .reading import CREDIT
@@ -21,19 +21,6 @@ from .reading import CREDIT
 WITH_TABLES = ("wandb", "trackio")
 LONGEST = 20_000  # characters of a cell; more would flood the terminal
 MOST_TURNS = 64  # of an episode, with the environment's
-
-
-def _message_text(message: dict[str, Any]) -> str:
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
-    return " ".join([str(message.get("content")), *called]).strip()
-
-
-def as_text(entry: Any) -> str:
-    """A prompt or completion as text, with a line per message."""
-    if isinstance(entry, list) and all(isinstance(message, dict) for message in entry):
-        return "\n".join(f"{message.get('role')}: {_message_text(message)}" for message in entry)
-    return str(entry)
 
 
 def limited(text: str, longest: int) -> str:
@@ -57,7 +44,7 @@ def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, A
     values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
     completions = []
     for row, episode in enumerate(samples.batch.episodes[:rows]):
-        messages = [(x["role"], _message_text(x)) for x in episode.messages] or [("", as_text(episode.completion))]
+        messages = [(x["role"], message_text(x)) for x in episode.messages] or [("", as_text(episode.completion))]
         turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
         for turn, start, end in zip(sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]):

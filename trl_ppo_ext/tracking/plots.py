@@ -49,7 +49,7 @@ SECTIONS = {
         Panel("Clipped tokens", ("clip_ratio/*",), "Share of tokens whose gradient is clipped: usually below 0.2."),
         Panel("KL of an update", ("approx_kl",), "Distance from the sampling policy: usually below 0.02."),
         Panel("Ratio", ("ratio/mean", "ratio/max"), "New over old probability. The mean stays near 1."),
-        Panel("Policy loss", ("loss/policy", "loss/ptx"), "Means little by itself."),
+        Panel("Policy loss", ("loss/policy",), "Means little by itself."),
         Panel("Gradient norm", ("grad_norm", "value/grad_norm"), "Of policy and critic, before clipping."),
         Panel("Learning rate", ("learning_rate",)),
         Panel("Skipped by `target_kl`", ("stopped_early",), "Share of optimizer steps."),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.presets import load_preset
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +65,7 @@ def test_config_keeps_the_values_of_its_preset(name, tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_has_the_sizes_of_its_paper(name, tmp_path):
-    plan = BatchPlan.from_config(config(name, tmp_path), num_processes=1)
+    plan = config(name, tmp_path).plan(num_processes=1)
     assert (plan.prompts, plan.mini_batch_size, plan.optimizer_steps) == SIZES[name]
 
 

@@ -535,7 +535,7 @@ def test_hidden_state_begins_the_prompt_of_the_critic_only():
         player = player_of({"a": ["x"], "b": ["x"]}, rows, factory=Secret, critic=critic)
         player.critic_limit = 1000
         one, long = played(player, rows)
-        assert "seven" not in decode(one.ids) and [*one.player.tools] == ["increment"]
+        assert "seven" not in decode(one.ids) and [*one.responder.tools] == ["increment"]
         if critic == "side":
             assert one.critic_prompt_ids is None and long.error is None
             continue

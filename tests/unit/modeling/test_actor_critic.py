@@ -5,8 +5,7 @@ import copy
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable
+from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
 from tiny import config, llama, qwen2, tokenizer
 from transformers import BitsAndBytesConfig, GenerationConfig
 
@@ -69,44 +68,6 @@ def test_reference_is_the_base_model(tmp_path):
     assert not torch.allclose(built(sequences()).logprobs[0, :3], expected)
 
 
-def test_trained_adapter_starts_the_policy_and_its_frozen_copy_is_the_reference(tmp_path):
-    peft_model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.2)
-    peft_model.eval()
-    expected = plain_logprobs(peft_model, PROMPTS[0], COMPLETIONS[0]).detach()
-    built = actor_critic(tmp_path, peft_model, moved=False).train()
-    torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
-    move_adapter(built)
-    with built.reference():
-        torch.testing.assert_close(built(sequences()).logprobs[0, :3], expected)
-    assert not torch.allclose(built(sequences()).logprobs[0, :3], expected)
-
-
-@pytest.mark.parametrize("peft_model", [False, True])
-def test_a_reference_pass_leaves_the_same_parameters_trainable(tmp_path, peft_model):
-    model = get_peft_model(llama(), LoraConfig(target_modules="all-linear")) if peft_model else llama()
-    built = actor_critic(tmp_path, model)
-    before = trainable(built)
-    with built.reference():
-        built(sequences())
-    assert trainable(built) == before
-    assert all("lora_" in name or "value_head" in name for name in before)
-    assert not any("reference" in name for name in before)
-    built(sequences()).logprobs.sum().backward()
-    assert all(p.grad is not None for n, p in built.named_parameters() if "lora_" in n and p.requires_grad)
-
-
-def test_reference_restores_the_policy_after_an_error(tmp_path):
-    built = actor_critic(tmp_path)
-    before, expected = trainable(built), built(sequences()).logprobs
-    with pytest.raises(RuntimeError), built.reference():
-        raise RuntimeError
-    assert trainable(built) == before
-    assert torch.equal(built(sequences()).logprobs, expected)
-
-
 def gradients(built, batch):
     built.zero_grad()
     outputs = built(batch, with_entropy=True)
@@ -126,36 +87,9 @@ def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
         torch.testing.assert_close(gradient, sum(part[name] for part in summed), rtol=1e-4, atol=1e-5)
 
 
-def test_activation_checkpointing_changes_no_gradient(tmp_path):
-    built = actor_critic(tmp_path).train()
-    expected = gradients(built, sequences())
-    built.activation_checkpointing_enable(activation_checkpointing_kwargs=None)
-    assert built.policy.get_base_model().is_activation_checkpointing
-    for name, gradient in gradients(built, sequences()).items():
-        assert torch.equal(gradient, expected[name]), name
-
-
-def test_the_vocabulary_is_projected_for_response_tokens_only(tmp_path, monkeypatch):
-    from trl_ppo_ext.modeling import actor_critic as module
-
-    seen = []
-    original = module.token_logprobs
-    monkeypatch.setattr(module, "token_logprobs", lambda h, *a, **k: seen.append(len(h)) or original(h, *a, **k))
-    actor_critic(tmp_path)(sequences())
-    assert seen == [sum(map(len, COMPLETIONS))]
-
-
 def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
     built = load_actor_critic(llama(attention_dropout=0.5), config(tmp_path))
     assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
-
-
-def test_an_adapter_may_be_called_reference(tmp_path):
-    built = actor_critic(tmp_path, get_peft_model(llama(), LoraConfig(r=4), adapter_name="reference"), moved=False)
-    policy = built(sequences()).logprobs
-    with built.reference():
-        assert torch.equal(built(sequences()).logprobs, policy)
-    assert len(trainable(built)) == 2 * 2 * 2 + 2  # A and B of q and v in each layer, and the value head
 
 
 def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
@@ -196,20 +130,3 @@ def test_base_is_quantised_and_adapters_are_float32(nf4):
     assert {x.compute_dtype for x in named if isinstance(x, bnb.nn.Linear4bit)} == {torch.float32}
     assert {p.dtype for p in built.parameters() if p.requires_grad} == {torch.float32}
     assert built.policy.get_base_model().get_input_embeddings().weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_rollout_on_a_4bit_base_leaves_the_gradients_as_they_were(nf4, bf16, monkeypatch):
-    """bitsandbytes repacks 4-bit layers at a forward without gradients, and would lose the gradient through them."""
-    with monkeypatch.context() as never_repacked:  # not even by what the constructor runs
-        never_repacked.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-        torch.manual_seed(1)
-        expected = gradients(nf4(bf16=bf16).train(), sequences())
-    torch.manual_seed(1)
-    built = nf4(bf16=bf16).eval()
-    with torch.no_grad():
-        built(sequences())
-        with built.reference():
-            built(sequences())
-    for name, gradient in gradients(built.train(), sequences()).items():
-        assert torch.equal(gradient, expected[name]), name

@@ -5,6 +5,7 @@ import torch
 
 from trl_ppo_ext.modeling import SideCritic, ValueHead
 from trl_ppo_ext.modeling.critics import EARNED_BOUND, Units, rewards_so_far
+from trl_ppo_ext.ppo.math import Moments
 
 
 def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
@@ -20,7 +21,7 @@ def test_critic_predicts_in_the_units_that_its_file_has(has_moments):
     weights = head.without_moments(dict(head.state_dict()) | moments)
     head.load_state_dict(weights)
     assert head.is_normalized is has_moments and head.saved_moments.keys() == moments.keys()
-    assert head.units(Units(2.0, 3.0)) == (Units(2.0, 3.0) if has_moments else Units())
+    assert head.units(Moments(1.0, 2.0, 9.0)) == (Units(2.0, 3.0) if has_moments else Units())
 
 
 # ---- rewards so far

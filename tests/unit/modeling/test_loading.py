@@ -130,26 +130,6 @@ def test_adapters_that_save_other_tensors_are_refused(tmp_path, adapter):
         trainer(tmp_path, peft_config=adapter)
 
 
-def test_projections_of_vera_and_randlora_may_be_drawn_again(tmp_path):
-    for kind in (peft.VeraConfig, peft.RandLoraConfig):
-        built = trainer(tmp_path, peft_config=kind(r=4, target_modules=["q_proj"], save_projection=False), max_steps=1)
-        before = weights(built)
-        built.train()
-        assert not all(torch.equal(x, before[name]) for name, x in weights(built).items())
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [
-        LoraConfig(target_modules=["q_proj", "lm_head"]),
-        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    ],
-)
-def test_adapter_on_the_output_projection_is_refused(tmp_path, lora):
-    with pytest.raises(ValueError, match=r"must not be on the output projection.*Remove `lm_head`"):
-        load_actor_critic(llama(), config(tmp_path), peft_config=lora)
-
-
 def test_activated_lora_is_refused(tmp_path):
     adapter = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[4], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"`alora_invocation_tokens` must be None"):

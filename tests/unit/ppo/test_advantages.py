@@ -5,8 +5,8 @@ import torch
 
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.advantages import Advantages, in_units, of_critic, of_groups, to_go, whitened
-from trl_ppo_ext.ppo.state import DECAY, Moments
+from trl_ppo_ext.ppo.advantages import DECAY, Advantages, in_units, of_critic, of_groups, to_go, whitened
+from trl_ppo_ext.ppo.math import Moments
 
 STEPS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
 REWARDS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * STEPS
@@ -33,7 +33,7 @@ def test_values_are_outputs_in_units_of_earlier_returns():
 def test_targets_are_returns_in_units_with_this_rollout():
     result, seen = of_critic(REWARDS, OUTPUTS, STEPS, SEEN, True, 0.9, 0.8, 0.8)
     assert seen == SEEN.add(monte_carlo(REWARDS), STEPS, torch.clone, DECAY)
-    close(seen.units.values(result.targets)[STEPS], result.returns[STEPS])
+    close(Units.of(seen).values(result.targets)[STEPS], result.returns[STEPS])
     assert not result.targets[~STEPS].any()
 
 
@@ -41,7 +41,7 @@ def test_new_critic_predicts_the_mean_return_of_its_first_rollout():
     result, seen = of_critic(REWARDS, torch.zeros_like(OUTPUTS), STEPS, Moments(), True, 0.9, 0.8, 0.8)
     mean = monte_carlo(REWARDS)[STEPS].mean()
     close(result.values[STEPS], mean.expand(int(STEPS.sum())))
-    assert seen.units.mean == pytest.approx(mean.item())
+    assert seen.mean == pytest.approx(mean.item())
 
 
 def test_critic_in_the_unit_of_rewards_is_left_as_it_is():
@@ -103,7 +103,7 @@ def test_errors_of_a_lagging_critic_are_scaled_to_the_spread_of_the_returns():
         result = Advantages(error * torch.randn(4, 8, dtype=torch.float64), values=None, returns=returns)
         scaled = in_units(result, seen, torch.ones(4, 8, dtype=torch.bool))
         size, given = ((x.advantages**2).mean().sqrt().item() for x in (scaled, result))
-        assert size * seen.units.deviation == pytest.approx(min(given, returns.std().item()), rel=1e-6)
+        assert size * seen.unit == pytest.approx(min(given, returns.std().item()), rel=1e-6)
         close(scaled.advantages * scaled.unit, result.advantages)
 
 

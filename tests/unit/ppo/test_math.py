@@ -1,9 +1,6 @@
 """PPO's mathematics: known answers of other codebases, closed forms, reductions, recomputation by hand."""
 
-import itertools
 import json
-import math
-import threading
 from pathlib import Path
 
 import pytest
@@ -66,10 +63,6 @@ def golden(function):
     return pytest.mark.parametrize("case", [pytest.param(case, id=f"case{index}") for index, case in cases])
 
 
-def test_golden_file_has_no_untested_function():
-    assert {case["function"] for case in GOLDEN} == {"gae", "policy_loss", "value_loss", "kl", "whiten"}
-
-
 @golden("gae")
 def test_gae_agrees_with_other_codebases(case):
     advantages, returns = gae(**tensors(case["inputs"]))
@@ -117,52 +110,6 @@ def test_whiten_agrees_with_other_codebases(case):
 # ---- generalised advantage estimation ----
 
 
-def counted(row, mask):
-    return [x for x, counts in zip(row.tolist(), mask.tolist()) if counts]
-
-
-def by_double_sum(rewards, values, gamma, lam):
-    """Âₜ = Σₗ (γλ)ˡ (rₜ₊ₗ + γ·V(sₜ₊ₗ₊₁) − V(sₜ₊ₗ)) over the tokens that count, one list entry each."""
-    tokens, after = len(rewards), [*values[1:], 0.0]
-    return [
-        sum((gamma * lam) ** (k - t) * (rewards[k] + gamma * after[k] - values[k]) for k in range(t, tokens))
-        for t in range(tokens)
-    ]
-
-
-@pytest.mark.parametrize(("gamma", "lam"), list(itertools.product([1.0, 0.9, 0.0], [1.0, 0.95, 0.5, 0.0])))
-def test_gae_equals_the_double_sum_over_unmasked_tokens(gamma, lam):
-    rewards, values = normal(*MASK.shape, seed=1), normal(*MASK.shape, seed=2)
-    advantages, returns = gae(rewards, values, MASK, gamma, lam)
-    for row, mask in enumerate(MASK.bool()):
-        r, v = counted(rewards[row], mask), counted(values[row], mask)
-        expected = torch.tensor(by_double_sum(r, v, gamma, lam), dtype=torch.float64)
-        close(advantages[row][mask], expected)
-        close(returns[row][mask], expected + values[row][mask])
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_one_is_monte_carlo_minus_values(gamma):
-    rewards, values = normal(*MASK.shape, seed=3), normal(*MASK.shape, seed=4)
-    advantages, returns = gae(rewards, values, MASK, gamma, 1.0)
-    for row, mask in enumerate(MASK.bool()):
-        monte_carlo, to_come = [], 0.0
-        for reward in reversed(counted(rewards[row], mask)):
-            to_come = reward + gamma * to_come
-            monte_carlo.insert(0, to_come)
-        close(returns[row][mask], monte_carlo)
-        close(advantages[row][mask], torch.tensor(monte_carlo, dtype=torch.float64) - values[row][mask])
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_zero_is_the_td_residual(gamma):
-    rewards, values = normal(*MASK.shape, seed=5), normal(*MASK.shape, seed=6)
-    advantages, _ = gae(rewards, values, MASK, gamma, 0.0)
-    for row, mask in enumerate(MASK.bool()):
-        r, v = rewards[row][mask], values[row][mask]
-        close(advantages[row][mask], r + gamma * torch.cat([v[1:], v.new_zeros(1)]) - v)
-
-
 def test_gae_with_lambda_per_row_equals_gae_row_by_row():
     rewards, values, lam = normal(*MASK.shape, seed=7), normal(*MASK.shape, seed=8), torch.linspace(0, 1, len(MASK))
     together = gae(rewards, values, MASK, 0.97, lam.double())
@@ -171,53 +118,6 @@ def test_gae_with_lambda_per_row_equals_gae_row_by_row():
         alone = gae(rewards[one], values[one], MASK[one], 0.97, float(lam[row]))
         close(together[0][one], alone[0])
         close(together[1][one], alone[1])
-
-
-def test_gae_does_not_read_masked_positions():
-    rewards, values = normal(*MASK.shape, seed=9), normal(*MASK.shape, seed=10)
-    expected = gae(rewards, values, MASK, 0.97, 0.9)
-    for seed in (1, 2):
-        actual = gae(garbage(rewards, MASK, seed), garbage(values, MASK, seed + 10), MASK, 0.97, 0.9)
-        assert torch.equal(actual[0], expected[0])
-        assert torch.equal(actual[1], expected[1])
-
-
-@pytest.mark.parametrize(("left", "right"), [(0, 3), (3, 0), (2, 2)])
-def test_padding_never_changes_gae(left, right):
-    rewards, values = normal(*MASK.shape, seed=11), normal(*MASK.shape, seed=12)
-
-    def padded(x, fill):
-        return torch.nn.functional.pad(x, (left, right), value=fill)
-
-    expected = gae(rewards, values, MASK, 0.97, 0.9)
-    actual = gae(padded(rewards, 7.0), padded(values, -5.0), padded(MASK, 0), 0.97, 0.9)
-    for with_padding, without in zip(actual, expected):
-        assert torch.equal(with_padding, padded(without, 0.0))
-
-
-def test_gae_of_a_masked_row_is_zero():
-    advantages, returns = gae(normal(1, 4), normal(1, 4), torch.zeros(1, 4), 1.0, 0.95)
-    assert not advantages.any()
-    assert not returns.any()
-
-
-def test_gae_with_equal_lambdas_equals_gae_with_a_number():
-    rewards, values = normal(*MASK.shape, seed=13), normal(*MASK.shape, seed=14)
-    expected = gae(rewards, values, MASK, 0.97, 0.95)
-    actual = gae(rewards, values, MASK, 0.97, torch.full((len(MASK),), 0.95, dtype=torch.float64))
-    for of_tensor, of_number in zip(actual, expected):
-        close(of_tensor, of_number)
-
-
-def test_critic_lambda_of_one_gives_monte_carlo_targets():
-    rewards, values = normal(*MASK.shape, seed=15), normal(*MASK.shape, seed=16)
-    lam = length_adaptive_lambda(MASK.double(), alpha=0.5)
-    advantages, coupled_returns = gae(rewards, values, MASK, 1.0, lam)
-    _, returns = gae(rewards, values, MASK, 1.0, 1.0)
-    to_come = (rewards * MASK).flip(1).cumsum(1).flip(1)
-    close(returns, to_come * MASK)
-    assert (coupled_returns - returns).abs().max() > 0.1
-    close(advantages, (coupled_returns - values) * MASK)
 
 
 # ---- length-adaptive lambda ----
@@ -238,33 +138,11 @@ def test_length_adaptive_lambda_sums_gae_weights_to_a_share():
         close(weights.sum(), alpha * length, 1e-9)
 
 
-def test_length_adaptive_lambda_stays_between_zero_and_one():
-    mask = torch.tensor([[0] * 6, [1] * 6])
-    for alpha in (1e-9, 0.05, 1.0, 1e9, math.inf):
-        lam = length_adaptive_lambda(mask, alpha)
-        assert lam.shape == (2,)
-        assert lam[0] == 0
-        assert 0 <= lam[1] <= 1
-
-
 def test_length_adaptive_lambda_counts_tokens_and_not_positions():
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 1]])
     close(length_adaptive_lambda(mask.double(), 1.0), [0.8, 0.8])
     for kind in (torch.bool, torch.int64, torch.float32):
         torch.testing.assert_close(length_adaptive_lambda(mask.to(kind), 1.0), torch.tensor([0.8, 0.8]))
-
-
-def test_length_adaptive_gae_becomes_monte_carlo_for_large_alpha():
-    rewards, values = normal(*MASK.shape, seed=17), normal(*MASK.shape, seed=18)
-    monte_carlo, _ = gae(rewards, values, MASK, 1.0, 1.0)
-
-    def distance(alpha):
-        advantages, _ = gae(rewards, values, MASK, 1.0, length_adaptive_lambda(MASK.double(), alpha))
-        return (advantages - monte_carlo).abs().max().item()
-
-    assert distance(1.0) > 0.1
-    assert distance(1e9) < 1e-7
-    assert distance(math.inf) == 0
 
 
 # ---- log-probabilities of whole sequences ----
@@ -329,25 +207,12 @@ def test_sequence_ratios_have_their_closed_form_gradient(mode):
     close(logprobs.grad, -ratio * of_sequence * share * MASK)
 
 
-def test_clipped_sequence_has_no_gradient_at_any_token():
+def test_turn_ratios_do_not_read_masked_positions():
     logprobs, old_logprobs = near_policies()
-    mean = (((logprobs - old_logprobs) * MASK).sum(1) / MASK.sum(1)).detach()
-    threshold = mean.sort().values[2:4].mean()  # half of the sequences are beyond it
-    advantages = torch.ones_like(old_logprobs)
-    levelled = sequence_logprobs(logprobs, old_logprobs, MASK)
-    loss = clipped_policy_loss(levelled, old_logprobs, advantages, 0.9, (threshold.exp() - 1).item())
-    aggregate_loss(loss, MASK, "token").backward()
-    alive = logprobs.grad.abs() > 0
-    assert torch.equal(alive, MASK.bool() & (mean < threshold)[:, None])
-
-
-@pytest.mark.parametrize("function", [sequence_logprobs, turn_logprobs])
-def test_ratios_of_several_tokens_do_not_read_masked_positions(function):
-    logprobs, old_logprobs = near_policies()
-    expected = function(logprobs, old_logprobs, MASK)[MASK.bool()]
+    expected = turn_logprobs(logprobs, old_logprobs, MASK)[MASK.bool()]
     for seed in (1, 2):
         other = garbage(logprobs.detach(), MASK, seed).requires_grad_()
-        actual = function(other, garbage(old_logprobs, MASK, seed + 10), MASK)
+        actual = turn_logprobs(other, garbage(old_logprobs, MASK, seed + 10), MASK)
         assert torch.equal(actual[MASK.bool()], expected)
         actual.sum().backward()
         assert not other.grad[~MASK.bool()].any()
@@ -421,17 +286,6 @@ def test_log_ratios_change_only_beyond_their_bound():
     close(logprobs.grad, torch.where(within, log_ratios.exp(), 0))
 
 
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_distant_policies_give_finite_losses_in_float32(advantage, dual_clip):
-    logprobs = torch.tensor([[-1e4, -90.0, 0.0, 50.0, 90.0, 1e4]], requires_grad=True)
-    advantages = torch.full((1, 6), advantage)
-    loss = clipped_policy_loss(logprobs, torch.zeros(1, 6), advantages, 0.2, 0.2, dual_clip)
-    (loss * torch.tensor([[0, 1, 1, 1, 1, 0]])).sum().backward()
-    assert loss.isfinite().all()
-    assert logprobs.grad.norm().isfinite()
-
-
 # ---- value loss ----
 
 
@@ -466,13 +320,6 @@ def test_value_loss_without_a_clip_range_is_half_the_squared_error():
     close(wide, clipped_value_loss(values, old_values, returns, None))
 
 
-def test_clipping_never_lowers_the_value_loss():
-    values, old_values, returns = normal(40, 5, seed=1), normal(40, 5, seed=2), normal(40, 5, seed=3)
-    clipped, plain = (clipped_value_loss(values, old_values, returns, c) for c in (0.2, None))
-    assert (clipped >= plain).all()
-    assert (clipped > plain).any()
-
-
 # ---- KL estimators: exact expectations over a small vocabulary ----
 
 
@@ -494,28 +341,6 @@ def expected_estimate(policy, reference, estimator):
 def test_k1_and_k3_are_unbiased(estimator):
     _, policy, reference = policies()
     close(expected_estimate(policy, reference, estimator), exact_kl(policy, reference))
-
-
-def test_k2_is_biased():
-    _, policy, reference = policies()
-    bias = expected_estimate(policy, reference, "k2") / exact_kl(policy, reference) - 1
-    assert (bias.abs() > 0.01).all()
-
-
-@pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k3", True), ("k2", False)])
-def test_sampled_mean_is_the_exact_kl_within_four_errors(estimator, unbiased):
-    policy, reference = (x.detach()[0] for x in policies()[1:])
-    samples = torch.multinomial(policy.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(3))
-    estimates = kl_estimate(policy[samples], reference[samples], estimator)
-    standard_errors = (estimates.mean() - exact_kl(policy, reference)) / (estimates.std() / len(samples) ** 0.5)
-    assert (abs(standard_errors.item()) < 4) == unbiased
-
-
-def test_k2_approximates_the_kl_of_near_policies():
-    logits, direction = normal(1, 9, seed=1), normal(1, 9, seed=2)
-    policy, reference = logits.log_softmax(-1), (logits + 1e-3 * direction).log_softmax(-1)
-    k1, k2 = ((policy.exp() * kl_estimate(policy, reference, estimator)).sum() for estimator in ("k1", "k2"))
-    assert k2.item() == pytest.approx(k1.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", "nothing"), ("k2", "reverse KL"), ("k3", "forward KL")])
@@ -556,14 +381,6 @@ def test_k3_keeps_precision_for_nearly_equal_policies():
 # ---- masked statistics ----
 
 
-def test_masked_moments_equal_those_of_unmasked_values():
-    x = normal(*MASK.shape, seed=1)
-    close(masked_mean(x, MASK), x[MASK.bool()].mean())
-    close(masked_var(x, MASK), x[MASK.bool()].var())
-    for function in (masked_mean, masked_var):
-        close(function(garbage(x, MASK, 2), MASK), function(x, MASK))
-
-
 def test_statistics_of_too_few_values_are_zero():
     x = normal(2, 3)
     nothing, one = torch.zeros(2, 3), torch.tensor([[0, 0, 0], [0, 1, 0]])
@@ -574,64 +391,7 @@ def test_statistics_of_too_few_values_are_zero():
     assert not whiten(x, one).any()
 
 
-def test_whitened_values_have_mean_zero_and_bessel_variance_one():
-    x = 3 + 5 * normal(*MASK.shape, seed=1)
-    whitened = whiten(garbage(x, MASK, 2), MASK)
-    counts = whitened[MASK.bool()]
-    close(counts.mean(), 0.0)
-    close(counts.var(), 1.0, 1e-8)
-    assert not whitened[~MASK.bool()].any()
-    close(whitened, whiten(x, MASK))
-    close(whitened, whiten(7 - (-2) * x, MASK), 1e-8)  # shift and scale do not matter
-
-
-def test_scaling_to_unit_variance_leaves_the_mean():
-    x = 3 + 5 * normal(*MASK.shape, seed=1)
-    scaled = scale_to_unit_variance(garbage(x, MASK, 2), MASK)
-    close(scaled[MASK.bool()].mean(), x[MASK.bool()].mean())
-    close(scaled[MASK.bool()].var(), 1.0, 1e-8)
-    assert not scaled[~MASK.bool()].any()
-
-
-def on_two_processes(function, *parts):
-    """Run `function(part, all_sum)` as two processes would, with an `all_sum` that waits for the other one."""
-    barrier, given, results = threading.Barrier(2, timeout=10), [None, None], [None, None]
-
-    def process(rank):
-        def all_sum(x):
-            given[rank] = x
-            barrier.wait()
-            total = given[0] + given[1]
-            barrier.wait()
-            return total
-
-        results[rank] = function(parts[rank], all_sum)
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-@pytest.mark.parametrize("function", [masked_mean, masked_var, whiten, scale_to_unit_variance])
-@pytest.mark.parametrize("cut", [1, 4])
-def test_moments_over_ranks_equal_those_of_the_whole_batch(function, cut):
-    x = 2 + normal(*MASK.shape, seed=1)
-    parts = ((x[:cut], MASK[:cut]), (x[cut:], MASK[cut:]))
-    first, second = on_two_processes(lambda part, all_sum: function(*part, all_sum), *parts)
-    whole = function(x, MASK)
-    if whole.ndim:
-        close(torch.cat([first, second]), whole)
-    else:
-        close(first, whole)
-        close(second, whole)
-
-
 # ---- aggregation ----
-
-MODES = ("token", "sequence_mean", "sequence_sum")
 
 
 @pytest.mark.parametrize(
@@ -642,33 +402,6 @@ def test_aggregation_by_hand(mode, expected):
     per_token = torch.tensor([[1.0, 2.0, 9.0], [6.0, 50.0, 50.0], [50.0, 50.0, 50.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     close(aggregate_loss(per_token, mask, mode), expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cuts", [[6], [3, 3], [1, 5], [2, 1, 3], [1] * 6])
-def test_split_losses_add_up_with_a_common_denominator(mode, cuts):
-    per_token = normal(*MASK.shape, seed=1).requires_grad_()
-    denominator = MASK.sum() if mode == "token" else len(MASK)
-    parts = zip(per_token.split(cuts), MASK.split(cuts))
-    total = sum(aggregate_loss(part, mask, mode, denominator=denominator) for part, mask in parts)
-    whole = aggregate_loss(per_token, MASK, mode)
-    close(total, whole)
-    close(*(torch.autograd.grad(loss, per_token)[0] for loss in (total, whole)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_padding_never_changes_the_loss(mode):
-    per_token = normal(*MASK.shape, seed=1)
-    padded, mask = (torch.nn.functional.pad(x, (2, 3), value=fill) for x, fill in ((per_token, 9.0), (MASK, 0)))
-    expected = aggregate_loss(per_token, MASK, mode)
-    close(aggregate_loss(padded, mask, mode), expected)
-    close(aggregate_loss(garbage(per_token, MASK, 2), MASK, mode), expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_of_no_token_is_zero(mode):
-    assert aggregate_loss(normal(2, 3), torch.zeros(2, 3), mode) == 0
-    assert aggregate_loss(normal(2, 3), torch.zeros(2, 3), mode, denominator=torch.tensor(7.0)) == 0
 
 
 # ---- errors ----
@@ -695,10 +428,7 @@ def test_loss_of_no_token_is_zero(mode):
 def test_broadcastable_shapes_raise(function, names):
     with pytest.raises(ValueError, match="one shape") as caught:
         function(torch.ones(2, 3), torch.ones(1, 3))
-    message = str(caught.value)
-    assert all(f"'{name}'" in message for name in names)
-    assert "(2, 3)" in message
-    assert "(1, 3)" in message
+    assert all(part in str(caught.value) for part in [*map(repr, names), "(2, 3)", "(1, 3)"])
 
 
 @pytest.mark.parametrize("level", [0.0, 7.3, -1e4])

@@ -39,16 +39,6 @@ def test_extremes_are_over_all_tokens():
     assert metrics.compute(alone, alone) == {"largest": everything.max().item(), "smallest": everything.min().item()}
 
 
-def test_metrics_without_a_mask_count_all_values():
-    metrics = Metrics()
-    metrics.mean("mean", torch.tensor([1.0, 2.0]))
-    metrics.mean("mean", torch.tensor(6.0))  # one number is one value
-    metrics.maximum("max", torch.tensor([-3.0, -5.0]))
-    metrics.minimum("min", torch.tensor([3, 5]))
-    metrics.mean("share", torch.tensor([True, False, True, True]))
-    assert metrics.compute(alone, alone) == {"mean": 3.0, "max": -3.0, "min": 3.0, "share": 0.75}
-
-
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf])
 def test_masked_values_never_leak(hidden):
     values, mask = torch.tensor([[1.0, hidden], [3.0, hidden]]), torch.tensor([[1, 0], [1, 0]])
@@ -69,36 +59,6 @@ def test_metrics_without_values_are_omitted():
     metrics.maximum("no rows at all", torch.zeros(0))
     metrics.mean("one", values)
     assert metrics.compute(alone, alone) == {"one": 1.5}
-
-
-def test_empty_batches_change_nothing():
-    metrics = Metrics()
-    for values in (torch.tensor([1.0, 3.0]), torch.zeros(0)):
-        metrics.mean("mean", values)
-        metrics.maximum("max", values)
-        metrics.minimum("min", values)
-    assert metrics.compute(alone, alone) == {"mean": 2.0, "max": 3.0, "min": 1.0}
-
-
-def test_compute_resets():
-    metrics = Metrics()
-    assert not metrics
-    metrics.mean("x", torch.tensor(5.0))
-    assert metrics
-    assert metrics.compute(alone, alone) == {"x": 5.0}
-    assert not metrics
-    assert metrics.compute(alone, alone) == {}
-    metrics.maximum("y", torch.tensor(1.0))
-    metrics.mean("x", torch.tensor(1.0))
-    assert metrics.compute(alone, alone) == {"x": 1.0, "y": 1.0}
-
-
-def test_metrics_keep_no_graph():
-    metrics, x = Metrics(), torch.ones(2, requires_grad=True)
-    metrics.mean("mean", x * 2)
-    metrics.maximum("max", x * 2)
-    for kept in metrics._entries.values():
-        assert not kept.requires_grad
 
 
 def test_ranks_weigh_by_their_counts():
@@ -139,14 +99,3 @@ def test_metrics_continue_from_a_checkpoint():
     for batch in others:
         add(whole, *batch), add(resumed, *batch)
     assert resumed.compute(alone, alone) == whole.compute(alone, alone)
-
-
-def test_python_numbers_count_as_tensors_do():
-    numbers, tensors = Metrics(), Metrics()
-    for value in (0.5, 2.0):
-        numbers.mean("mean", value)
-        numbers.total("total", value > 1)
-        tensors.mean("mean", torch.tensor(value))
-        tensors.total("total", torch.tensor(value > 1))
-    computed = [metrics.compute(lambda x: x, lambda x: x) for metrics in (numbers, tensors)]
-    assert computed[0] == computed[1] == {"mean": 1.25, "total": 1.0}

@@ -5,7 +5,7 @@ import torch
 from runs_of_tiny import rollout
 from safetensors.torch import load_file, save_file
 
-from trl_ppo_ext.ppo.rollouts import Rollout, longest_first
+from trl_ppo_ext.ppo.rollouts import Rollout
 
 
 def everything(batch):
@@ -19,30 +19,9 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-@pytest.mark.parametrize("critic", [True, False])
-def test_rows_are_trimmed_to_their_longest(critic):
-    batch = rollout(rows=6, critic=critic)
-    lengths = batch.sequences.completion_lengths
-    index = lengths.argsort()[:3].flip(0)
-    part = batch.rows(index)
-    width, prompt_width = int(lengths[index].max()), int(batch.sequences.prompt_lengths[index].max())
-    assert len(part) == 3 and width < lengths.max()
-    assert part.sequences.completion_ids.shape == (3, width)
-    assert part.sequences.prompt_ids.shape == (3, prompt_width)
-    assert part.tensors.keys() == batch.tensors.keys() and ("returns" in part.tensors) == critic
-    for name, x in batch.tensors.items():
-        assert torch.equal(part.tensors[name], x[index, :width]), name
-        assert not x[index, width:].any()  # only padding was cut
-
-
 def test_rows_keep_coefficients():
     part = rollout(kl_coef=0.3, entropy_coef=0.2).rows(torch.tensor([1, 0])).to("cpu")
     assert (part.kl_coef, part.entropy_coef) == (0.3, 0.2)
-
-
-def test_all_rows_are_the_rollout():
-    batch = rollout(rows=6)
-    assert same(batch.rows(torch.arange(6)), batch)
 
 
 def test_moved_rollouts_keep_lengths_on_the_cpu():
@@ -60,9 +39,3 @@ def test_rollout_survives_a_checkpoint_bit_for_bit(tmp_path, critic):
     assert same(again, batch)
     assert (again.kl_coef, again.entropy_coef) == (0.1, 1 / 3)
     assert (again.old_values is None) == (not critic)
-
-
-def test_longest_first_sorts_each_minibatch_and_keeps_ties_in_order():
-    lengths = torch.tensor([3, 5, 5, 1, 2, 2, 9, 2])
-    rows = longest_first(torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]), lengths)
-    assert rows.tolist() == [[1, 2, 0, 3], [6, 4, 5, 7]]

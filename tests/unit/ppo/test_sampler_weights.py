@@ -1,11 +1,7 @@
-"""Weights for a sampler that is not the policy: closed forms, and their bias by enumeration.
-
-`python tests/unit/ppo/test_sampler_weights.py` prints the table of benchmarks/README.md.
-"""
+"""Weights for a sampler that is not the policy: closed forms, and their bias by enumeration."""
 
 import itertools
 import math
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -147,22 +143,9 @@ def mean_biases():
     return torch.stack(of_noises, -1)
 
 
-def markdown(means):
-    """Biases in percent, as the table of the docs."""
-    columns = [f"{advantage}, {noise}" for advantage in ADVANTAGES for noise in NOISES]
-    lines = ["| weights | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in zip(ROWS, means.flatten(1).tolist()):
-        lines.append(f"| {name} | " + " | ".join(f"{100 * bias:.1f}" for bias in row) + " |")
-    return "\n".join(lines)
-
-
 @pytest.fixture(scope="module")
 def means():
     return mean_biases()
-
-
-def test_biases_are_those_of_the_docs(means):
-    assert markdown(means) in (Path(__file__).resolve().parents[3] / "benchmarks" / "README.md").read_text()
 
 
 def test_unbounded_sequence_weight_is_unbiased(means):
@@ -176,7 +159,3 @@ def test_token_weight_removes_less_than_half_of_the_bias(means):
     assert (of["token, unbounded"] < of["`geometric_mask`"]).all()
     assert (of["`geometric_mask`"] < of["no correction"]).all()
     assert (of["token, unbounded"] > 0.5 * of["no correction"]).all()
-
-
-if __name__ == "__main__":
-    print(markdown(mean_biases()))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.math import adapt_entropy_coef, adapt_kl_coef
-from trl_ppo_ext.ppo.state import Moments, RunState
+from trl_ppo_ext.ppo.math import Moments, adapt_entropy_coef, adapt_kl_coef
+from trl_ppo_ext.ppo.state import RunState
 
 MASK = torch.ones(4, 10, dtype=torch.bool)
 
@@ -29,7 +29,7 @@ def test_moments_in_parts_equal_those_of_all_values(shift):
     values = torch.cat(x)
     assert moments.mean == pytest.approx(values.mean().item())
     assert moments.deviation == pytest.approx(values.std().item(), rel=1e-6)
-    assert moments.units.deviation == pytest.approx(values.std(correction=0).item(), rel=1e-6)
+    assert moments.unit == pytest.approx(values.std(correction=0).item(), rel=1e-6)
 
 
 def test_earlier_moments_decay():
@@ -38,7 +38,7 @@ def test_earlier_moments_decay():
     total = 40 * 1.8
     mean = (0.8 * first.sum() + second.sum()) / total
     variance = (0.8 * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
-    assert moments.units == pytest.approx((mean.item(), variance.sqrt().item()), rel=1e-5)
+    assert (moments.mean, moments.unit) == pytest.approx((mean.item(), variance.sqrt().item()), rel=1e-5)
 
 
 def test_masked_values_never_count():
@@ -47,7 +47,7 @@ def test_masked_values_never_count():
     moments = add(Moments(), torch.where(mask, x, 1e6), mask)
     assert moments.mean == pytest.approx(x[:, :5].mean().item(), abs=1e-6)
     nothing = add(moments, x, torch.zeros_like(mask))
-    assert nothing.units == pytest.approx(moments.units)
+    assert (nothing.mean, nothing.unit) == pytest.approx((moments.mean, moments.unit))
 
 
 def test_moments_of_ranks_equal_those_of_one_process():
@@ -64,7 +64,7 @@ def test_moments_of_ranks_equal_those_of_one_process():
 def test_values_without_spread_have_the_unit_one(values):
     x = torch.tensor([values])
     moments = add(Moments(), x, torch.ones_like(x))
-    assert moments.deviation == moments.units.deviation == 1
+    assert moments.deviation == moments.unit == 1
 
 
 def test_adding_returns_new_moments_and_keeps_the_old():
@@ -86,7 +86,7 @@ def test_state_of_a_saved_critic_has_its_units():
     saved = RunState(0.05, 0.0, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
     tensors = {name: torch.tensor([*x], dtype=torch.float64) for name, x in saved.critic.items()}
     state = RunState(0.1, 0.2).with_critic(tensors)
-    assert state.critic == saved.critic and state.returns.units == Units(2.0, 3.0)
+    assert state.critic == saved.critic and Units.of(state.returns) == Units(2.0, 3.0)
     assert (state.kl_coef, state.entropy_coef) == (0.1, 0.2)
 
 

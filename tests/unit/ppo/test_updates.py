@@ -13,7 +13,7 @@ from tiny import config
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.metrics import Metrics
-from trl_ppo_ext.ppo.updates import MicroBatch, Updates, loss_denominators, ppo_loss, schedule, set_learning_rate
+from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_learning_rate
 
 CLIP = {"cliprange": (0.2, 0.3)}
 VARIANTS = {
@@ -114,12 +114,6 @@ def test_loss_of_exact_values_is_the_policy_loss():
     assert not metrics["loss/value"].any()
 
 
-def test_loss_without_a_critic_has_no_value_metrics():
-    batch = rollout(critic=False)
-    _, metrics = ppo_loss(token_scores(batch)._replace(values=None), batch, **CLIP, vf_coef=1.0)
-    assert not any("value" in name for name in metrics)
-
-
 @pytest.mark.parametrize("fill", [math.nan, math.inf])
 def test_loss_and_gradient_ignore_masked_tokens(fill):
     batch = rollout(kl_coef=0.3, entropy_coef=0.1)
@@ -208,27 +202,6 @@ def test_denominators_count_tokens_or_completions_per_step(aggregation, expected
 PLAN = BatchPlan(2, gradient_accumulation_steps=2, num_mini_batches=2, num_ppo_epochs=3)
 
 
-def test_schedule_takes_every_row_once_per_epoch():
-    lengths = torch.tensor([3, 9, 4, 1, 5, 9, 2, 6])
-    rows = schedule(lengths, PLAN)
-    assert rows.shape == (6, 2, 2)
-    for epoch in rows.reshape(3, 8):
-        assert sorted(epoch.tolist()) == list(range(8))
-    for step in rows.reshape(6, 4):  # little padding: each step's rows are sorted by length
-        assert lengths[step].tolist() == sorted(lengths[step].tolist(), reverse=True)
-    assert set(rows[0].flatten().tolist()) == {0, 1, 2, 3}  # the first epoch is not shuffled
-    assert rows[0].tolist() == [[1, 2], [0, 3]]
-
-
-def test_schedule_shuffles_later_epochs_from_the_global_generator():
-    torch.manual_seed(0)
-    first = schedule(torch.ones(8, dtype=torch.long), PLAN)
-    torch.manual_seed(0)
-    assert torch.equal(schedule(torch.ones(8, dtype=torch.long), PLAN), first)
-    other = schedule(torch.ones(8, dtype=torch.long), PLAN)
-    assert torch.equal(other[:2], first[:2]) and not torch.equal(other[2:], first[2:])
-
-
 # ---- updates ----
 
 
@@ -238,51 +211,6 @@ def build(tmp_path):
         return Updates(config(tmp_path, **settings), plan, Metrics(), alone)
 
     return build
-
-
-def equal(one, other):
-    """Compare two micro-batches, tensor by tensor."""
-    states = one.rollout.state_dict(), other.rollout.state_dict()
-    same = all(torch.equal(x, states[1][name]) for name, x in states[0].items())
-    return (
-        states[0].keys() == states[1].keys()
-        and same
-        and one.step == other.step
-        and one.denominator == other.denominator
-    )
-
-
-def test_updates_yield_every_micro_batch_once(build):
-    updates = build()
-    batch = rollout(rows=8)
-    updates.start(batch, 0)
-    micro_batches = list(updates.micro_batches)
-    assert len(micro_batches) == PLAN.micro_steps == 12
-    assert [x.step for x in micro_batches] == [step for step in range(6) for _ in range(2)]
-    for micro_batch, index in zip(micro_batches, updates.rows.flatten(0, 1)):
-        assert equal(micro_batch, MicroBatch(batch.rows(index), micro_batch.step, micro_batch.denominator))
-    for step in range(6):
-        tokens = batch.response_mask[updates.rows[step].flatten()].sum()
-        assert all(x.denominator == tokens for x in micro_batches[2 * step : 2 * step + 2])
-
-
-@pytest.mark.parametrize("done", range(12))
-def test_updates_resume_with_the_same_micro_batches(build, done):
-    """A step that had begun begins again: checkpoints are taken between steps."""
-    updates, resumed, global_step = build(), build(), 18 + done // 2  # three rollouts before
-    updates.start(rollout(rows=8, kl_coef=0.1), 18)
-    micro_batches = [next(updates.micro_batches) for _ in range(done)]
-    updates.stopped_early = done % 4 == 0
-    state = {name: x.clone() for name, x in updates.state_dict(global_step).items()}
-    if done < 2:  # between two rollouts
-        assert state == {}
-        return
-    micro_batches += updates.micro_batches
-    resumed.load_state_dict(state, global_step)
-    assert resumed.stopped_early == updates.stopped_early
-    again = list(resumed.micro_batches)
-    assert len(again) == 12 - done + done % 2
-    assert all(equal(one, other) for one, other in zip(again, micro_batches[done - done % 2 :], strict=True))
 
 
 def test_updates_of_other_sizes_do_not_resume(build):

@@ -1,35 +1,23 @@
-"""Judges and remote rewards against a real server that misbehaves, and the server that ships with the package."""
+"""Judges and remote rewards against a server that misbehaves."""
 
 import asyncio
-import http.client
 import json
 import logging
-import math
-import os
 import pickle
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
-import uvicorn
-from http_rewards import KEY, TEMPLATE, judge, remote, serving
-from tiny import WORDS, llama, tokenizer
+from http_rewards import KEY, TEMPLATE, classifier, judge, predicted, remote, serving
+from tokenizers import processors
 
-from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.commands import serve_reward
-from trl_ppo_ext.rewards import ClassifierReward, RewardError, ScoringBatch, load_classifier, read_scores
-from trl_ppo_ext.rewards.http import CONNECT_TIMEOUT, Judge, RemoteReward, fill, readable
+from trl_ppo_ext.rewards import RewardError, ScoringBatch, read_scores
+from trl_ppo_ext.rewards.http import Judge, RemoteReward, fill
 
 
 def batch(completions):
@@ -55,7 +43,9 @@ def ends_within(seconds):
 def test_judge_and_remote_reward_score_each_completion(port):
     completions = ["a" * n for n in range(50)]
     assert judge(port, "ok").score(batch(completions)) == list(range(50))
-    assert remote(port, "ok", batch_size=7).score(batch(completions)) == list(range(50))
+    for make in (remote, predicted):
+        assert make(port, "ok", batch_size=7).score(batch(completions)) == list(range(50))
+        assert make(port, "zipped").score(batch(completions)) == list(range(50))
     assert judge(port, "ok").score(batch([])) == remote(port, "ok").score(batch([])) == []
 
 
@@ -70,7 +60,7 @@ def test_hundred_slow_calls_run_concurrently(port):
     assert 0.8 <= min(seconds) < 2  # four waves; faster would be more than 32 at a time, and in turn they take 20 s
 
 
-@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("make", [judge, remote, predicted])
 def test_scoring_works_inside_a_running_event_loop(port, make):
     async def notebook():
         return make(port, "ok").score(batch(["ab", "c"]))
@@ -78,7 +68,7 @@ def test_scoring_works_inside_a_running_event_loop(port, make):
     assert asyncio.run(notebook()) == [2, 1]
 
 
-@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("make", [judge, remote, predicted])
 def test_server_that_fails_twice_is_retried(port, make):
     assert make(port, "broken_twice", max_retries=2).score(batch(["abc"])) == [3]
 
@@ -114,11 +104,9 @@ CAUSES = {
     "limited_for_an_hour": (1, "it answered 429"),
     "silent": (2, "no complete answer within timeout=0.5 s"),
     "trickle": (2, "no complete answer within timeout=0.5 s"),
-    "half_json": (2, "it answered with .* bytes that are not JSON"),
+    "half_json": (1, "it answered .*, which is not"),
     "hangs_up": (2, "the connection failed .*RemoteProtocolError"),
-    "another_shape": (1, "it answered .*hello"),
-    "huge": (1, "it answered with more than 4194304 bytes"),
-    "zipped": (1, "it answered with compressed content"),
+    "another_shape": (1, "it answered .*hello.*, which is not"),
     "redirect": (1, ".* a redirect to http://example.com:81/elsewhere; use that as `url`"),
 }
 JUDGED = {
@@ -147,10 +135,11 @@ def test_misbehaving_judge_fails_in_time_with_the_cause(port, mode):
     assert attempts(asked) == 2 * tries  # of two requests
 
 
+@pytest.mark.parametrize("make", [remote, predicted])
 @pytest.mark.parametrize("mode", [*CAUSES, "wrong_count"])
-def test_misbehaving_remote_reward_fails_in_time_with_the_cause(port, mode):
+def test_misbehaving_remote_reward_fails_in_time_with_the_cause(port, mode, make):
     tries, cause = CAUSES.get(mode, (1, "it returned 2 scores for 3 completions"))
-    asked = remote(port, mode, timeout=0.5)
+    asked = make(port, mode, timeout=0.5)
     with ends_within(2.5):
         errors = asked.score(batch(["abc", "de", "f"]))
     for error in errors:
@@ -162,7 +151,7 @@ def test_misbehaving_remote_reward_fails_in_time_with_the_cause(port, mode):
 def test_closed_port_is_a_failure():
     with serving() as (_, port):
         pass
-    with ends_within(CONNECT_TIMEOUT):
+    with ends_within(10):
         (error,) = judge(port, "ok").score(batch(["abc"]))
     assert "failed: the connection failed" in str(error)
 
@@ -175,14 +164,40 @@ def test_failed_request_fails_only_its_completions(port):
     assert [isinstance(score, RewardError) for score in scores] == [False, False, True, False, False]
 
 
-def test_invalid_scores_fail_alone_and_null_does_not_apply(port):
-    scores = read_scores("r", remote(port, "odd").score(batch(["a"] * 5)), [1] * 5)
-    assert scores.totals.isnan().tolist() == [True, True, False, True, False] and scores.totals[4] == 1
-    for row, returned in ((1, "'4'"), (3, "1000")):
-        assert f"returned {returned}" in str(scores.failures[row])
-        assert "must be a finite number" in str(scores.failures[row])
-    nan = read_scores("r", remote(port, "nan").score(batch(["a", "bb"])), [1, 1])
-    assert "returned nan" in str(nan.failures[0]) and nan.totals[1] == 2
+@pytest.mark.parametrize("make", [remote, predicted])
+def test_score_of_nan_fails_alone(port, make):
+    scores = read_scores("r", make(port, "nan").score(batch(["a", "bb"])), [1, 1])
+    assert "returned nan" in str(scores.failures[0]) and scores.totals[1] == 2
+
+
+@pytest.mark.parametrize("make, labels", [(remote, (0, 1)), (predicted, ("GOOD", "BAD"))])
+def test_label_chooses_an_output(port, make, labels):
+    for label, sign in zip(labels, (1, -1)):
+        assert make(port, "classifier-of-two", label=label).score(batch(["abc", ""])) == [3 * sign, 0]
+    for label in (None, 7):
+        (error,) = make(port, "classifier-of-two", label=label).score(batch(["abc"]))
+        assert f"`label` must be one of its outputs ({labels[0]!r}" in str(error) and f"got {label}" in str(error)
+
+
+@pytest.mark.parametrize("make, field", [(remote, "input"), (predicted, "inputs")])
+def test_classifier_gets_the_text_that_the_run_would_score(make, field):
+    """Text with an EOS, chat messages by their template; a tokenizer that begins with BOS adds it on the server."""
+    asked = make(1, "ok")
+    chat = [{"role": "user", "content": "w1"}], [{"role": "assistant", "content": "w2"}]
+    bodies = [asked._body(ScoringBatch([p], [c], [[1]]), slice(0, 1)) for p, c in (("w1", " w2"), chat)]
+    assert [str(body[field][0]).strip("[']") for body in bodies] == ["w1 w2<eos>", "<bos> user w1 <bos> assistant w2 "]
+    assert make is predicted or [body["add_special_tokens"] for body in bodies] == [True, False]
+    if make is predicted:
+        inner = asked.tokenizer.backend_tokenizer
+        inner.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+        (text,) = asked._body(ScoringBatch([chat[0]], [chat[1]], [[1]]), slice(0, 1))["inputs"][0]
+        assert text == " user w1 <bos> assistant w2 "
+
+
+def test_remote_reward_names_the_endpoints_that_it_knows(port):
+    assert RemoteReward(f"http://127.0.0.1:{port}", classifier()).url.endswith("/classify")
+    with pytest.raises(ValueError, match=r"`url` must end with /classify \(vLLM\) or /predict \(TEI\), got .*/score"):
+        remote(port, "ok", endpoint="score")
 
 
 def test_dead_server_is_given_up_for_the_rest_of_a_batch(port):
@@ -197,7 +212,7 @@ def test_dead_server_is_given_up_for_the_rest_of_a_batch(port):
 # ---- keys and addresses ----
 
 
-@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("make", [judge, remote, predicted])
 def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TEST_KEY", f"{KEY}\n")
@@ -215,7 +230,7 @@ def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
         right.score(batch(["abc"]))
 
 
-@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("make", [judge, remote, predicted])
 @pytest.mark.parametrize("how", ["body", "redirect", "scores"])
 def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
     """Cut, split, in another case, coded, in a redirect, and instead of a score."""
@@ -233,7 +248,7 @@ def test_invalid_proxy_is_named_without_its_password(monkeypatch):
     for wrong in ("http://user:hun/ter2@proxy:80", "ftp://user:hunter2@proxy", "http://user@proxy:hunter2"):
         monkeypatch.setenv("HTTPS_PROXY", wrong)
         with pytest.raises(ValueError, match=r"`HTTPS_PROXY`.* must be an address") as caught:
-            RemoteReward("https://example.invalid").score(batch(["abc"]))
+            RemoteReward("https://example.invalid", classifier()).score(batch(["abc"]))
         assert "hun" not in str(caught.value) and caught.value.__cause__ is None
 
 
@@ -248,7 +263,7 @@ def test_pattern_that_hangs_fails_in_time(port):
     assert "searched its answer for more than 1 s; remove nested repeats" in str(error)
 
 
-@pytest.mark.parametrize("make", [judge, remote])
+@pytest.mark.parametrize("make", [judge, remote, predicted])
 def test_openai_credentials_in_the_environment_are_not_sent(port, make, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
         monkeypatch.setenv(name, KEY)
@@ -261,7 +276,7 @@ def test_openai_credentials_in_the_environment_are_not_sent(port, make, monkeypa
     ("given", "said"), [("UNSET_KEY", "`UNSET_KEY` is not set"), (KEY, "name"), ("hf_Ab", "name")]
 )
 def test_missing_variable_or_a_key_in_its_place_raises(given, said):
-    for make in (judge, remote):
+    for make in (judge, remote, predicted):
         with pytest.raises(ValueError, match=said) as caught:
             make(1, "ok", api_key_env=given)
         assert given == "UNSET_KEY" or given not in str(caught.value)
@@ -307,8 +322,11 @@ def test_template_takes_columns_of_the_dataset():
 
 def test_chat_messages_are_readable():
     prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    assert readable(prompt) == "System: Be kind.\n\nUser: Hi"
-    assert readable([{"role": "assistant", "content": "Hello"}], False) == "Hello"
+    body = judge(1, "ok")._body(
+        ScoringBatch([prompt], [[{"role": "assistant", "content": "Hello"}]], [[1]]), slice(0, 1)
+    )
+    asked = "Rate what follows.\nPROMPT system: Be kind.\nuser: Hi\nCOMPLETION Hello"
+    assert body["messages"] == [{"role": "user", "content": asked}]
 
 
 def test_pattern_may_have_alternatives():
@@ -334,202 +352,10 @@ def test_default_pattern_matches_the_last_score(answer, score):
 
 @pytest.mark.parametrize(
     "bad",
-    "prompt_template={prompt} pattern=( score_range=(2,1) extra_body={'n':1} timeout=0 concurrency=0".split(),
+    "prompt_template={prompt} pattern=( score_range=(2,1) timeout=0 concurrency=0".split(),
 )
 def test_invalid_arguments_raise(bad):
     name, value = bad.split("=")
     value = value if name in ("prompt_template", "pattern") else eval(value)
     with pytest.raises(ValueError, match=f"`{name}`"):
         Judge(**({"url": "http://localhost/v1", "model": "m", "prompt_template": TEMPLATE} | {name: value}))
-
-
-# ---- trl-ppo serve-reward ----
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    path = tmp_path_factory.mktemp("classifier")
-    llama(classifier=True).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    options = "--port 0 --quantization none --batch-size 4 --api-key-env TEST_KEY --max-request-bytes 5000"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trl_ppo_ext.commands.main", "serve-reward", str(path), *options.split()],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TEST_KEY": KEY, "HF_HUB_OFFLINE": "1"},
-    )
-    for line in process.stderr:
-        if "running on http://127.0.0.1:" in line:
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            yield path, f"http://127.0.0.1:{line.split('127.0.0.1:')[1].split()[0]}"
-            break
-    else:
-        pytest.fail("the server did not start")
-    process.terminate()
-    assert process.wait(10) in (0, -signal.SIGTERM)
-
-
-def test_served_classifier_scores_as_in_this_process(served, monkeypatch):
-    path, url = served
-    with urllib.request.urlopen(f"{url}/health") as answer:  # without a key
-        assert json.load(answer) == {"status": "ok"}
-    monkeypatch.setenv("TEST_KEY", KEY)
-    completions = [" ".join(["", *WORDS[: row % 9 + 1]]) for row in range(40)]
-    here = ClassifierReward(load_classifier(str(path), torch.float32, "none")).score(batch(completions))
-    there = RemoteReward(url, api_key_env="TEST_KEY", batch_size=7).score(batch(completions))
-    assert there == pytest.approx(here, abs=1e-5)
-    assert len({round(score, 3) for score in here}) > 5
-    (error,) = RemoteReward(url, api_key_env="TEST_KEY").score(batch(["w1 " * 3000]))
-    assert "413" in str(error) and "send fewer completions" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("content", "key", "status", "said"),
-    [
-        (b"{}", None, 401, "key"),
-        (b"{}", "Bearer wrong", 401, "key"),
-        (b"{", f"Bearer {KEY}", 400, "must be JSON"),
-        (b"[1]", f"Bearer {KEY}", 400, "must be"),
-        (b'{"prompts": ["a"], "completions": []}', f"Bearer {KEY}", 400, "1 prompts for 0 completions"),
-        (b'{"prompts": ["a"], "completions": [3]}', f"Bearer {KEY}", 400, "all text or all lists"),
-        (b'{"prompts": [[{"role": 3}]], "completions": [[{"role": 4}]]}', f"Bearer {KEY}", 500, "scoring failed with"),
-        (b" " * 5001, f"Bearer {KEY}", 413, "longer than 5000 bytes"),
-    ],
-)
-def test_invalid_request_gets_a_clear_error(served, content, key, status, said):
-    request = urllib.request.Request(f"{served[1]}/score", content, {"Authorization": key} if key else {})
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request)
-    text = caught.value.read().decode()
-    assert caught.value.code == status and said in text
-    assert "Traceback" not in text and KEY not in text
-
-
-class Stub:
-    """A reward that counts the completions it has scored."""
-
-    batch_size = 2
-
-    def __init__(self, seconds=0.0):
-        self.seconds, self.scored = seconds, 0
-
-    def score(self, given):
-        time.sleep(self.seconds)
-        self.scored += len(given)
-        return [float(len(completion)) for completion in given.completions]
-
-
-@contextmanager
-def running(reward):
-    """The server without a key, in a thread; yields its port."""
-    app = serve_reward.create_app(reward, None, 2**20)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **serve_reward.SETTINGS))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def ask(port, completions=("ab",), method="POST", **headers):
-    content = json.dumps({"prompts": ["p"] * len(completions), "completions": list(completions)})
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request(method, "/score", content, headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
-
-
-def test_server_without_a_key_refuses_web_pages():
-    with running(Stub()) as port:
-        for host in ("127.0.0.1", f"localhost:{port}", "[::1]:9000", "127.9.9.9"):
-            assert ask(port, Host=host) == (200, '{"scores":[2.0]}')
-        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
-            status, text = ask(port, **headers)
-            assert status == 403 and "--api-key-env" in text
-
-
-def test_idle_connections_neither_shut_out_others_nor_stay(monkeypatch):
-    monkeypatch.setattr(serve_reward, "ARRIVAL_TIMEOUT", 0.5)
-    with running(Stub()) as port:
-        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-        idle[1].sendall(b"POST /score HTTP/1.1\r\n")  # slow in its headers
-        idle[2].sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")  # in its body
-        assert ask(port)[0] == 200
-        for connection in idle:
-            connection.settimeout(3)
-            assert connection.recv(1) == b""
-            connection.close()
-
-
-def test_request_with_too_many_rows_is_refused_at_once():
-    with running(Stub(10)) as port, ends_within(2):
-        status, text = ask(port, [""] * 100_000)
-        assert status == 413 and "100000 completions; send at most 1024" in text
-
-
-def test_request_is_not_scored_after_its_client_has_left():
-    reward = Stub(0.3)
-    with running(reward) as port:
-        first = threading.Thread(target=ask, args=(port,))
-        first.start()
-        time.sleep(0.1)
-        left = http.client.HTTPConnection("127.0.0.1", port)
-        left.request("POST", "/score", json.dumps({"prompts": ["p"] * 900, "completions": ["c"] * 900}))
-        time.sleep(0.1)
-        left.close()
-        assert ask(port)[0] == 200
-        first.join()
-        assert reward.scored == 2
-
-
-def test_score_of_nan_is_sent_as_null():
-    reward = Stub()
-    reward.score = lambda given: [1.0, math.nan, math.inf]
-    with running(reward) as port:
-        assert ask(port, ["a", "b", "c"]) == (200, '{"scores":[1.0,null,null]}')
-
-
-def test_served_model_gets_label_and_trust(monkeypatch):
-    seen = {}
-    monkeypatch.setattr("trl_ppo_ext.commands.serve_reward.load_classifier", lambda *args: seen.update(loaded=args[4]))
-    monkeypatch.setattr(
-        "trl_ppo_ext.commands.serve_reward.ClassifierReward", lambda model, **kwargs: seen.update(kwargs)
-    )
-    monkeypatch.setattr(uvicorn, "run", lambda *args, **kwargs: None)
-    assert cli.main("serve-reward MODEL --device cpu --reward-label 1 --trust-remote-code".split()) == 0
-    assert seen == {"loaded": True, "label": 1, "trust_remote_code": True, "batch_size": 16}
-
-
-@pytest.mark.parametrize("options", ["--host 0.0.0.0", "--api-key-env UNSET_KEY", "--max-request-bytes -7"])
-def test_command_line_errors_are_one_line(options, capsys):
-    assert cli.main(["serve-reward", "nowhere", *options.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("trl-ppo serve-reward: error: ") and options.split()[1] in line
-
-
-def test_server_without_its_extra_names_the_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not there
-    monkeypatch.delitem(sys.modules, "trl_ppo_ext.commands.serve_reward")
-    assert cli.main(["serve-reward", "nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert "pip install '.[serve]' in the clone" in said and "or pip install uvicorn starlette" in said
-
-
-def test_help_imports_nothing_heavy():
-    code = f"""if True:
-        import importlib.machinery, sys, types
-        package = types.ModuleType("trl_ppo_ext")  # without what the package's own __init__ imports
-        package.__path__ = [{str(Path(cli.__file__).parents[1])!r}]
-        sys.modules["trl_ppo_ext"] = package
-        from trl_ppo_ext.commands import main as cli
-        try:
-            cli.main(["--help"])
-        finally:
-            assert not {{"torch", "transformers", "starlette"}} & set(sys.modules)
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "serve" in done.stdout, done.stderr

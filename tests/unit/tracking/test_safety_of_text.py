@@ -212,7 +212,7 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
     monkeypatch.delenv("HTTP_PROXY", raising=False)
     once = {"api_key_env": "JUDGE_KEY", "timeout": 2.0, "max_retries": 0}
     judge = Judge("http://127.0.0.1:9/v1", "m", "{completion}", **once)
-    remote = RemoteReward("http://127.0.0.1:9", name="remote", **once)
+    remote = RemoteReward("http://127.0.0.1:9", base, name="remote", **once)
     args = config(
         tmp_path / "run",
         hub_token=SECRET,
