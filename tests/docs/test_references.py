@@ -1,7 +1,6 @@
 """Names on the pages exist: functions, fields, commands, messages, files; and every public name is on a page."""
 
 import dataclasses
-import inspect
 import re
 from importlib import import_module
 from pathlib import Path

@@ -42,7 +42,7 @@ def run_on_page(client, code):
 
 
 def test_publish_page_pushes_loads_and_resumes(hub, client, small):
-    pushed, loaded, resumed, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    pushed, loaded, resumed, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     run_on_page(client, pushed)
     files = hub.repositories["me/tldr-ppo"].files
     card = files["README.md"].decode()
