@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs_of_tiny import trainer
+from runs_of_tiny import rollouts_of, trainer
 from tiny import config
 
 from trl_ppo_ext.modeling import TokenScores
@@ -75,8 +75,9 @@ def test_weights_multiply_the_advantages_of_a_rollout(tmp_path):
             return tokens
 
         generator.sampled_logprobs, built.collector.score_tokens = [], scored
+        rollouts = rollouts_of(built)
         built.train()
-        return built.updates.rollout.advantages
+        return rollouts[0][0].advantages
 
     plain = advantages(0.5, corrects=False)
     assert plain.abs().sum() > 0
