@@ -41,3 +41,14 @@ def all_cores():
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """Path of a tiny model with its tokenizer, which nobody may change."""
+    from tiny import llama, tokenizer
+
+    path = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)

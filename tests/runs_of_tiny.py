@@ -3,7 +3,7 @@
 import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.sequences import Sequences
@@ -13,9 +13,8 @@ COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
 
 
 def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
-    extra = {
-        k: kwargs.pop(k) for k in ("eval_dataset", "processing_class", "peft_config", "monitor_funcs") if k in kwargs
-    }
+    names = kwargs.keys() - PPOConfig.__dataclass_fields__.keys()
+    extra = {name: kwargs.pop(name) for name in names}
     return PPOTrainer(
         model=model or llama(),
         reward_funcs=reward_funcs,
@@ -26,9 +25,9 @@ def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, ca
     )
 
 
-def rollouts_of(built):
+def rollouts_of(built, seen=None):
     """Record every rollout that a trainer collects."""
-    seen, start = [], built.updates.start
+    seen, start = [] if seen is None else seen, built.updates.start
 
     def recording(rollout, step):
         seen.append((rollout, built._samples["train"]))
@@ -36,6 +35,18 @@ def rollouts_of(built):
 
     built.updates.start = recording
     return seen
+
+
+def write_completions(built, completions_of):
+    """Let a function of the prompts' token ids write completions in place of the policy."""
+
+    def sample(input_ids, attention_mask, *args, **kwargs):
+        written = completions_of([ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)])
+        width = max(map(len, written))
+        padded = input_ids.new_tensor([ids + [1] * (width - len(ids)) for ids in written])  # cut after the first EOS
+        return torch.cat([input_ids, padded], 1)
+
+    built.actor_critic.sample = sample
 
 
 def micro_batches_of(built):
@@ -60,11 +71,6 @@ def sequences(prompts=PROMPTS, completions=COMPLETIONS):
 def plain_logprobs(model, prompt, completion, temperature=1.0):
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-
-
-def freeze_policy(actor_critic):
-    for parameter in actor_critic.policy_parameters().values():
-        parameter.requires_grad_(False)
 
 
 def trainable(built):

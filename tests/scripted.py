@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import torch
-from tiny import byte_tokenizer
+from tiny import WORDS, byte_tokenizer
 
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import PROMPT_IDS
@@ -42,6 +42,24 @@ class Script(Generator):
 
     def has_stopped(self, completion):
         return completion[-1] in self.stop_token_ids
+
+
+class Echo:
+    """Plain environment that repeats the last word, and rewards even ones; three turns make an episode."""
+
+    def reset(self, row, seed):
+        self.turns, self.seed = 0, seed
+        return f" {WORDS[seed % 8]}"
+
+    def step(self, text):
+        self.turns += 1
+        word = text.split()[-1] if text.split() else "w0"
+        return f" {word} w1", float(int(word.removeprefix("w")) % 2 == 0), self.turns == 3
+
+
+def write_turns(run, turns):
+    """Let a script write the turns of a trainer in place of its policy."""
+    run.roles.player.generator = Script(run.processing_class, turns)
 
 
 def rows_of(*questions, **columns):

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from processes import finished, start
+from runs_of_tiny import write_completions
 from tiny import config, llama, prompts, tokenizer
 from torch.distributed.tensor import DTensor
 
@@ -62,15 +63,15 @@ def reward_adapter(output_dir):
 
 def without_a_gradient_at(trainer, step):
     """The last process's gradient of a step is no number."""
-    inner, last = trainer.updates.loss, trainer.args.process_index == trainer.args.world_size - 1
+    compute_loss, last = trainer.compute_loss, trainer.args.process_index == trainer.args.world_size - 1
 
-    def loss(model, micro_batch):
-        loss = inner(model, micro_batch)
+    def computing(*args, **kwargs):
+        loss = compute_loss(*args, **kwargs)
         if trainer.state.global_step == step and last:
             loss.register_hook(lambda gradient: gradient * torch.nan)
         return loss
 
-    trainer.updates.loss = loss
+    trainer.compute_loss = computing
 
 
 class Game:
@@ -127,7 +128,7 @@ def train(
         environment_factory=Game if plays else None,
     )
     if not (sample or plays):
-        trainer.collector.generator.generate = completions_of
+        write_completions(trainer, completions_of)
     if nan_at is not None:
         without_a_gradient_at(trainer, nan_at)
     if others:

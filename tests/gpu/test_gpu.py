@@ -47,4 +47,4 @@ def test_four_bit_reward_model_scores_on_the_gpu(tmp_path):
     args = PPOConfig(str(tmp_path), report_to="none", max_completion_length=8, max_steps=1, num_ppo_epochs=1)
     trainer = PPOTrainer(str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts())
     trainer.train()
-    assert next(trainer.collector.rewards[0].model.parameters()).is_cuda
+    assert next(trainer.reward_funcs[0].parameters()).is_cuda

@@ -88,7 +88,7 @@ def test_offloaded_rewards_score_as_those_that_stay(tmp_path, quantization):
         )
         trainer.train()
         rewards.append([log["reward"] for log in trainer.state.log_history if "reward" in log])
-        devices = {x.device.type for x in trainer.collector.rewards[0].model.parameters()}
+        devices = {x.device.type for x in trainer.reward_funcs[0].parameters()}
         assert devices == {"cpu" if offload else "cuda"}
     assert rewards[0] == rewards[1] and len(rewards[0]) == 3  # moved to and fro
 

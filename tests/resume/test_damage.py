@@ -108,11 +108,6 @@ def test_unreadable_file_counts_as_damage(copy, monkeypatch):
         verify(copy / "checkpoint-2")
 
 
-def test_empty_manifest_counts_as_damage(copy):
-    (copy / "checkpoint-2" / MANIFEST).write_text("{}")
-    assert latest_valid_checkpoint(copy).name == "checkpoint-1"
-
-
 def test_run_falls_back_unless_a_damaged_checkpoint_is_named(run, copy):
     expected = weights_of(run / "checkpoint-2")
     truncated(copy / "checkpoint-2" / "optimizer.pt")

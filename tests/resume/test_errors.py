@@ -30,13 +30,16 @@ class FaultError(Exception):
 
 def fails_in_reward(built):
     """In the collection of a rollout, once tokens were sampled and metrics logged."""
+    built.reward_funcs[0].fails = True
 
-    def reward(trainer_state, completion_ids, **kwargs):
-        if trainer_state.global_step == 8:
+
+class Reward:
+    fails = False
+
+    def __call__(self, completion_ids, trainer_state, **kwargs):
+        if self.fails and trainer_state.global_step == 8:
             raise FaultError
         return length_reward(completion_ids)
-
-    built.collector.rewards[0].function = reward
 
 
 def fails_after(name, calls):
@@ -63,6 +66,20 @@ def logs(built):
     ]
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Runs that nothing happened to, each trained once."""
+    runs = {}
+
+    def get(settings):
+        if str(settings) not in runs:
+            runs[str(settings)] = trainer(tmp_path_factory.mktemp("whole"), reward_funcs=Reward(), **settings)
+            runs[str(settings)].train()
+        return runs[str(settings)]
+
+    return get
+
+
 @pytest.mark.parametrize(
     ("install", "step", "others"),
     [
@@ -75,11 +92,10 @@ def logs(built):
     ],
     ids=["reward", "second micro-batch", "new rollout", "new units", "before the step", "evaluation"],
 )
-def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, step, others):
+def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(whole_run, tmp_path, install, step, others):
     settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)} | others
-    whole = trainer(tmp_path / "whole", **settings)
-    whole.train()
-    failing = trainer(tmp_path, **settings)
+    whole = whole_run(settings)
+    failing = trainer(tmp_path, reward_funcs=Reward(), **settings)
     install(failing)
     with pytest.raises(Exception) as error:
         failing.train()
@@ -87,25 +103,24 @@ def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(tmp_path, install, 
     assert checkpoint.name == f"checkpoint-{step}" and failing.state.global_step == step
     verify(checkpoint)
     assert any(str(checkpoint) in note for note in error.value.__notes__)
-    again = trainer(tmp_path, **settings)
+    again = trainer(tmp_path, reward_funcs=Reward(), **settings)
     again.train(resume_from_checkpoint=True)
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
     assert logs(again) == logs(whole)
 
 
 @pytest.mark.parametrize("error", [FaultError, SystemExit])
-def test_callback_that_fails_after_a_step_loses_nothing(tmp_path, error):
+def test_callback_that_fails_after_a_step_loses_nothing(whole_run, tmp_path, error):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 raise error
 
-    whole = trainer(tmp_path / "whole", **SETTINGS)
-    whole.train()
+    whole = whole_run(SETTINGS)
     with pytest.raises(error):
-        trainer(tmp_path, callbacks=[Fails()], **SETTINGS).train()
+        trainer(tmp_path, reward_funcs=Reward(), callbacks=[Fails()], **SETTINGS).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
-    again = trainer(tmp_path, **SETTINGS)
+    again = trainer(tmp_path, reward_funcs=Reward(), **SETTINGS)
     again.train(resume_from_checkpoint=True)
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
 
@@ -131,7 +146,7 @@ def test_error_before_the_first_step_writes_nothing(tmp_path):
 
 
 def test_error_keeps_other_checkpoints(tmp_path):
-    failing = trainer(tmp_path, save_strategy="steps", **SETTINGS | {"save_steps": 4})
+    failing = trainer(tmp_path, reward_funcs=Reward(), save_strategy="steps", **SETTINGS | {"save_steps": 4})
     fails_in_reward(failing)
     fails_after("compute_loss", 11)(failing)
     with pytest.raises(FaultError):

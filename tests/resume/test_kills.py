@@ -29,7 +29,8 @@ SCENARIOS = {
 
 def killed_runs(folder, scenarios, **settings):
     arguments = [str(folder), json.dumps(scenarios), json.dumps({"rows": 20} | settings)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))  # the package that lies beside the tests
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(HERE / "killed_runs.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]

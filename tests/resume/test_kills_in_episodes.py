@@ -12,8 +12,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from processes import finished, start
-from runs_of_tiny import weights
-from scripted import Script, call
+from runs_of_tiny import rollouts_of, weights
+from scripted import call, write_turns
 from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, StepResult
@@ -102,7 +102,7 @@ def tool_trainer(tape, args):
         processing_class=byte_tokenizer(),
         tools=[look],
     )
-    trainer.collector.player.generator = Script(trainer.processing_class, turns)
+    write_turns(trainer, turns)
     return trainer
 
 
@@ -114,16 +114,16 @@ def train(folder, kind, processes, tape):
     AcceleratorState._reset_state(reset_partial_state=True)
     args = {"output_dir": folder, "max_steps": STEPS, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2}
     trainer = TRAINERS[kind](tape, args | {"per_device_train_batch_size": 2, "save_total_limit": 2})
-    sample, rank = trainer.collector.sample, trainer.accelerator.process_index
+    rank = trainer.accelerator.process_index
 
-    def noted(*args, **kwargs):
-        samples = sample(*args, **kwargs)
-        episodes = [[x.ids, x.sampled, x.rewards, x.messages, x.failed_calls] for x in samples.batch.episodes]
-        with open(folder / f"transcripts-{rank}", "a") as file:
-            print(json.dumps([trainer.state.global_step, episodes, samples.scored.totals.tolist()]), file=file)
-        return samples
+    class Transcripts:
+        def append(self, collected):
+            _, samples = collected
+            episodes = [[x.ids, x.sampled, x.rewards, x.messages, x.failed_calls] for x in samples.batch.episodes]
+            with open(folder / f"transcripts-{rank}", "a") as file:
+                print(json.dumps([trainer.state.global_step, episodes, samples.scored.totals.tolist()]), file=file)
 
-    trainer.collector.sample = noted
+    rollouts_of(trainer, Transcripts())
     trainer.train(resume_from_checkpoint=bool(checkpoints(folder)) or None)
     torch.save(weights(trainer), folder / f"end-{rank}.pt")
     trainer.end()

@@ -28,7 +28,8 @@ LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
 )
 def test_signal_under_a_launcher_ends_all_ranks(tmp_path, whom, number, said):
     settings = {"max_steps": 400, "save_total_limit": 2}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))  # the package that lies beside the tests
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*LAUNCHER, str(HERE / "launched_run.py"), str(tmp_path / "run"), json.dumps(settings)]
     with open(tmp_path / "stderr", "w") as stderr:
         launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)

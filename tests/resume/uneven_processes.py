@@ -9,6 +9,7 @@ import math
 
 import torch
 from datasets import Dataset
+from runs_of_tiny import write_completions
 from tiny import SPECIAL, config, llama, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
@@ -45,7 +46,7 @@ def main(output_dir, batch_size):
     )
     rows = Dataset.from_dict({"prompt": [f"w{row}" for row in range(ROWS)], "row": list(range(ROWS))})
     trainer = PPOTrainer(llama(), reward, args, rows, processing_class=tokenizer())
-    trainer.collector.generator.generate = completions_of
+    write_completions(trainer, completions_of)
     with torch.no_grad():
         trainer.actor_critic.policy.get_base_model().get_input_embeddings().weight[BAD_TOKEN] = math.nan
     trainer.train()

@@ -1,10 +1,11 @@
 """Cost of one PPO step, counted exactly: forwards, projected tokens, largest tensors."""
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from runs_of_tiny import micro_batches_of, rollouts_of
 from tiny import config, length_reward, llama, prompts, tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,13 +61,14 @@ class Counted:
         self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
         self.trainer = trainer
         trainer.actor_critic.check_logits()  # once per run, on four tokens
-        trainer.collector.logits_are_checked = True
+        trainer.actor_critic.check_logits = lambda: None
+        self.rollouts, self.micro_batches = rollouts_of(trainer), micro_batches_of(trainer)
         self.count(trainer, monkeypatch)
         with self.largest:
             trainer.train()
 
     def count(self, trainer, monkeypatch):
-        actor_critic, experience = trainer.actor_critic, trainer.collector
+        actor_critic = trainer.actor_critic
         base = actor_critic.policy.get_base_model()
         actor_critic.trunk.register_forward_pre_hook(lambda *args: self.forwards.update([self.largest.phase]))
         base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))
@@ -77,13 +79,14 @@ class Counted:
             return original(projection, hidden, out)
 
         monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
-        counted = {"generate": experience.generator, "score_tokens": experience, "loss": trainer.updates}
-        for name, owner in counted.items():
-            monkeypatch.setattr(owner, name, self.within(name, getattr(owner, name)))
+        counted = {"sample": "generate", "score_responses": "score_tokens", "reference_logprobs": "score_tokens"}
+        for name, phase in counted.items():
+            monkeypatch.setattr(actor_critic, name, self.within(phase, getattr(actor_critic, name)))
+        trainer.compute_loss = self.within("loss", trainer.compute_loss)
 
-    def within(self, name, function):
+    def within(self, phase, function):
         def wrapped(*args, **kwargs):
-            with self.phase(name):
+            with nullcontext() if self.largest.phase else self.phase(phase):
                 return function(*args, **kwargs)
 
         return wrapped
@@ -96,7 +99,7 @@ class Counted:
 
     @property
     def sequences(self):
-        return self.trainer.updates.rollout.sequences
+        return self.rollouts[0][0].sequences
 
 
 SHAPES = [
@@ -146,10 +149,10 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(step, settings):
 def test_micro_batches_are_trimmed_to_their_longest_row(step, monkeypatch):
     """Micro-batches are cut from minibatches sorted by length, and trimmed to their longest rows."""
     counted = step(gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
-    rollout, rows = counted.trainer.updates.rollout, counted.trainer.updates.rows
-    lengths = rollout.sequences.lengths
-    widths = [rollout.rows(index).sequences.input_ids.shape[1] for index in rows.flatten(0, 1)]
-    best = [lengths[step.flatten()].sort(descending=True).values[::2].tolist() for step in rows]
+    sequences = [micro_batch.rollout.sequences for micro_batch in counted.micro_batches]
+    steps = [torch.cat([x.lengths for x in sequences[first : first + 4]]) for first in (0, 4, 8)]
+    widths = [x.input_ids.shape[1] for x in sequences]
+    best = [lengths.sort(descending=True).values[::2].tolist() for lengths in steps]
     # prompts are padded on the left and completions on the right, so a row may be narrower than both together
     for width, longest in zip(widths, [x for step in best for x in step]):
-        assert longest <= width <= longest + int(rollout.sequences.prompt_lengths.max())
+        assert longest <= width <= longest + int(counted.sequences.prompt_lengths.max())

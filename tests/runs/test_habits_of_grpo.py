@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
-from runs_of_tiny import trainable, trainer, weights
+from runs_of_tiny import trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -70,23 +70,6 @@ def test_merged_model_equals_the_policy(tmp_path, inputs):
     torch.testing.assert_close(merged(**inputs).logits, expected)
 
 
-def test_disabled_adapter_is_the_base_and_freezes_nothing(trained, inputs):
-    before = trainable(trained.model)
-    with trained.model.disable_adapter():
-        torch.testing.assert_close(trained.model(**inputs).logits, llama()(**inputs).logits)
-    assert trainable(trained.model) == before and any(".critic." in name for name in before)
-
-
-def test_model_has_the_attributes_of_a_peft_model(trained, capsys):
-    model = trained.model
-    model.print_trainable_parameters()
-    assert "trainable params" in capsys.readouterr().out
-    assert model.get_nb_trainable_parameters()[0] > 0
-    assert model.peft_config["default"].r == 16
-    assert model.get_input_embeddings() is model.policy.get_base_model().get_input_embeddings()
-    assert model.get_output_embeddings().out_features == 32
-
-
 def test_trainer_finds_no_plain_model(trained):
     """Attributes that it acts on, such as `is_quantized`, are those of the base."""
     for name in ("is_quantized", "hf_device_map", "main_input_name", "quantization_method", "tie_weights", "nothing"):
@@ -122,12 +105,6 @@ def test_completions_are_logged_under_any_prefix(trained):
     trained.evaluate(prompts(2), metric_key_prefix="test")
     *_, entry = Path(trained.args.output_dir, RUN_LOG).read_text().splitlines()
     assert json.loads(entry)["mode"] == "eval" and not trained._samples
-
-
-def test_list_of_rows_trains(tmp_path):
-    built = trainer(tmp_path, dataset=prompts().to_list())
-    built.train()
-    assert built.state.global_step == 4
 
 
 def test_model_card_takes_the_arguments_of_trl(trained):

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from runs_of_tiny import weights
-from scripted import Script, call
+from runs_of_tiny import rollouts_of, weights
+from scripted import call, write_turns
 from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, StepResult
@@ -222,11 +222,12 @@ def test_hostile_tools_are_read_by_the_policy_or_counted(tmp_path, monkeypatch):
         environment_factory=HostileTools,
     )
     turns = {f"Q{n:02}": [turn, "done"] for n, (turn, _, _) in enumerate(TOOLS.values())}
-    run.collector.player.generator = Script(run.processing_class, turns)
+    write_turns(run, turns)
+    rollouts = rollouts_of(run)
     [failures] = failures_of(run, monkeypatch)
     check(failures, {how: failure for how, (_, failure, _) in TOOLS.items()})
     answers = {}
-    for episode, how in zip(run.collector.player.lent, TOOLS):
+    for episode, how in zip(rollouts[0][1].batch.episodes, TOOLS):
         answers[how] = [message["content"] for message in episode.messages if message["role"] == "tool"]
     for how, (_, _, part) in TOOLS.items():
         assert [part in answer for answer in answers[how]] == ([True] if part is not None else []), how

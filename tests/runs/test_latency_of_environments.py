@@ -4,7 +4,6 @@ import asyncio
 import time
 
 import pytest
-import torch
 from tiny import config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -40,18 +39,18 @@ def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes,
     rows = [row | {"target": 1 + n % turns} for n, row in enumerate(prompts(episodes).to_list())]
     run = PPOTrainer(
         llama(max_position_embeddings=512),
-        args=config(tmp_path, max_completion_length=256, stop_token_ids=[*range(8, 32)]),
-        train_dataset=rows,
+        args=config(
+            tmp_path, max_completion_length=256, stop_token_ids=[*range(8, 32)], per_device_eval_batch_size=episodes
+        ),
         processing_class=tokenizer(),
         environment_factory=factory,
     )
 
     def sampling(seconds):
         factory.seconds = seconds
-        torch.manual_seed(0)
         start = time.perf_counter()
-        sampled = run.collector.player.play([*run.train_dataset], [0] * episodes)
-        assert [episode.turns for episode in sampled] == [row["target"] for row in rows]
+        metrics = run.evaluate(rows)
+        assert metrics["eval_episodes/turns"] == pytest.approx(sum(row["target"] for row in rows) / episodes)
         return time.perf_counter() - start
 
     own_work = min(sampling(0) for _ in range(3))

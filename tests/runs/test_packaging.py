@@ -125,7 +125,7 @@ def test_lowest_floor_imports_only_torch(module):
 
 
 def test_every_field_of_the_config_is_read():
-    """As an attribute or by its name, outside of the config; those of TrainingArguments are the Trainer's."""
+    """As an attribute or by its name; those of TrainingArguments are the Trainer's, names of vLLM's are built."""
     own = trl_ppo_ext.PPOConfig.__annotations__.keys() - TrainingArguments.__dataclass_fields__.keys()
     read = set()
     for path in PACKAGE.rglob("*.py"):
@@ -134,7 +134,7 @@ def test_every_field_of_the_config_is_read():
                 read.add(node.attr)
             if isinstance(node, ast.Constant) and path.name not in ("config.py", "trl_fields.py", "memory.py"):
                 read.add(node.value)
-    assert not own - read
+    assert not {name for name in own - read if not name.startswith("vllm_")}
 
 
 # ---- files that come with it ----

@@ -36,7 +36,7 @@ from transformers import (
 from trl_ppo_ext.arguments import as_list
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
-from trl_ppo_ext.commands.launch import build_trainer, parse
+from trl_ppo_ext.commands.launch import build_trainer
 from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -205,9 +205,9 @@ def test_recipe_runs_with_the_settings_of_its_file(file, hub, tmp_path, made):
 def check_quantised(given, trainer):
     base = trainer.actor_critic.policy.get_base_model()
     assert any(isinstance(module, Linear4bit) for module in base.modules()) == given.get("load_in_4bit", False)
-    for reward in trainer.collector.rewards:
-        if hasattr(reward, "model"):
-            quantised = any(isinstance(module, Linear4bit) for module in reward.model.modules())
+    for reward in trainer.reward_funcs:
+        if isinstance(reward, torch.nn.Module):
+            quantised = any(isinstance(module, Linear4bit) for module in reward.modules())
             assert quantised == (given["reward_quantization"] == "nf4")
 
 
@@ -222,35 +222,11 @@ def test_recipe_has_a_dry_run(file, hub, tmp_path, made, capsys):
     assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
-def test_every_folder_has_a_complete_readme():
-    readme = (RECIPES / "README.md").read_text()
-    for folder in {file.parent for file in FILES}:
-        text = (folder / "README.md").read_text()
-        assert f"]({folder.name}/README.md)" in readme
-        assert "not measured" in text.lower() and "## What to look at" in text, folder
-        for file in folder.iterdir():
-            assert file.name in text or file.name in ("README.md", "__pycache__"), file
-
-
 def test_tldr_is_n_plus_except_for_the_learning_rate():
     given = yaml.safe_load((RECIPES / "tldr" / "ppo.yaml").read_text())
     paper = load_preset("n_plus")
     assert given["learning_rate"] == pytest.approx(10 * paper.pop("learning_rate"))
     assert {name: given[name] for name in paper} == paper
-
-
-@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
-def test_preset_can_be_the_config_of_a_command(file):
-    args = parse("train", ["--config", str(file), "--use_cpu", "true", "--bf16", "false"], "")[1]
-    assert {name: getattr(args, name) for name in load_preset(file.stem)} == load_preset(file.stem)
-
-
-def test_gsm8k_configs_differ_only_in_the_critic():
-    with_critic, grpo = (
-        yaml.safe_load((RECIPES / "gsm8k" / f"{name}.yaml").read_text()) for name in ("critic", "grpo")
-    )
-    differing = {name for name in with_critic.keys() | grpo.keys() if with_critic.get(name) != grpo.get(name)}
-    assert differing == {"critic", "num_generations", "gamma", "lam", "critic_kwargs", "output_dir"}
 
 
 def test_gsm8k_rewards_parse_answers(monkeypatch):
@@ -395,20 +371,6 @@ def test_accelerate_config_is_read_by_accelerate(file):
     assert config.num_machines == (2 if file.stem == "multi_node" else 1)
 
 
-def test_accelerate_configs_are_listed_in_the_readme():
-    kinds = {"single_gpu", "cpu", "cpu_2_processes", "ddp", "zero2", "zero3", "fsdp2", "multi_node"}
-    assert {file.stem for file in ACCELERATE} == kinds
-    readme = (RECIPES / "README.md").read_text()
-    assert all(file.name in readme for file in ACCELERATE)
-
-
-def test_slurm_script_is_valid_bash():
-    script = RECIPES / "multi_node" / "train.slurm"
-    subprocess.run(["bash", "-n", script], check=True)
-    for named in ("recipes/accelerate/multi_node.yaml", "recipes/ppo.py", "recipes/multi_node/ppo.yaml"):
-        assert named in script.read_text() and (RECIPES.parent / named).is_file()
-
-
 def start(config, options, told, **variables):
     """What a README says, with what makes it run on CPUs."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *options]
@@ -452,15 +414,3 @@ def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
     assert settings["num_processes"] == 2
     assert settings["zero_stage"] == {"zero2": 2, "zero3": 3}.get(name)
     assert settings["fsdp_version"] == (2 if name == "fsdp2" else None)
-
-
-@pytest.mark.slow
-def test_two_machines_launch_as_in_the_slurm_script(hub, tmp_path):
-    file = RECIPES / "multi_node" / "ppo.yaml"
-    _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
-    together = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), *TWO]
-    told = ["--config", str(file), *arguments(ours)]
-    config = RECIPES / "accelerate" / "multi_node.yaml"
-    machines = [start(config, [*together, "--machine_rank", str(rank)], told) for rank in (0, 1)]
-    assert all("Saved in" in finish(machine) for machine in machines)
-    assert json.loads((tmp_path / "run" / "ppo_state.json").read_text())["settings"]["num_processes"] == 2

@@ -15,19 +15,11 @@ from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_ppo_ext
-from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.rewards import RewardAdapter, RewardError
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("base")
-    llama().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -170,19 +162,6 @@ def test_every_loading_is_told_whether_to_trust(base, tmp_path, monkeypatch, tru
     ours = {name for name, _ in told}
     assert ours == {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
     assert {given for _, given in told} == {trust}
-
-
-def test_the_default_is_not_to_trust_everywhere():
-    assert PPOConfig("unused", use_cpu=True).trust_remote_code is False
-    defaults = []
-    for node in (node for tree in sources().values() for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef):
-            arguments = node.args.posonlyargs + node.args.args
-            pairs = list(zip(arguments[::-1], node.args.defaults[::-1])) + list(
-                zip(node.args.kwonlyargs, node.args.kw_defaults)
-            )
-            defaults += [default for argument, default in pairs if argument.arg == "trust_remote_code"]
-    assert defaults and all(isinstance(default, ast.Constant) and default.value is False for default in defaults)
 
 
 # ---- pickles ----

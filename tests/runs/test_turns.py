@@ -6,14 +6,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from processes import finished, start
-from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights
-from scripted import Script, call, fails
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights, write_completions
+from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
-from trl_ppo_ext.ppo.guards import NonFiniteGuard
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.sequences import Sequences
@@ -103,26 +102,7 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
     assert torch.equal(rewards, expected)
 
 
-def test_stand_in_of_an_excluded_episode_has_one_sampled_token():
-    stand_ins = NonFiniteGuard(0, lambda x: x, lambda x: x).stand_ins(episodes(), torch.tensor([False, False, True]))
-    assert stand_ins.completion_mask.sum(1).tolist() == [4, 3, 1]
-    assert stand_ins.rows(torch.tensor([2])).input_ids.tolist() == [PROMPTS[0][:2]]
-
-
 # ---- whole runs ----
-
-
-class Echo:
-    """Plain environment that repeats the last word, and rewards even ones; three turns make an episode."""
-
-    def reset(self, row, seed):
-        self.turns, self.seed = 0, seed
-        return f" {WORDS[seed % 8]}"
-
-    def step(self, text):
-        self.turns += 1
-        word = text.split()[-1] if text.split() else "w0"
-        return f" {word} w1", float(int(word.removeprefix("w")) % 2 == 0), self.turns == 3
 
 
 def echo_trainer(output_dir, **kwargs):
@@ -134,11 +114,10 @@ def echo_trainer(output_dir, **kwargs):
 
 def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
     run = echo_trainer(tmp_path, per_device_train_batch_size=8, num_mini_batches=1)
-    seen, batches, sample = rollouts_of(run), [], run.collector.sample
-    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    seen = rollouts_of(run)
     run.train()
     logs = run.state.log_history[0]
-    samples, rollout = batches[0], seen[0][0]
+    rollout, samples = seen[0]
     episodes = samples.batch.episodes
     mask = samples.sequences.completion_mask
     assert torch.equal(rollout.response_mask, mask) and 0 < mask.sum() < samples.sequences.completion_lengths.sum()
@@ -154,20 +133,7 @@ def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
     assert logs["entropy"] == pytest.approx(samples.tokens.entropies[mask].mean().item(), rel=1e-4)
 
 
-def test_run_with_episodes_resumes_bit_for_bit(tmp_path):
-    whole = echo_trainer(tmp_path / "whole", max_completion_length=16)
-    whole.train()
-    stopped = echo_trainer(tmp_path / "stopped", max_completion_length=16, save_strategy="steps", save_steps=1)
-    stopped.train()
-    for step in (2, 4):  # within a rollout, and between two
-        path = tmp_path / "stopped" / f"checkpoint-{step}"
-        resumed = echo_trainer(tmp_path / f"resumed-{step}", max_completion_length=16)
-        resumed.train(resume_from_checkpoint=str(path))
-        for name, weight in weights(whole).items():
-            assert torch.equal(weight, weights(resumed)[name]), name
-
-
-def chosen(prompts, max_new_tokens, rows):
+def chosen(prompts):
     """Turns that depend on what they follow: one or two words and EOS."""
     return [[*[4 + (7 * sum(ids) + k) % 12 for k in range(1 + sum(ids) % 2)], 1] for ids in prompts]
 
@@ -177,7 +143,7 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
         run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
-        run.collector.generator.conversation = lambda: chosen
+        write_completions(run, chosen)
         run.train()
         if run.is_world_process_zero():
             assert run.accelerator.num_processes == processes
@@ -196,8 +162,9 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
 
 def test_group_of_episodes_shares_its_seed(tmp_path):
     run = echo_trainer(tmp_path, critic="none", num_generations=4, max_steps=1)
+    seen = rollouts_of(run)
     run.train()
-    seeds = [episode.environment.seed for episode in run.collector.player.lent]
+    seeds = [episode.environment.seed for episode in seen[0][1].batch.episodes]
     assert len({*seeds}) == 2 and seeds[:4] == [seeds[0]] * 4
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
@@ -235,7 +202,7 @@ def forwards_of(run):
 @pytest.mark.parametrize("batch_size, length", [(None, 5), (3, 5), (None, 1)])
 def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, length):
     run = echo_trainer(tmp_path, per_device_generation_batch_size=batch_size)
-    generator = run.collector.generator
+    generator = run.roles.player.generator
     generator.config.do_sample = False
     run.actor_critic.eval()
     with torch.no_grad():
@@ -264,7 +231,7 @@ def test_turns_need_no_cache_of_a_replaced_generate(tmp_path):
         return torch.cat([input_ids, torch.full((len(input_ids), 2), 17)], 1)
 
     run.actor_critic.policy.generate = replaced
-    turns = run.collector.generator.conversation()
+    turns = run.roles.player.generator.conversation()
     assert turns([[4], [5]], 2, [0, 1]) == [[17], [17]]
     assert turns([[4, 17, 6, 7], [5, 17, 6]], 2, [0, 1]) == [[17], [17]]
     assert seen[1] == [[4, 17, 6, 7], [5, 0, 17, 6]]
@@ -280,12 +247,6 @@ class Mute(Echo):
         return "", *super().step(text)[1:]
 
 
-def test_turns_start_after_what_the_environment_wrote():
-    starts, first = ppo_math.turn_starts(episodes().completion_mask)
-    assert starts.long().tolist() == [[1, 0, 0, 0, 1, 0, 0, 0], [1] + [0] * 7, [1, 0, 1, 0, 0, 1, 0, 0]]
-    assert first[2].tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
-
-
 def test_turns_that_nothing_separates_have_their_own_ratios(tmp_path):
     sequences = Sequences.from_token_ids(PROMPTS[:1], [[12, 1, 13, 1, 14]], 0, "cpu", sampled=[[1, 1, 2, 2, 3]])
     ratios = loss_of(moved(tmp_path, "head"), sequences, 12, "turn")[1]["ratio/mean"][0].tolist()
@@ -299,10 +260,9 @@ def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator, environm
     settings = {"whiten_advantages": False, "gamma": 0.9, "lam": 0.8, "kl_coef": 0.0} | critic
     settings |= {"advantage_level": "turn", "advantage_estimator": estimator, "max_steps": 8}
     run = echo_trainer(tmp_path, environment_factory=environment, **settings)
-    seen, batches, sample = rollouts_of(run), [], run.collector.sample
-    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    seen = rollouts_of(run)
     run.train()
-    [rollout, *_], samples = seen[-1], batches[-1]  # by now, values are not 0
+    rollout, samples = seen[-1]  # by now, values are not 0
     lam, weights = (1.0, None) if estimator == "rebn" else (0.8, rollout.value_weights)
     for row, episode in enumerate(samples.batch.episodes):
         starts = episode.starts
@@ -366,7 +326,8 @@ def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
         processing_class=byte_tokenizer(),
         **extra,
     )
-    run.collector.player.generator = Script(run.processing_class, turns)
+    if "rollout_func" not in extra:
+        write_turns(run, turns)
     return run
 
 
@@ -400,22 +361,12 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
     assert received["completions"][1][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 1}}
 
 
-def test_transcript_shows_tool_calls_and_answers(tmp_path, capsys):
-    turns = {"Q": [call("add", number=1), "done"]}
-    chat_trainer(tmp_path, turns, environment_factory=Calculator, log_completions=True).train()
-    printed = " ".join(capsys.readouterr().out.split())
-    for line in ('assistant: add({"number": 1})', "tool: 1", "assistant: done"):
-        assert line in printed
-    assert printed.count("reward 0.00, value 0.00, advantage ") == 8 and "tool: 1 reward" not in printed
-
-
 def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
     run = echo_trainer(tmp_path, per_device_train_batch_size=8, num_mini_batches=1, max_steps=4)
-    seen, batches, sample = rollouts_of(run), [], run.collector.sample
-    run.collector.sample = lambda *args, **kwargs: batches.append(sample(*args, **kwargs)) or batches[-1]
+    seen = rollouts_of(run)
     run.train()
     sheet = read_run(tmp_path).sheets[-1]
-    samples, rollout = batches[-1], seen[-1][0]
+    rollout, samples = seen[-1]
     assert len(sheet.rows) == 8
     for row, (logged, episode) in enumerate(zip(sheet.rows, samples.batch.episodes)):
         turns = logged["turns"]
@@ -434,23 +385,6 @@ def test_evaluation_samples_episodes_and_repeats(tmp_path):
     rows = prompts(6)  # the last batch is filled, and its rows count once
     first, again = (run.evaluate(rows) for _ in range(2))
     assert first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"] and first["eval_episodes/turns"] == 3
-
-
-def test_evaluation_of_completions_draws_no_seeds(tmp_path):
-    def draws(run):
-        before = torch.get_rng_state()
-        assert len(run.collector._episode_seeds(4, run.state, training=False)) == 4
-        return not torch.equal(before, torch.get_rng_state())
-
-    assert not draws(trainer(tmp_path / "completions")) and draws(echo_trainer(tmp_path / "episodes"))
-
-
-def test_tools_alone_need_reward_functions(tmp_path):
-    with pytest.raises(ValueError, match="or an environment with `get_reward` or `step`"):
-        chat_trainer(tmp_path, {}, tools=[fails])
-    run = chat_trainer(tmp_path, {"Q": [call("fails"), "x"]}, lambda completions, **_: [1.0] * 4, tools=[fails])
-    run.train()
-    assert run.state.log_history[0]["tools/failure_frequency"] == 1
 
 
 def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):

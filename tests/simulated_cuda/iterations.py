@@ -61,11 +61,9 @@ def set_device(trainer, device):
 def move(trainer, gpu):
     """Move a trainer to the simulated GPU; sampling returns tokens at once."""
     gpu.place(trainer.actor_critic)
-    for reward in trainer.collector.rewards:
-        if hasattr(reward, "model"):
-            gpu.place(reward.model)
-    if trainer.collector.normalizer is not None:  # only its first rollout reads the head
-        trainer.collector.normalizer.moments.count = 1.0
+    for reward in trainer.reward_funcs:
+        if isinstance(reward, torch.nn.Module):
+            gpu.place(reward)
     set_device(trainer, DEVICE)
     trainer.updates.device = DEVICE
     trainer.updates.reset()

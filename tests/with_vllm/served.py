@@ -47,7 +47,7 @@ def move(run, seed, scale=0.1):
 @torch.no_grad()
 def largest_difference(run, prompts):
     """Sample from the policy of this moment; return how far the sampler's log-probs are off, at most."""
-    generator, policy = run.collector.generator, run.actor_critic.policy.eval()
+    generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
     with generator.awake():
         completions = generator.generate(prompts)
     differences = [

@@ -1,11 +1,7 @@
 """vLLM in the process of the run samples from the policy as it is, and leaves nothing else behind."""
 
-import gc
 import os
 import random
-import time
-import weakref
-from itertools import count, repeat
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from served import small_llama as llama
 from tiny import qwen2
 
 from trl_ppo_ext.episodes import Environments, build_player
-from trl_ppo_ext.episodes.engine import Request, VLLMError
+from trl_ppo_ext.episodes.engine import VLLMError
 from trl_ppo_ext.ppo.sampler import SamplerError
 
 EXACT = 1e-4  # nats; measured 1e-6
@@ -87,8 +83,8 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, base):
     run = served_trainer(tmp_path, base, **settings)
     move(run, 0)
     prompts = [[(7 * row + 3 * k) % 28 + 4 for k in range(1 + row % 9)] for row in range(56)] + LONG
-    with run.collector.generator.awake():
-        completions = run.collector.generator.generate(prompts)
+    with run.roles.player.generator.awake():
+        completions = run.roles.player.generator.generate(prompts)
     policy = run.actor_critic.policy.eval()
     for prompt, ids in zip(prompts, completions, strict=True):
         expected = policy.generate(
@@ -96,19 +92,6 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, base):
         )
         assert ids == expected[0, len(prompt) :].tolist()
     assert len({tuple(ids) for ids in completions}) > 16
-
-
-def test_completions_do_not_depend_on_the_other_prompts(run):
-    move(run, 1)
-    requests = [Request(ids, 1 + n % 3, 1000 + n, 8) for n, ids in enumerate([*SHORT, *LONG])]
-    generator, shuffled = run.collector.generator, random.Random(0).sample(range(len(requests)), len(requests))
-    with generator.awake():
-        sampled = generator.engine.sample(generator.version, requests)
-        others = generator.engine.sample(generator.version, [requests[n] for n in shuffled])
-        alone = generator.engine.sample(generator.version, requests[3:5])
-    ids = [[copy.ids for copy in copies] for copies in sampled]
-    assert [[copy.ids for copy in copies] for copies in others] == [ids[n] for n in shuffled]
-    assert [[copy.ids for copy in copies] for copies in alone] == ids[3:5]
 
 
 # ---- only the adapter as it is ----
@@ -121,7 +104,7 @@ def test_update_reaches_the_next_rollout(run):
 
 
 def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
-    generator, seen = run.collector.generator, []
+    generator, seen = run.roles.player.generator, []
     add_lora = generator.engine.llm.llm_engine.add_lora
     monkeypatch.setattr(generator.engine.llm.llm_engine, "add_lora", lambda x: seen.append(x) or add_lora(x))
     for seed in range(3):
@@ -134,25 +117,11 @@ def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
     )
 
 
-def test_repeated_name_would_serve_stale_keys_and_values(run, monkeypatch):
-    """The trap that new names avoid: new weights on prompts that an old adapter has read."""
-    generator, numbers = run.collector.generator, count(10**6)
-    request = generator.engine.adapter
-    monkeypatch.setattr(generator, "versions", repeat("again-1"))
-    monkeypatch.setattr(generator.engine, "adapter", lambda name, _, path: request(name, next(numbers), path))
-    move(run, 1)
-    assert largest_difference(run, SHORT + LONG) < EXACT
-    move(run, 2)
-    assert largest_difference(run, LONG) > 0.05
-    move(run, 3)
-    assert largest_difference(run, SHORT) < EXACT  # shorter than a block
-
-
 @pytest.mark.parametrize("scale, cause", [(0.0, "the policy's adapter is not applied"), (0.2, "an older adapter")])
 def test_stale_adapter_ends_the_run_with_its_cause(run, monkeypatch, scale, cause):
-    engine = run.collector.generator.engine
+    engine = run.roles.player.generator.engine
     move(run, 1, scale)
-    with run.collector.generator.awake():
+    with run.roles.player.generator.awake():
         pass
     (stale,) = engine.requests.values()
     monkeypatch.setattr(engine, "load", lambda name, directory: engine.requests.update({name: stale}))
@@ -196,7 +165,7 @@ def test_engine_leaves_the_process_as_it_was(run):
 
 
 def test_rollout_draws_one_number_per_prompt_and_no_other(run, monkeypatch):
-    generator, asked = run.collector.generator, []
+    generator, asked = run.roles.player.generator, []
     sample = generator.engine.sample
     monkeypatch.setattr(generator.engine, "sample", lambda name, x: asked.append(x) or sample(name, x))
     torch.manual_seed(6)
@@ -211,44 +180,3 @@ def test_rollout_draws_one_number_per_prompt_and_no_other(run, monkeypatch):
     torch.manual_seed(6)
     with generator.awake():
         assert generator.generate([*SHORT, *SHORT]) == completions
-
-
-def test_engine_of_a_dropped_trainer_is_freed_and_harms_no_other(tmp_path, base):
-    first, second = (served_trainer(tmp_path / name, base) for name in "ab")
-    engine = weakref.ref(first.collector.generator.engine.llm.llm_engine.engine_core.engine_core)
-    del first
-    gc.collect()
-    assert engine() is None and torch.distributed.is_initialized()
-    assert largest_difference(second, SHORT) < EXACT
-
-
-# ---- cost ----
-
-
-@pytest.mark.parametrize("rank, megabytes", [(32, 1), (256, 8)])
-def test_only_the_adapter_travels_and_quickly(tmp_path, rank, megabytes):
-    base = saved(llama(hidden_size=256, head_dim=64), tmp_path / "base")
-    peft_config = lora(
-        r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
-    run = served_trainer(tmp_path / "run", base, peft_config=peft_config)
-    generator, written, seconds = run.collector.generator, [], []
-    load = generator.engine.load
-
-    def measured(name, directory):
-        written.append({path.name: path.stat().st_size for path in directory.iterdir()})
-        load(name, directory)
-
-    generator.engine.load = measured
-    for seed in range(5):
-        move(run, seed)
-        start = time.perf_counter()
-        with generator.awake():
-            seconds.append(time.perf_counter() - start)
-    parameters = sum(x.numel() * x.element_size() for x in run.actor_critic.policy_parameters().values())
-    print(f"\n{parameters / 1e6:.1f} MB: written and loaded in {1000 * sorted(seconds)[2]:.1f} ms")
-    assert parameters > 1e6 * megabytes
-    assert all(x.keys() == {"adapter_config.json", "adapter_model.safetensors"} for x in written)
-    assert all(sum(x.values()) < parameters + 50_000 for x in written)
-    assert sorted(seconds)[2] < 0.05
-    assert largest_difference(run, SHORT) < EXACT

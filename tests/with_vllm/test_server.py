@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import time
 from itertools import count
 from pathlib import Path
@@ -16,7 +14,7 @@ from filelock import FileLock
 from peft import LoraConfig
 from processes import finished, in_a_fork, start
 from runs_of_tiny import weights
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import WORDS, config, llama, prompts, tokenizer
 from vllm_servers import VLLM, served
 
@@ -126,7 +124,7 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, serve
 
 def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
     run = trained(base, server, tmp_path, max_steps=4)
-    generator, policy = run.collector.generator, run.actor_critic.policy.eval()
+    generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
     generator.engine.settings["temperature"] = 0.0
     batch = [[4 + (row * k + row) % 28 for k in range(1 + 3 * row)] for row in range(16)]
     with generator.awake():
@@ -158,7 +156,7 @@ def test_too_high_rank_raises_with_the_command(base, server, tmp_path):
 
 def disturb(run, action, completions=16 * 2 + 5):
     """Act after that many prompts are completed, by default in the middle of the third rollout."""
-    engine, completed = run.collector.generator.engine, count(1)
+    engine, completed = run.roles.player.generator.engine, count(1)
     complete = engine._complete
 
     async def disturbed(*args):
@@ -212,54 +210,12 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(base, server, expec
 # ---- what goes wrong in a run ----
 
 
-def test_full_disk_leaves_no_half_adapter_and_the_run_resumes(base, server, expected, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-        run = trainer(base, server, disk / "run", **settings)
-        generator = run.collector.generator
-        write, filler = generator._write, disk / "filler"
-
-        def fill(version):
-            if version.endswith("-4"):  # the third rollout's; half of it fits
-                size = sum(path.stat().st_size for path in (generator.folder / str(generator.version)).iterdir())
-                filler.write_bytes(b"x" * (shutil.disk_usage(disk).free - size // 2))
-            write(version)
-
-        generator._write = fill
-        with pytest.raises(OSError, match=r"adapter cannot be written to .*No space left.*resumed from its last"):
-            run.train()
-        assert [path.name for path in generator.folder.iterdir()] == [generator.version]
-        assert [name for name in server.adapters() if name[:12] == generator.version[:12]] == [generator.version]
-        filler.unlink()
-        run = trainer(base, server, disk / "run", **settings)
-        run.train(resume_from_checkpoint=True)
-        check_equal(weights(run), expected)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
 def train_in_a_fork(base, server, output_dir, **settings):
     run = trained(base, server, output_dir, **settings)
     if run.is_world_process_zero():
         save_file(weights(run), f"{output_dir}/weights")
         (output_dir / "log.json").write_text(json.dumps(run.state.log_history))
     run.end()
-
-
-def test_two_runs_that_share_a_server_equal_their_solo_runs(base, server, expected, tmp_path):
-    other = weights(trained(base, server, tmp_path / "solo", seed=7, max_steps=10))
-    children = [
-        in_a_fork(lambda: train_in_a_fork(base, server, tmp_path / "a"), {}),
-        in_a_fork(lambda: train_in_a_fork(base, server, tmp_path / "b", seed=7, max_steps=10), {}),
-    ]
-    assert finished(children, bound=300) == [0, 0]
-    check_equal(load_file(tmp_path / "a/weights"), expected)
-    check_equal(load_file(tmp_path / "b/weights"), other)
 
 
 def test_two_ranks_sample_with_one_adapter(base, server, tmp_path):
@@ -288,7 +244,7 @@ def test_adapters_of_a_killed_run_are_removed_by_the_next(base, server, tmp_path
     run = trainer(base, server, tmp_path)
     with FileLock(tmp_path / ".lock"):  # as while it trains
         trainer(base, server, tmp_path)
-    assert run.collector.generator.version in server.adapters()
+    assert run.roles.player.generator.version in server.adapters()
     assert not left & set(server.adapters())
 
 

@@ -11,7 +11,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.files import run_settings
-from trl_ppo_ext.checkpoints.model_card import BASE_COPY, is_hub_id, model_card
+from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 
 IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
 
@@ -110,24 +110,3 @@ def test_card_lists_nan_metrics_in_the_table_only(tmp_path):
     values = {result.metric_type: result.metric_value for result in written.data.eval_results}
     assert values == {"entropy": 2.5, "rewards/r/mean": -1.0} and "| `reward` | nan |" in written.text
     assert "model-index" not in card(tmp_path).data.to_dict()
-
-
-def test_card_accepts_the_metadata_names_of_trainer_and_trl(tmp_path):
-    given = {
-        "finetuned_from": "org/other",
-        "dataset_name": "trl-lib/tldr",
-        "dataset_tags": ["a/b", "/home/me/rows.json"],
-    }
-    data = card(tmp_path, base_model="/home/me/base", **given).data.to_dict()
-    assert data["base_model"] == "org/other" and data["datasets"] == ["trl-lib/tldr", "a/b"]
-    assert not {"finetuned_from", "dataset_name", "dataset_tags", "dataset"} & data.keys()
-
-
-@pytest.mark.parametrize(
-    "name, hub", [("org/name", True), ("gpt2", True), ("/home/me/base", False), ("../base", False)]
-)
-def test_is_hub_id_rejects_paths(tmp_path, monkeypatch, name, hub):
-    assert is_hub_id(name) == hub
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert not is_hub_id("org/name") and not is_hub_id("") and not is_hub_id(None) and not is_hub_id("a/b/c")

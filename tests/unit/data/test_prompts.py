@@ -88,15 +88,6 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
     assert tokenized[1]["prompt"] == CHATS[1]
 
 
-def test_chat_template_kwargs_reach_the_template():
-    policy_tokenizer = chat_tokenizer(CHAT_TEMPLATE + "{% if thinking %}{{ 'w9' }}{% endif %}")
-    plain, thinking = (
-        tokenize_prompts(dataset(CHATS[0]), policy_tokenizer, "train_dataset", 4, None, kwargs)[0][PROMPT_IDS]
-        for kwargs in (None, {"thinking": True})
-    )
-    assert thinking == [*plain, 13]
-
-
 @both_kinds
 def test_prompts_may_fill_the_context_minus_the_completion(kind):
     fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
@@ -111,13 +102,6 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
         "leaves 3. Set `overlong_prompts` to 'truncate' or 'drop'",
     ):
         assert part in str(caught.value)
-
-
-def test_errors_count_rows_over_the_whole_dataset():
-    rows = dataset(*["w1"] * 2500, "")
-    for kind in (rows, streamed(rows)):
-        with pytest.raises(PromptError, match="Row 2500 of `eval_dataset`"):
-            list(tokenize_prompts(kind, tokenizer(), "eval_dataset", 4))
 
 
 @both_kinds
@@ -293,9 +277,6 @@ def test_dropped_prompts_are_counted(caplog, monkeypatch):
 
 # ---- rollouts of prompts ----
 
-# rows of the dataset, prompts of a rollout, completions for each, epochs; also datasets smaller than a rollout
-SIZES = list(itertools.product([1, 2, 5, 12, 13], [1, 4, 6], [1, 3], [1, 4]))
-
 
 def plan(prompts_, generations=1, repeats=1):
     """Plan with one micro-batch per epoch, so that a rollout is repeated once per epoch."""
@@ -306,32 +287,6 @@ def sampler(rows, prompts_, generations, repeats, shuffle=True, seed=0, epoch=0)
     sizes = plan(prompts_, generations, repeats)
     steps = -(-rows // prompts_) * sizes.optimizer_steps  # of an epoch
     return RolloutSampler(rows, sizes, shuffle, seed, lambda: (epoch * steps, (epoch + 1) * steps))
-
-
-def test_sampler_repeats_rollouts_and_prompts():
-    for rows, prompts_, generations, repeats in SIZES:
-        built = sampler(rows, prompts_, generations, repeats)
-        drawn = torch.tensor(list(built)).reshape(-1, repeats, prompts_, generations)
-        assert len(built) == drawn.numel()
-        assert (drawn == drawn[:, :1, :, :1]).all(), (rows, prompts_, generations, repeats)
-
-
-def test_sampler_repeats_rollouts_for_each_micro_batch():
-    sizes = BatchPlan(2, gradient_accumulation_steps=3, num_mini_batches=2, num_ppo_epochs=4, num_processes=2)
-    drawn = list(RolloutSampler(48, sizes, True, 0, lambda: (0, 1)))
-    assert len(drawn) == 2 * 24 * 24  # two rollouts of 24 prompts, each with 3 × 2 × 4 micro-batches
-    for rollout in (drawn[: 24 * 24], drawn[24 * 24 :]):
-        assert rollout == rollout[:24] * 24
-
-
-def test_sampler_drops_no_prompt_and_fills_evenly():
-    for rows, prompts_, generations, repeats in SIZES:
-        drawn = torch.tensor(list(sampler(rows, prompts_, generations, repeats)))
-        order = drawn.reshape(-1, repeats, prompts_, generations)[:, 0, :, 0].flatten()
-        assert len(order) == -(-rows // prompts_) * prompts_  # no rollout more than needed
-        assert sorted(order[:rows].tolist()) == list(range(rows))  # every prompt before any comes again
-        times = order.bincount(minlength=rows)
-        assert times.max() - times.min() <= 1, (rows, prompts_)
 
 
 def test_sampler_order_depends_only_on_seed_and_epoch():
@@ -377,18 +332,6 @@ def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
     assert time.perf_counter() - start < 0.2
     assert len(batches) == len(pins) == sizes.micro_steps == 256 and all(batch == batches[0] for batch in batches)
     assert numbers == list(range(512)) and len(read) == 512
-
-
-def test_pinning_and_moving_never_walk_a_batch():
-    class Unwalkable(Rows):
-        def refuse(self, *args):
-            raise AssertionError("the batch was walked")
-
-        __iter__ = __getitem__ = __len__ = refuse
-
-    batch = Unwalkable([{PROMPT_IDS: [5] * 250}])
-    assert pin_memory(batch) is batch
-    assert send_to_device(batch, torch.device("cpu")) is batch
 
 
 # ---- streams ----

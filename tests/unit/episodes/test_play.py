@@ -489,7 +489,10 @@ class Limited:
 
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
-    rows, settings = rows_of("alpha", "beta"), {"factory": Limited, "critic_options": CriticOptions(bootstrap_truncated=bootstraps)}
+    rows, settings = (
+        rows_of("alpha", "beta"),
+        {"factory": Limited, "critic_options": CriticOptions(bootstrap_truncated=bootstraps)},
+    )
     player = player_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
     limited, ended = played(player, rows)
     following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
@@ -514,7 +517,11 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
 def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     rows = rows_of("alpha")
     for length, ending in ((100, "stopped"), (20, "cut")):
-        settings = {"tools": [add], "max_completion_length": length, "critic_options": CriticOptions(bootstrap_truncated=True)}
+        settings = {
+            "tools": [add],
+            "max_completion_length": length,
+            "critic_options": CriticOptions(bootstrap_truncated=True),
+        }
         [episode] = played(player_of({"alpha": ["x" * 50]}, rows, **settings), rows)
         assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
 

@@ -1,13 +1,15 @@
 """A sampler that is not the policy is noticed in the first rollout."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from runs_of_tiny import trainer
+from runs_of_tiny import rollouts_of, trainer
 from tiny import config
 
 from trl_ppo_ext.modeling import TokenScores
+from trl_ppo_ext.ppo import rollouts as rollouts_module
 from trl_ppo_ext.ppo.metrics import Metrics
 from trl_ppo_ext.ppo.sampler import SamplerComparison, SamplerError
 
@@ -60,24 +62,26 @@ def test_error_says_that_the_adapter_is_not_applied(tmp_path):
         compared(tmp_path, reference + 0.001, reference)
 
 
-def test_weights_multiply_the_advantages_of_a_rollout(tmp_path):
+def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
     def advantages(shift, corrects):
         settings = {"vllm_importance_sampling_correction": corrects, "vllm_max_logp_difference": 9.0}
         args = config(tmp_path, generation_backend="vllm", vllm_importance_sampling_mode="token_truncate", **settings)
-        built = trainer(tmp_path, max_steps=1, seed=3)
-        player, sample, played = built.collector.player, built.collector.score_tokens, []
-        built.collector.sampler = SamplerComparison(args, torch.float32, lambda x: x)
+        built, played = trainer(tmp_path, max_steps=1, seed=3), []
+        player, score_tokens = built.roles.player, rollouts_module.score_tokens
+        built.roles = replace(built.roles, sampler=SamplerComparison(args, torch.float32, lambda x: x))
+        play = player.play
+        player.play = lambda *given: played.append(play(*given)) or played[-1]
 
-        def scored(sequences, **kwargs):  # the sampler's log-probs are those of the policy, shifted
-            tokens = sample(sequences, **kwargs)
+        def scored(*given, **kwargs):  # the sampler's log-probs are those of the policy, shifted
+            tokens = score_tokens(*given, **kwargs)
             for episode, row in zip(played[-1], tokens.logprobs):
                 episode.logprobs = (row[: len(episode.completion_ids)] - shift).tolist()
             return tokens
 
-        play, built.collector.score_tokens = player.play, scored
-        player.play = lambda *args: played.append(play(*args)) or played[-1]
+        monkeypatch.setattr(rollouts_module, "score_tokens", scored)
+        rollouts = rollouts_of(built)
         built.train()
-        return built.updates.rollout.advantages
+        return rollouts[0][0].advantages
 
     plain = advantages(0.5, corrects=False)
     assert plain.abs().sum() > 0

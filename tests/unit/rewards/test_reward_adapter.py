@@ -6,23 +6,13 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs_of_tiny import trainer
+from runs_of_tiny import rollouts_of, trainer
 from safetensors.torch import load_file, save_file
 from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers import LlamaForSequenceClassification
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter, RewardError
-from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch
-
-PAIRS = ScoringBatch([f"w{i} w{i + 1}" for i in range(6)], [" w3" * (1 + i) for i in range(6)], [[1]] * 6)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("base")
-    llama().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
+from trl_ppo_ext.rewards import ClassifierReward
 
 
 @pytest.fixture
@@ -49,13 +39,14 @@ def run(base, adapter, output_dir, **kwargs):
 
 
 def test_scores_equal_the_adapter_loaded_alone_through_training(base, adapter, tmp_path):
-    built = run(base, adapter, tmp_path / "run")
-    reward, expected = built.collector.rewards[0], alone(base, adapter).score(PAIRS)
-    assert reward.name == "polite" and max(expected) - min(expected) > 0.01
-    assert reward.score(PAIRS) == pytest.approx(expected, abs=1e-5)
+    built = run(base, adapter, tmp_path / "run", max_steps=8)
+    assert built.reward_func_names == ["polite"]
+    rollouts, expected = rollouts_of(built), alone(base, adapter)
     before = {n: p.clone() for n, p in built.actor_critic.named_parameters() if "frozen_" in n}
     built.train()
-    assert reward.score(PAIRS) == pytest.approx(expected, abs=1e-5)
+    for _, samples in rollouts:
+        scores = samples.scored.totals.tolist()
+        assert scores == pytest.approx(expected.score(samples.batch), abs=1e-5) and max(scores) - min(scores) > 0.01
     after = dict(built.actor_critic.named_parameters())
     assert before and all(torch.equal(after[name], weight) for name, weight in before.items())
     assert not any(after[name].requires_grad for name in before)

@@ -26,7 +26,6 @@ from trl_ppo_ext.rewards import (
     score_all,
 )
 from trl_ppo_ext.rewards.build import check_signature
-from trl_ppo_ext.rewards.model import quantization
 
 NAN = float("nan")
 
@@ -63,42 +62,29 @@ def test_scores_may_be_numbers_of_any_kind(scores):
     assert checked.tolist() == [1.0, 2.5, 1.0]
 
 
-def test_none_scores_as_not_applying():
-    checked = read_scores("r", [None, 2.0, None], [4, 1, 2]).totals
-    assert checked.isnan().tolist() == [True, False, True]
-    assert checked[1] == 2
-
-
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        pytest.param([1.0, 2.0], r"returned 2 scores for 3 completions; .*one entry per completion", id="too few"),
-        pytest.param([1.0] * 4, r"returned 4 scores for 3 completions; .*one entry per completion", id="too many"),
-        pytest.param([], r"returned 0 scores for 3 completions", id="none at all"),
-        pytest.param(torch.ones(4), r"returned 4 scores for 3 completions", id="too long a tensor"),
-        pytest.param(torch.tensor(1.0), r"returned a Tensor for 3 .*one entry per", id="a tensor without rows"),
-        pytest.param([1.0, "good", 2.0], r"returned 'good' for completion 1; .*a finite number, or None", id="text"),
-        pytest.param(
-            [1.0, "2.5", 2.0], r"returned '2.5' for completion 1; .*a finite number, or None", id="a number as text"
-        ),
-        pytest.param("123", r"returned a str for 3 .*one entry per completion", id="one text"),
-        pytest.param(
-            [[1.0], [2.0], [3.0]], r"returned 1 token rewards for completion 0, which has 4 tokens", id="lists"
-        ),
-        pytest.param(torch.ones(3, 1), r"returned 1 token rewards for completion 0, which has 4", id="a column"),
-        pytest.param([1.0, 2.0, NAN], r"returned nan for completion 2; .*finite.*None if", id="nan"),
-        pytest.param([float("inf"), 1, 2], r"returned inf for completion 0; .*finite", id="inf"),
-        pytest.param([-float("inf"), 1, 2], r"returned -inf for completion 0; .*finite", id="minus inf"),
-        pytest.param(torch.tensor([1.0, NAN, 1.0]), r"returned nan for completion 1; .*finite", id="nan in a tensor"),
-        pytest.param([1.0, 1e39, 2.0], r"returned 1e\+39 for completion 1; .*finite", id="beyond float32"),
-        pytest.param(1.0, r"returned a float for 3 .*list with one entry", id="a bare number"),
-        pytest.param(None, r"returned a NoneType for 3 .*list with one entry", id="nothing"),
-        pytest.param({"a": 1, "b": 2, "c": 3}, r"returned a dict for 3 .*list with one entry", id="a dict"),
-        pytest.param((x for x in (1.0, 2.0, 3.0)), r"returned a generator for 3 .*one entry per", id="a generator"),
+        ([1.0, 2.0], "2 scores for 3 completions"),
+        ([1.0] * 4, "4 scores for 3 completions"),
+        (torch.ones(4), "4 scores for 3 completions"),
+        (torch.tensor(1.0), "a Tensor"),
+        ([1.0, "2.5", 2.0], "'2.5' for completion 1.*a finite number, or None"),
+        ("123", "a str"),
+        ([[1.0], [2.0], [3.0]], "1 token rewards for completion 0, which has 4 tokens"),
+        ([1.0, 2.0, NAN], "nan for completion 2.*finite.*None"),
+        ([-float("inf"), 1, 2], "-inf for completion 0.*finite"),
+        (torch.tensor([1.0, NAN, 1.0]), "nan for completion 1.*finite"),
+        ([1.0, 1e39, 2.0], r"1e\+39 for completion 1.*finite"),
+        (1.0, "a float"),
+        (None, "a NoneType"),
+        ({"a": 1, "b": 2, "c": 3}, "a dict"),
+        ((x for x in (1.0, 2.0, 3.0)), "a generator"),
     ],
+    ids=repr,
 )
 def test_invalid_scores_fail_by_the_name_of_the_reward(scores, message):
-    with pytest.raises(RewardError, match=f"The reward `politeness` (?:{message})"):
+    with pytest.raises(RewardError, match=rf"`politeness` returned {message}"):
         raise next(iter(read_scores("politeness", scores, [4, 4, 4]).failures.values()))
 
 
@@ -109,13 +95,6 @@ def test_rewards_are_summed_where_they_apply(weights, totals):
     rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, 4], [2, 3, None])]
     scored = score_all(rewards, batch(*[("p", "c")] * 3), weights, "raise", 1.0, lambda x: x, torch.device("cpu"))
     assert scored.totals.tolist() == totals
-
-
-def test_completion_without_any_score_is_skipped():
-    rewards = [FunctionReward(lambda scores=scores, **_: scores) for scores in ([1, None, None], [None, None, 2])]
-    given = batch(*[("p", "c")] * 3)
-    scored = score_all(rewards, given, None, "raise", 1.0, lambda total: total, torch.device("cpu"))
-    assert scored.usable.tolist() == [True, False, True] and scored.unscored.tolist() == [False, True, False]
 
 
 # ---- functions ----
@@ -161,18 +140,13 @@ def takes_places(prompts, /, **kwargs):
 @pytest.mark.parametrize(
     ("function", "columns", "message"),
     [
-        (takes_texts, None, r"`takes_texts` cannot be called: got an unexpected keyword .*`prompts`.*`\*\*kwargs`"),
-        (takes_texts, [], r"missing a required argument: `texts`.*rename the parameter"),
-        (needs_target, ["answer"], r"missing a required argument: `target`\..*\(`answer`\).*add a missing column"),
-        (needs_target, [], r"the other columns of the dataset \(none\)"),
-        (
-            takes_no_columns,
-            ["target"],
-            r"unexpected keyword argument `target`\..*end its parameters with `\*\*kwargs`",
-        ),
-        (takes_places, None, r"`takes_places` cannot be called: .*`prompts`"),
-        (functools.partial(needs_target, completions=[]), [], r"`needs_target` cannot be called: .*`target`"),
-        (list, None, r"unexpected keyword argument `prompts`"),
+        (takes_texts, None, r"`takes_texts`.*`prompts`.*`\*\*kwargs`"),
+        (takes_texts, [], "`texts`.*rename"),
+        (needs_target, ["answer"], "`target`.*`answer`.*add a missing column"),
+        (takes_no_columns, ["target"], r"`target`.*`\*\*kwargs`"),
+        (takes_places, None, "`takes_places`.*`prompts`"),
+        (functools.partial(needs_target, completions=[]), [], "`needs_target`.*`target`"),
+        (list, None, "`prompts`"),
     ],
 )
 def test_signature_that_does_not_fit_raises(function, columns, message):
@@ -197,10 +171,6 @@ def test_signature_that_fits_passes(function, columns):
     check_signature(function, columns)
     given = {name: [1.0] for name in (["target"] if columns is None else columns)}
     assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
-
-
-def test_callable_without_a_signature_passes():
-    check_signature(max)
 
 
 def by_length(factor, **kwargs):
@@ -287,16 +257,6 @@ def test_score_is_independent_of_batch_and_padding(side, pad):
         assert reward.score(batch(*PAIRS)) == pytest.approx(expected, abs=1e-5), batch_size
 
 
-def test_score_is_read_at_the_eos():
-    """Not at the token before it, where a tokenizer that pads with its EOS would put the end."""
-    model = llama(classifier=True)
-    reward = ClassifierReward(model, padded_with("right", "<eos>"))
-    without_eos = [score_by_hand(model, tokenizer()(p + c)["input_ids"]) for p, c in PAIRS]
-    for score, expected, wrong in zip(reward.score(batch(*PAIRS)), by_hand(model, tokenizer()), without_eos):
-        assert score == pytest.approx(expected, abs=1e-5)
-        assert score != pytest.approx(wrong, abs=1e-3)
-
-
 def test_positions_count_real_tokens():
     """Seen only where positions are absolute: padding on the left would shift them."""
     torch.manual_seed(0)
@@ -309,18 +269,11 @@ def test_positions_count_real_tokens():
     assert reward.score(batch(*PAIRS)) == pytest.approx(alone, abs=1e-5)
 
 
-def test_classifier_uses_its_own_tokenizer(tmp_path):
+def test_classifier_uses_its_own_tokenizer():
     """It knows the words under other ids than the policy does."""
     first, second, its_own = llama(classifier=True), llama(classifier=True, seed=1), tokenizer(WORDS[::-1])
-    trainer = PPOTrainer(
-        llama(),
-        [first, length_reward, second],
-        config(tmp_path),
-        prompts(),
-        processing_class=tokenizer(),
-        reward_processing_classes=[tokenizer(), None, its_own],
-    )
-    as_the_policy, _, differently = trainer.collector.rewards
+    rewards = [first, length_reward, second], [tokenizer(), None, its_own]
+    as_the_policy, _, differently = build_rewards(*rewards, None, tokenizer(), settings())
     assert as_the_policy.score(batch(*PAIRS)) == pytest.approx(by_hand(first, tokenizer()), abs=1e-5)
     assert differently.score(batch(*PAIRS)) == pytest.approx(by_hand(second, its_own), abs=1e-5)
     assert differently.score(batch(*PAIRS)) != pytest.approx(by_hand(second, tokenizer()), abs=1e-3)
@@ -339,33 +292,6 @@ def test_classifier_uses_its_chat_template():
     ]
     scores = ClassifierReward(model, reward_tokenizer).score(batch(*chats))
     assert scores == pytest.approx(expected, abs=1e-5)
-
-
-def test_classifier_is_frozen_in_eval_mode_without_a_graph():
-    model = llama(classifier=True).train().requires_grad_(True)
-    reward = ClassifierReward(model, tokenizer())
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    scores = reward.score(batch(*PAIRS))
-    assert all(type(score) is float for score in scores)
-    assert read_scores(reward.name, scores, [1] * len(PAIRS)).totals.shape == (len(PAIRS),)
-
-
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_4bit_has_double_quantization_and_the_policy_dtype(kind, dtype):
-    made = quantization(kind, dtype)
-    assert made.load_in_4bit
-    assert made.bnb_4bit_quant_type == kind
-    assert made.bnb_4bit_use_double_quant
-    assert made.bnb_4bit_compute_dtype == dtype
-
-
-def test_other_quantizations_are_8bit_or_none():
-    assert quantization("int8", torch.bfloat16).load_in_8bit
-    assert not quantization("int8", torch.bfloat16).load_in_4bit
-    assert quantization("none", torch.bfloat16) is None
-    assert quantization(None, torch.bfloat16) is None
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""A run that resumes within a rollout, or between two, ends bit for bit as the uninterrupted one."""
+
+import pytest
+import torch
+from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
+from scripted import Echo
+from tiny import WORDS, prompts
+
+TIMED = ("time/", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
+SIDE = {"critic": "side", "normalize_values": True, "vf_coef": 0.5}
+
+
+def reward_per_token(completion_ids, **kwargs):
+    return [[float(token % 3) for token in ids] for ids in completion_ids]
+
+
+def with_answers():
+    rows = prompts()
+    return rows.add_column("answer", [f"{WORDS[25 + n % 3]} {text}" for n, text in enumerate(rows["prompt"])])
+
+
+RUNS = {
+    "head": {"logging_steps": 2},  # metrics from before the checkpoint are logged after it
+    "rewards so far": SIDE | {"reward_funcs": reward_per_token},
+    "running statistics": {"normalize_rewards": True, "reward_baseline": "reference", "kl_target": 0.5},
+    "privileged critic": {"critic": "adapter", "critic_prompt": "answer", "dataset": with_answers()},
+    "trust in values": SIDE
+    | {
+        "advantage_estimator": "auto",
+        "mask_truncated_completions": True,
+        "num_generations": 4,
+        "value_loss_weights": "prompt_std",
+        "value_range": [0, 9],
+    },
+    "turns": {"environment_factory": Echo, "reward_funcs": None, "stop_token_ids": [*range(16, 32)]},
+}
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["within", "between"])
+@pytest.mark.parametrize("name", RUNS)
+def test_run_resumes_bit_for_bit(tmp_path, name, step):
+    settings = {"save_strategy": "steps", "save_steps": step, "max_steps": 8, "learning_rate": 1e-2} | RUNS[name]
+    whole, again = (trainer(tmp_path / folder, **settings) for folder in ("whole", "again"))
+    whole.train()
+    rollouts, seen = rollouts_of(again), micro_batches_of(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert len(rollouts) == 1 and [batch.step for batch in seen] == [*range(step % 4, 4), *range(4)][-len(seen) :]
+    assert len(seen) == 8 - step and again.state.global_step == 8
+    assert all(torch.equal(x, weights(again)[key]) for key, x in weights(whole).items())
+    logs = [
+        [{k: x for k, x in log.items() if not k.startswith(TIMED)} for log in run.state.log_history]
+        for run in (whole, again)
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) > 3
