@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from common import LORA, SHAPES, Shape, model, prompts, resident, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter, estimate_memory
+from trl_ppo_ext.ppo import rollouts
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 MIB = 2**20
@@ -255,16 +257,16 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
         trainer = PPOTrainer(
             base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **kwargs
         )
-        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.collector.rewards)]
+        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.roles.rewards)]
         for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
             for tensor in [*loaded.parameters(), *loaded.buffers()]:  # tensors read from a file come from no operation
                 tracker.add(tensor)
-        for reward in trainer.collector.rewards:
+        for reward in trainer.roles.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
-        collector, generator = trainer.collector, trainer.collector.generator
+        generator = trainer.roles.player.generator
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        collector.score_tokens = in_phase(tracker, "forward", collector.score_tokens)
-        trainer.train()
+        with patch.object(rollouts, "score_tokens", in_phase(tracker, "forward", rollouts.score_tokens)):
+            trainer.train()
     return {
         "phases": {phase: tracker.peaks.get(phase, 0) / MIB for phase in ("load", *PHASES)},
         "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - baseline,

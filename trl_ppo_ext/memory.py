@@ -4,7 +4,7 @@ Weights are counted on models built on the meta device. Activations are formulas
 LoRA on a frozen base and attention by `scaled_dot_product_attention`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,12 +36,11 @@ GIB = 2**30
 CUDA_CONTEXT, FRAGMENTATION = 0.6 * GIB, 0.05  # assumed, not measured: context, and what the allocator cannot use
 # bytes of a quantized weight: 4 bits have a constant per block of 64, double quantization a constant per 256 of these
 QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 / 64 / 256}
-# bytes of state per trained parameter; paged states move to main memory when the GPU is full
-_EIGHT_BITS = 1 + 4 / 256  # a constant per block of 256
-OPTIMIZERS = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adagrad": 4.0, "rmsprop": 4.0, "lion_32bit": 4.0}
-OPTIMIZERS |= {"adamw_8bit": 2 * _EIGHT_BITS, "adamw_bnb_8bit": 2 * _EIGHT_BITS, "lion_8bit": _EIGHT_BITS}
-_NONE_ON_GPU = ("sgd", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
-OPTIMIZERS |= dict.fromkeys(_NONE_ON_GPU, 0.0)
+# bytes of state per trained parameter; 8 bits have a constant per block of 256, and paged states leave a full GPU
+OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), 8.0)
+OPTIMIZERS |= dict.fromkeys(("adagrad", "rmsprop", "lion_32bit"), 4.0)
+OPTIMIZERS |= {"adamw_8bit": 2 + 8 / 256, "adamw_bnb_8bit": 2 + 8 / 256, "lion_8bit": 1 + 4 / 256, "sgd": 0.0}
+OPTIMIZERS |= {f"paged_{name}": 0.0 for name in ("adamw", "adamw_32bit", "adamw_8bit", "lion_32bit", "lion_8bit")}
 # implementations of attention, and whether they take a mask
 MASKED = {None: True, "sdpa": True, "flash_attention_2": False, "flash_attention_3": False}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -68,8 +67,7 @@ class ModelSizes:
     @property
     def bytes(self) -> float:
         """Bytes of the weights."""
-        each = self.width if self.quantization is None else QUANTIZED[self.quantization]
-        return self.linear * each + self.others * self.width
+        return self.linear * QUANTIZED.get(cast(str, self.quantization), self.width) + self.others * self.width
 
     @property
     def dequantized(self) -> int:
@@ -138,29 +136,28 @@ class MemoryEstimate:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """Memory at the peak of each phase, from the second rollout on."""
-        args, base, adapter, width = self.args, self.base, self.adapter, self.base.width
+        args, base, adapter, width, on_gpu = self.args, self.base, self.adapter, self.base.width, self.on_gpu
         plan = args.plan(self.processes)
         rows, completions = plan.micro_batch_size, plan.completions_per_process
         sampled = min(args.per_device_generation_batch_size or completions, completions)
         prompt, response = self.prompt_length, args.max_completion_length
-        length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
+        length, chunk = prompt + response, CHUNK_LOGITS["cuda" if on_gpu else "cpu"]
         adapters, read = 1 + (args.critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
         heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
         trained = adapters * adapter.parameters + heads.get(args.critic, base.hidden + 1)
         exact = args.kl_estimator == "exact"
         kl_in_reward, kl_in_loss = (exact and args.kl_placement != x for x in ("loss", "reward"))
-        offload_rewards = args.offload_rewards and self.on_gpu
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
+        offloaded = args.offload_rewards and on_gpu
 
         # 1. In use all the time
         resident: dict[str, float] = {
             "base weights": base.bytes,
-            "reward models": 0 if offload_rewards else sum(model.bytes for model in models),
+            "reward models": 0 if offloaded else sum(model.bytes for model in models),
             "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
             "policy adapter": 4 * adapter.parameters,
             "critic": 4 * (trained - adapter.parameters),
-            "base of vLLM": self.base_of_vllm,
             "optimizer states": OPTIMIZERS[OptimizerNames(args.optim).value] * trained,
         }
         # ids of sequences, prompts and completions, and eleven numbers per completion token
@@ -172,18 +169,23 @@ class MemoryEstimate:
         cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
         copied = cache / (2 * base.layers) * (length - 1)  # a layer's keys
         sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
+        generate: list[dict[str, float]] = [
+            {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt), "autocast copies": copies},
+            {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
+        ]
+        if args.generation_backend == "vllm":  # has keys and values of its own
+            generate = [{"autocast copies": copies}]
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
         tokens = min(args.per_device_reward_batch_size, completions) * length
-        scoring = [model.forward(tokens) + (model.bytes if offload_rewards else 0) for model in models]
+        scoring = [model.forward(tokens) + (model.bytes if offloaded else 0) for model in models]
         scoring += [base.forward(tokens, 4) for _ in reward_adapters]
 
         # 4. Projections to the vocabulary, and float32 derivatives by hidden states
         states = width * base.hidden * base.layers * rows * length * (args.critic == "side")  # for the critic to read
         forward = base.forward(rows * length, width) + states
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
-        entropy = args.trains_entropy
-        kept = 4 * base.hidden * rows * response * (1 + entropy + kl_in_loss)
+        kept = 4 * base.hidden * rows * response * (1 + args.trains_entropy + kl_in_loss)
         kept += 4 * rows * response * {"none": 0, "side": read + 4 * SIDE_WIDTH}.get(args.critic, base.hidden)
         projecting = base.logits(rows * response, chunk, kl_in_loss) + kept
 
@@ -200,14 +202,8 @@ class MemoryEstimate:
 
         moments: dict[str, list[dict[str, float]]] = {
             "load": [{"weight before quantization": base.dequantized, "optimizer states": 0}],
-            # vLLM has keys and values of its own
-            "generate": [{"autocast copies": copies}]
-            if args.generation_backend == "vllm"
-            else [
-                {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt), "autocast copies": copies},
-                {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},
-            ],
-            "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
+            "generate": generate,
+            "forward": [training | {"activations": forward}, training | {"logits": projected}],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
                 training | {"activations": trunk + states, "gradients": early},
@@ -218,24 +214,6 @@ class MemoryEstimate:
         }
         peaks = {name: max(parts, key=lambda x: sum((resident | x).values())) for name, parts in moments.items()}
         return tuple(Phase(name, {x: y for x, y in (resident | parts).items() if y}) for name, parts in peaks.items())
-
-    @property
-    def base_of_vllm(self) -> float:
-        """Bytes of the base in a colocated vLLM, which quantizes it only if it is told to."""
-        if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
-            return 0
-        quantizes = "quantization" in cast(dict, self.args.generation_kwargs or {})
-        return self.base.bytes if quantizes else (self.base.linear + self.base.others) * self.base.width
-
-    def cache_of_vllm(self, memory: float) -> float:
-        """Bytes that a colocated vLLM adds to the peak for keys and values, on a device of `memory` GiB."""
-        if not self.base_of_vllm:
-            return 0
-        cache = max(0, self.args.vllm_gpu_memory_utilization * memory * GIB - self.base_of_vllm)
-        if not self.args.vllm_enable_sleep_mode:
-            return cache
-        generate = next(phase for phase in self.phases if phase.name == "generate")
-        return max(0, generate.bytes + cache - self.peak)
 
     @property
     def peak_phase(self) -> Phase:
@@ -252,54 +230,53 @@ class MemoryEstimate:
         """Bytes that the device must have; on a GPU with an assumed context and fragmentation."""
         return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT if self.on_gpu else self.peak
 
-    def fits(self, memory: float) -> bool:
-        """Return `True` if the run fits in `memory` GiB, and vLLM's base in its share."""
+    def share_of_vllm(self, memory: float) -> float:
+        """Bytes that a colocated vLLM adds to the peak, on a device of `memory` GiB; asleep it keeps its base only."""
+        if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
+            return 0
         share = self.args.vllm_gpu_memory_utilization * memory * GIB
-        return self.needed + self.cache_of_vllm(memory) <= memory * GIB and self.base_of_vllm <= share
+        generate = next(phase for phase in self.phases if phase.name == "generate")
+        asleep = max(replace(self.base, quantization=None).bytes, generate.bytes + share - self.peak)
+        return min(asleep, share) if self.args.vllm_enable_sleep_mode else share
+
+    def fits(self, memory: float) -> bool:
+        """Return `True` if the run fits in `memory` GiB."""
+        return self.needed + self.share_of_vllm(memory) <= memory * GIB
 
     def proposals(self, memory: float) -> list["MemoryEstimate"]:
-        """Add changes in their order, each of which lowers the peak, until the run fits in `memory` GiB."""
-        steps, changes = list["MemoryEstimate"](), self.changes()
-        while not (run := steps[-1] if steps else self).fits(memory):
-            tried = ([self.changed(*run.settings, value) for value in values] for values in changes)
+        """Add changes, each of which lowers the peak, until the run fits in `memory` GiB."""
+        plan = self.args.plan(self.processes)
+        completions, minibatch = plan.completions_per_process, plan.mini_batch_size
+        sampled = min(self.args.per_device_generation_batch_size or completions, completions)
+        in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
+        sizes = [size for size in range(plan.micro_batch_size - 1, 0, -1) if minibatch % size == 0]
+        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
+        # the least costly first, each with its values from the largest
+        changes: list[list[dict[str, Any]]] = [
+            [{"gradient_checkpointing": True}],
+            [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} for x in sizes],
+            [{"per_device_generation_batch_size": size} for size in samples],
+            [{"load_in_4bit": True, "use_bnb_nested_quant": True}] if self.base.quantization is None else [],
+            [] if in_8_bits else [{"offload_rewards": True}],  # 8-bit models cannot be moved
+            [{"optim": "adamw_8bit"}],
+        ]
+        steps, run = list["MemoryEstimate"](), self
+        while not run.fits(memory):
+            tried = [[run.changed(value) for value in values] for values in changes if values]
             # of each setting the largest value that fits, else the smallest
             chosen = (next((x for x in values if x.fits(memory)), values[-1]) for values in tried)
             better = next((x for x in chosen if x.needed < run.needed), None)
             if better is None:
                 break
-            steps.append(better)
+            steps.append(run := better)
         return steps
 
-    def changes(self) -> list[list[dict[str, Any]]]:
-        """Settings that need less memory, the least costly first, each with its values from the largest."""
-        plan = self.args.plan(self.processes)
-        completions = plan.completions_per_process
-        sampled = min(self.args.per_device_generation_batch_size or completions, completions)
-        in_8_bits = any(isinstance(x, ModelSizes) and x.quantization == "int8" for x in self.rewards)
-        micro_batches = [
-            {"per_device_train_batch_size": size, "gradient_accumulation_steps": plan.mini_batch_size // size}
-            for size in range(plan.micro_batch_size - 1, 0, -1)
-            if plan.mini_batch_size % size == 0
-        ]
-        samples = [size for size in range(sampled - 1, 0, -1) if completions % size == 0]
-        changes: list[list[dict[str, Any]]] = [
-            [{"gradient_checkpointing": True}],
-            micro_batches,
-            [{"per_device_generation_batch_size": size} for size in samples],
-            [{"load_in_4bit": True, "use_bnb_nested_quant": True}] if self.base.quantization is None else [],
-            [] if in_8_bits else [{"offload_rewards": True}],  # 8-bit models cannot be moved
-            [{"reward_funcs": "adapter:PATH"}],
-            [{"optim": "adamw_8bit"}],
-        ]
-        return [values for values in changes if values]
-
-    def changed(self, *settings: dict[str, Any]) -> "MemoryEstimate":
-        """Estimate the run with changed settings."""
-        args, values = copy(self.args), {name: value for setting in settings for name, value in setting.items()}
-        base = replace(self.base, quantization="4bit double") if values.pop("load_in_4bit", False) else self.base
-        rewards = (self.adapter,) * len(self.rewards) if "reward_funcs" in values else self.rewards
-        args.__dict__.update(values)
-        return replace(self, args=args, base=base, rewards=rewards, settings=settings)
+    def changed(self, setting: dict[str, Any]) -> "MemoryEstimate":
+        """Estimate the run with another change."""
+        args = copy(self.args)
+        args.__dict__.update(setting)
+        base = replace(self.base, quantization="4bit double") if "load_in_4bit" in setting else self.base
+        return replace(self, args=args, base=base, settings=(*self.settings, setting))
 
 
 def estimate_memory(
@@ -317,13 +294,12 @@ def estimate_memory(
     """Estimate the memory of a run on one process, by phase and part. Only configs are read, no weights.
 
     Args:
-        model (`str`, `PreTrainedConfig` or `PreTrainedModel`): Base model, or its config.
+        model: Base model, or its config.
         args ([`PPOConfig`]): Config of the run.
-        reward_funcs (as of [`PPOTrainer`], *optional*):
-            Rewards. A `PreTrainedConfig` stands for a classifier that you load yourself, in the config's dtype.
-        monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
-        peft_config (`PeftConfig` or `str`, *optional*): As of [`PPOTrainer`]. Defaults to LoRA of rank 16.
+        reward_funcs: As of [`PPOTrainer`]. A `PreTrainedConfig` is a classifier that you load, in the config's dtype.
+        monitor_funcs: As of [`PPOTrainer`].
+        quantization_config: As of [`PPOTrainer`].
+        peft_config: As of [`PPOTrainer`].
         prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
         same_length (`bool`, *optional*, defaults to `False`): Whether all sequences have the same length.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
@@ -337,15 +313,13 @@ def estimate_memory(
     # 1. Check for settings that the formulas do not cover.
     if prompt_length < 1:
         raise ValueError(f"`prompt_length` must be at least 1, got {prompt_length}.")
-    config = getattr(model, "config", model)
-    config = AutoConfig.from_pretrained(config, **hub_kwargs(args)) if isinstance(config, str) else config
+    config: Any = AutoConfig.from_pretrained(model, **hub_kwargs(args)) if isinstance(model, str) else model
     options, width = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize
-    loaded_dtype = model.dtype if isinstance(model, PreTrainedModel) else None
-    attention, dtype = options.get("attn_implementation"), loaded_dtype or options.get("dtype") or compute_dtype(args)
-    dtype = str(config.dtype or torch.float32 if dtype == "auto" else dtype).removeprefix("torch.")
-    supported: dict[str, tuple[Any, Collection]] = {
+    dtype = model.dtype if isinstance(model, PreTrainedModel) else options.get("dtype") or compute_dtype(args)
+    config, attention = getattr(config, "config", config), options.get("attn_implementation")
+    dtype = str(config.dtype or "float32" if dtype == "auto" else dtype).removeprefix("torch.")
+    supported = {
         "device": (device, ("cuda", "cpu")),
-        "generation_backend": (args.generation_backend, ("transformers", "vllm")),
         "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
         "attn_implementation": (attention, MASKED),
         "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),
@@ -355,18 +329,28 @@ def estimate_memory(
         if value not in values:
             raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
 
-    # 2. Read sizes of models and adapters.
-    quantization = quantization_config or getattr(config, "quantization_config", None)
-    trusted, loaded_as = args.trust_remote_code, str(args.reward_quantization)
-    base = on_meta(config, trust_remote_code=trusted)
-    funcs = (*as_list(reward_funcs), *as_list(monitor_funcs))
+    # 2. Read sizes of models and adapters. Functions, judges and remote rewards take no memory.
+    base, rewards = on_meta(config, trust_remote_code=args.trust_remote_code), list[ModelSizes | AdapterSizes]()
+    for reward in (*as_list(reward_funcs), *as_list(monitor_funcs)):
+        if isinstance(reward, RewardAdapter):
+            reward_config = PeftConfig.from_pretrained(reward.path)
+            reward_config.modules_to_save = None  # the score head, which is counted apart
+            rewards.append(adapter_sizes(base, reward_config))
+        elif isinstance(reward, str):
+            loaded_as = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
+            loaded = AutoConfig.from_pretrained(reward, trust_remote_code=args.trust_remote_code)
+            rewards.append(model_sizes(on_meta(loaded, True, args.trust_remote_code), width, loaded_as))
+        elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
+            size = getattr(torch, str(reward.dtype or "float32").removeprefix("torch.")).itemsize
+            loaded = getattr(reward, "config", reward)
+            rewards.append(model_sizes(on_meta(loaded, True, args.trust_remote_code), size))
     adapter = PeftConfig.from_pretrained(peft_config) if isinstance(peft_config, str) else peft_config
-    rewards = [_reward_sizes(reward, base, width, loaded_as, trusted) for reward in funcs]
+    quantization = quantization_config or getattr(config, "quantization_config", None)
     return MemoryEstimate(
         args=args,
-        base=model_sizes(base, width, _quantization(quantization) if quantization else None),
+        base=model_sizes(base, width, quantization and _quantization(quantization)),
         adapter=adapter_sizes(base, adapter or default_peft_config()),
-        rewards=tuple(sizes for sizes in rewards if sizes is not None),
+        rewards=tuple(rewards),
         processes=args.world_size,
         prompt_length=prompt_length,
         masked=MASKED[attention] and not same_length,
@@ -383,25 +367,6 @@ def _quantization(config: Any) -> str:
     return "int8" if settings.get("load_in_8bit") else in_4_bits
 
 
-def _reward_sizes(
-    reward: Any, base: PreTrainedModel, width: int, loaded_as: str, trusted: bool
-) -> ModelSizes | AdapterSizes | None:
-    """Sizes of a reward; functions, judges and remote rewards take no memory."""
-    quantization = None
-    if isinstance(reward, RewardAdapter):
-        peft_config = PeftConfig.from_pretrained(reward.path)
-        peft_config.modules_to_save = None  # the score head, which is counted apart
-        return adapter_sizes(base, peft_config)
-    if isinstance(reward, str):
-        reward = AutoConfig.from_pretrained(reward, trust_remote_code=trusted)
-        quantization = {"none": None, "int8": "int8"}.get(loaded_as, "4bit double")
-    elif isinstance(reward, PreTrainedConfig | PreTrainedModel):
-        width = getattr(torch, str(reward.dtype or "float32").removeprefix("torch.")).itemsize
-    else:
-        return None
-    return model_sizes(on_meta(getattr(reward, "config", reward), True, trusted), width, quantization)
-
-
 def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model on the meta device, not quantized."""
     config = copy(config)
@@ -413,24 +378,20 @@ def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_cod
 
 def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = None) -> ModelSizes:
     """Read the sizes of a model, whose layers must be like Llama's."""
-    layers: list[Any] = list(getattr(getattr(model, model.base_model_prefix, model), "layers", []))
+    layers: list[Any] = list(getattr(model.base_model, "layers", []))
     for layer in layers or [nn.Module()]:
         names = {name.split(".")[-2] for name, _ in layer.named_parameters()} - {"q_norm", "k_norm"}
         if names != LAYER:
             needed = f"its `layers` must have {', '.join(sorted(LAYER))}, got {', '.join(sorted(names)) or 'none'}"
             raise ValueError(f"{type(model).__name__} cannot be estimated: {needed}; measure a few steps instead.")
-    attention, mlp = layers[0].self_attn, layers[0].mlp
-    linears = [x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)]
+    attention, mlp = layers[0].self_attn, layers[0].mlp.gate_proj
+    linear = sum(x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear))
     return ModelSizes(
-        hidden=mlp.gate_proj.in_features,
-        intermediate=mlp.gate_proj.out_features,
-        layers=len(layers),
-        query_width=attention.q_proj.out_features,
-        kv_width=attention.k_proj.out_features,
-        head_norms=hasattr(attention, "q_norm"),
+        *(mlp.in_features, mlp.out_features, len(layers)),
+        *(attention.q_proj.out_features, attention.k_proj.out_features, hasattr(attention, "q_norm")),
         vocabulary=model.config.get_text_config().vocab_size,
-        linear=sum(linears),
-        others=sum(x.numel() for x in model.parameters()) - sum(linears),
+        linear=linear,
+        others=model.num_parameters() - linear,
         width=width,
         quantization=quantization,
     )
@@ -451,4 +412,4 @@ def adapter_sizes(model: PreTrainedModel, peft_config: PeftConfig) -> AdapterSiz
     ranks = {name.rpartition(".")[2]: max(module.r.values()) for name, module in modules.items()}
     if ranks.keys() - {*LINEARS}:
         raise ValueError(f"Only adapters on {', '.join(LINEARS)} are estimated, got {', '.join(ranks)}.")
-    return AdapterSizes(sum(x.numel() for x in policy.parameters() if x.requires_grad), ranks)
+    return AdapterSizes(policy.get_nb_trainable_parameters()[0], ranks)

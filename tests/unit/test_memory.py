@@ -225,20 +225,18 @@ def test_phases_are_the_sum_of_their_parts(tmp_path):
     assert run.peak == max(phase.bytes for phase in run.phases)
 
 
-def test_colocated_vllm_takes_its_share_with_a_copy_of_the_base(tmp_path):
+def test_colocated_vllm_takes_its_share_of_the_device(tmp_path):
     plain = estimate(tmp_path, generation_backend="transformers")
-    vllm = estimate(tmp_path, generation_backend="vllm", vllm_gpu_memory_utilization=0.4)
-    assert vllm.base_of_vllm == plain.base.bytes and part(vllm, "update", "base of vLLM") == vllm.base_of_vllm
+    colocated = {"generation_backend": "vllm", "vllm_gpu_memory_utilization": 0.4}
+    vllm = estimate(tmp_path, **colocated)
     assert part(plain, "generate", "KV cache") > 0 == part(vllm, "generate", "KV cache")
     memory = 4 * vllm.needed / 2**30
-    assert vllm.cache_of_vllm(memory) == pytest.approx(0.4 * memory * 2**30 - vllm.base_of_vllm)
-    assert vllm.fits(memory) and not vllm.fits(1.5 * vllm.needed / 2**30)
-    asleep = estimate(
-        tmp_path, generation_backend="vllm", vllm_gpu_memory_utilization=0.4, vllm_enable_sleep_mode=True
-    )
-    assert asleep.cache_of_vllm(memory) < vllm.cache_of_vllm(memory)  # freed when the others are needed
-    server = estimate(tmp_path, generation_backend="vllm", vllm_mode="server")
-    assert server.base_of_vllm == server.cache_of_vllm(memory) == 0
+    assert vllm.share_of_vllm(memory) == pytest.approx(0.4 * memory * 2**30) and plain.share_of_vllm(memory) == 0
+    assert vllm.fits(memory) and not vllm.fits(1.6 * vllm.needed / 2**30)
+    asleep = estimate(tmp_path, **colocated, vllm_enable_sleep_mode=True)
+    # its keys and values are freed when the others are needed, its base is not
+    assert BASE.bytes <= asleep.share_of_vllm(memory) < vllm.share_of_vllm(memory)
+    assert estimate(tmp_path, generation_backend="vllm", vllm_mode="server").share_of_vllm(memory) == 0
 
 
 def test_saved_tensors_equal_a_count_by_hand(tmp_path):

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils.memory import clear_device_cache
 from jinja2.exceptions import TemplateError
-from pandas import Series
-from rich.console import Console
-from rich.table import Table
+from pandas import DataFrame, Series
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import is_conversational
 
@@ -30,24 +28,17 @@ FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives i
 LOST = 0.05  # accuracy, at most
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, quantizations: tuple[str, ...]) -> None:
-    """Add the arguments of a classifier."""
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    hint = "compute dtype; auto is bfloat16 on a GPU that has it, else float32"
-    parser.add_argument("model", metavar="MODEL", help="id or path of a sequence classifier")
-    parser.add_argument("--quantization", choices=quantizations, default="nf4", help="quantization of the weights")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help=hint)
-    parser.add_argument("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
-    parser.add_argument("--batch-size", type=int, default=16, help="completions per forward")
-    parser.add_argument("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `trl-ppo check-reward`."""
-    add_model_arguments(parser, ("nf4", "fp4", "int8"))
-    add = parser.add_argument
+    """Add the arguments of the subcommand."""
+    add, dtypes = parser.add_argument, ("auto", "float32", "bfloat16", "float16")
+    add("model", metavar="MODEL", help="id or path of a sequence classifier")
     add("dataset", metavar="DATASET", help="id of a preference dataset, or a .json, .jsonl or .parquet file")
+    add("--quantization", choices=("nf4", "fp4", "int8"), default="nf4", help="quantization of the weights")
+    add("--dtype", choices=dtypes, default="auto", help="compute dtype; auto is bfloat16 on a GPU that has it")
+    add("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
+    add("--batch-size", type=int, default=16, help="completions per forward")
+    add("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
+    add("--trust-remote-code", action="store_true", help="run the model's own code")
     add("--split", help="split of the dataset; the first of test, validation and train")
     add("--max-pairs", type=int, default=MAX_PAIRS, help="pairs to score at most, spread evenly over the dataset")
 
@@ -106,7 +97,8 @@ def check_reward(
         clear_device_cache(garbage_collection=True)
         classifier = load_classifier(model, precision, kind, device, trust_remote_code)
         reward = ClassifierReward(classifier, tokenizer, batch_size, reward_label)
-        scores[load], report[load] = _measure(reward, sequences)
+        scores[load] = _score(reward, sequences)
+        report[load] = describe(scores[load])
         del classifier, reward
     # 4. Compare.
     report |= compare(scores["full"], scores["quantized"])
@@ -143,42 +135,38 @@ def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerB
     return list(chain(*zip(*pairs)))
 
 
-def _measure(reward: ClassifierReward, sequences: list[Any]) -> tuple[np.ndarray, dict[str, float]]:
+def _score(reward: ClassifierReward, sequences: list[Any]) -> np.ndarray:
     """Score with a classifier."""
     # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty completion
     empty: Any = "" if isinstance(sequences[0], str) else []
     scores = np.array(reward.score(ScoringBatch(sequences, [empty] * len(sequences), [])))
-    invalid = int((~np.isfinite(scores)).sum())
-    if invalid:
+    if invalid := int((~np.isfinite(scores)).sum()):
         raise ValueError(
             f"{invalid} of {len(scores)} scores of {reward.name} are NaN or inf in {reward.model.dtype}; use another "
             "dtype, such as float32."
         )
-    numbers = {"accuracy": accuracy(scores), "mean": float(scores.mean())}
-    return scores, numbers | {"standard_deviation": float(scores.std(ddof=1))}
+    return scores
 
 
-def pair_order(scores: np.ndarray) -> np.ndarray:
+def _order(scores: np.ndarray) -> np.ndarray:
     """Order of each pair: 1 if the chosen answer scores higher, 0 for a tie, else -1."""
     chosen, rejected = np.split(scores, 2)
     return np.sign(chosen - rejected)
 
 
-def accuracy(scores: np.ndarray) -> float:
-    """Share of pairs with the chosen answer scored higher; a tie counts half."""
-    return float((1 + pair_order(scores).mean()) / 2)
-
-
-def correlation(x: Series, y: Series) -> float | None:
-    """Pearson correlation (Spearman's of ranks); None if one of the two is constant."""
-    return None if x.nunique() == 1 or y.nunique() == 1 else float(x.corr(y))
+def describe(scores: np.ndarray) -> dict[str, float]:
+    """Numbers of a model; its accuracy is the share of pairs whose chosen answer scores higher, a tie counts half."""
+    accuracy = (1 + _order(scores).mean()) / 2
+    return {"accuracy": float(accuracy), "mean": float(scores.mean()), "standard_deviation": float(scores.std(ddof=1))}
 
 
 def compare(full: np.ndarray, quantized: np.ndarray) -> dict[str, float | None]:
-    """Differences between scores in full precision and quantized."""
+    """Differences between scores in full precision and quantized; equal scores have no rank agreement."""
+    equal = np.ptp(full) == 0 or np.ptp(quantized) == 0
     return {
-        "rank_agreement": correlation(Series(full).rank(), Series(quantized).rank()),
-        "disagreement": float((pair_order(full) != pair_order(quantized)).mean()),
+        # Spearman's correlation
+        "rank_agreement": None if equal else float(Series(full).rank().corr(Series(quantized).rank())),
+        "disagreement": float((_order(full) != _order(quantized)).mean()),
         "largest_difference": float(np.abs(full - quantized).max()),
     }
 
@@ -203,21 +191,11 @@ def verdict(quantization: str, report: dict[str, Any]) -> str:
 
 def print_report(report: dict[str, Any]) -> None:
     """Print the table and the verdict."""
-
-    def cell(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3f}"
-
-    table = Table()
-    table.add_column(f"{report['pairs']} pairs")
-    for heading in (f"full ({report['dtype']})", report["quantization"]):
-        table.add_column(heading, justify="right")
-    for key, value in report["full"].items():
-        table.add_row(key.replace("_", " "), cell(value), cell(report["quantized"][key]))
-    table.add_section()
-    for key in ("rank_agreement", "disagreement", "largest_difference"):
-        table.add_row(key.replace("_", " "), "", cell(report[key]))
-    console = Console(markup=False, highlight=False)
-    console.print(table)
+    columns = {f"full ({report['dtype']})": report["full"], report["quantization"]: report["quantized"]}
+    differences = {key: report[key] for key in ("rank_agreement", "disagreement", "largest_difference")}
+    columns[report["quantization"]] = columns[report["quantization"]] | differences
+    table = DataFrame(columns, dtype=float).rename(index=lambda key: key.replace("_", " "))
+    print(f"{report['pairs']} pairs\n{table.to_string(float_format='{:.3f}'.format, na_rep='–')}")
     if report["pairs_too_long"]:
-        console.print(f"{report['pairs_too_long']} more pairs exceed the model's context and were skipped")
-    console.print(report["verdict"], soft_wrap=True)
+        print(f"{report['pairs_too_long']} more pairs exceed the model's context and were skipped")
+    print(report["verdict"])

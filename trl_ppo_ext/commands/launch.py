@@ -21,7 +21,7 @@ from transformers.hf_argparser import HfArg
 from ..config import PPOConfig, check_types
 from ..data.loading import get_split, load_splits, spread_indices
 from ..modeling.loading import check_available, hub_kwargs
-from ..redaction import is_secret, shortened
+from ..redaction import shortened
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
 
@@ -29,9 +29,6 @@ ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 # environment variables that choose the code of processes
 CODE_VARIABLES = re.compile(r"(LD_|DYLD_|PYTHON|GLIBC_|GCONV_|BASH_|GIT_).*|PATH|ENV|SHELL|CC|CXX")
-
-
-# ---- arguments ----
 
 
 def _check(options: Any, *lists: str) -> None:
@@ -89,21 +86,19 @@ class PPOModelConfig(trl.ModelConfig):
     def __post_init__(self):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
         super().__post_init__()
-        if not self.use_peft:
-            raise ValueError("`use_peft` must be True: the policy is an adapter on a frozen base; omit it.")
+        needed = {
+            "use_peft": (True, "the policy is an adapter on a frozen base"),
+            "lora_dropout": (0.0, "log-probs must be repeatable"),
+            "lora_task_type": ("CAUSAL_LM", "the policy is a causal language model"),
+        }
+        for name, (value, cause) in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}: {cause}; omit it.")
         for entry in fields(self) if self.adapter_name_or_path is not None else ():
             value, default = getattr(self, entry.name), getattr(PPOModelConfig(), entry.name)
             if entry.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
-                raise ValueError(
-                    f"`{entry.name}={value!r}` configures a new adapter, but `adapter_name_or_path` loads one; remove "
-                    "one of the two."
-                )
-        if self.lora_dropout:
-            raise ValueError(
-                f"`lora_dropout={self.lora_dropout}` is not supported: log-probs must be repeatable; omit it."
-            )
-        if self.lora_task_type != "CAUSAL_LM":
-            raise ValueError(f"`lora_task_type` must be 'CAUSAL_LM' for a policy, got {self.lora_task_type!r}.")
+                cause = "configures a new adapter, but `adapter_name_or_path` loads one"
+                raise ValueError(f"`{entry.name}={value!r}` {cause}; remove one of the two.")
         only_4bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": None, "use_bnb_nested_quant": False}
         for name, default in only_4bit.items():
             if getattr(self, name) != default and not self.load_in_4bit:
@@ -142,12 +137,9 @@ def parse(
         exit_on_error=False,
     )
     argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
-    file = None
-    if "--config" in argv:
-        file = "".join(argv[argv.index("--config") + 1 :][:1])
-        if not os.path.exists(file) or os.path.isdir(file):
-            hint = f"give its path. The working directory is {os.getcwd()}."
-            raise ValueError(f"`--config` must be a YAML file, got {file!r}; {hint}")
+    file = "".join(argv[argv.index("--config") + 1 :][:1]) if "--config" in argv else None
+    if file is not None and not os.path.isfile(file):
+        raise ValueError(f"`--config` must be a YAML file, got {file!r}; the working directory is {os.getcwd()}.")
     try:
         if file is not None:
             _check_config(file)
@@ -163,8 +155,10 @@ def parse(
         raise ValueError(f"The arguments cannot be read: {error}") from error
     for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
         if strings:
-            known = [entry.name for type_ in types for entry in fields(type_)]
-            raise ValueError(_unknown_argument(strings, place, known))
+            name = strings[0].partition("=")[0].lstrip("-").replace("-", "_")
+            matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
+            remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
+            raise ValueError(f"Unknown argument `{name}` {place}; {remedy}")
     parsed[0].directory = file and os.path.dirname(os.path.abspath(file))
     return tuple(parsed)
 
@@ -175,10 +169,9 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         names = [key.value for key, _ in node.value]
-        for key, _ in node.value:
-            if names.count(key.value) > 1:
-                line = key.start_mark.line + 1
-                raise ValueError(f"`{key.value}` appears twice in the config file, first in line {line}; keep one.")
+        if repeated := [key for key, _ in node.value if names.count(key.value) > 1]:
+            name, line = repeated[0].value, repeated[0].start_mark.line + 1
+            raise ValueError(f"`{name}` appears twice in the config file, first in line {line}; keep one.")
         return node
 
 
@@ -195,23 +188,6 @@ def _check_config(path: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             listed = shortened(", ".join(map(str, variables)))
             print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
-
-
-def _unknown_argument(strings: list[str], place: str, known: list[str]) -> str:
-    """Message about the first of the remaining strings, with a suggested field."""
-    name, _, value = strings[0].lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    following = "".join(strings[1:2])
-    if not value and strings[0].startswith("-") and not following.startswith("-"):
-        value = following
-    matches = get_close_matches(name, known, n=1)
-    secret = any(map(is_secret, (name, *matches)))
-    setting = f", set to {shortened(value, 80)!r}" if value and not secret else ""
-    remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-    return f"Unknown argument `{name}` {place}{setting}; {remedy}"
-
-
-# ---- rewards and datasets ----
 
 
 def find_reward(
@@ -254,31 +230,31 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
 def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = None) -> dict[str, Any]:
     """Load the splits of `datasets` or of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
     mixture, name = mixture or MixtureConfig(), script.dataset_name
-    if mixture.datasets:
-        for option in ("dataset_name", "dataset_config", "dataset_streaming"):
-            if getattr(script, option):
-                raise ValueError(f"Both `datasets` and `{option}` are set; omit one.")
-        splits = dict(trl.get_dataset(mixture))
-    elif mixture.streaming or mixture.test_split_size is not None:
-        remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
-        raise ValueError(f"`streaming` and `test_split_size` only apply to `datasets`; {remedy}.")
-    elif name is None:
-        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
-    else:
-        splits = dict(load_splits(name, script.dataset_config, script.dataset_streaming))
     train, test = script.dataset_train_split, script.dataset_test_split
+    of_name = [option for option in ("dataset_name", "dataset_config", "dataset_streaming") if getattr(script, option)]
+    of_mixture = [option for option in ("streaming", "test_split_size") if getattr(mixture, option)]
+    if mixture.datasets and of_name:
+        raise ValueError(f"Both `datasets` and `{of_name[0]}` are set; omit one.")
+    if of_mixture and not mixture.datasets:
+        remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
+        raise ValueError(f"`{of_mixture[0]}` only applies to `datasets`; {remedy}.")
+    if name is None and not mixture.datasets:
+        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     if script.eval_rows is not None and test == train:
         raise ValueError(
             f"`eval_rows` needs a `dataset_test_split` other than the split that is trained on, got {test!r}."
         )
+    if mixture.datasets:
+        splits = dict(trl.get_dataset(mixture))
+    else:
+        splits = dict(load_splits(cast(str, name), script.dataset_config, script.dataset_streaming))
     if script.eval_rows is not None and test in splits:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
         function: Any = _import(script.map_function, "map_function", script.directory)
-        module: Any = inspect.getmodule(function)
 
         # `datasets` identifies an imported function by its name: with the source, edited ones miss its cache
-        def mapped(row: dict, source: str = inspect.getsource(module)) -> dict:
+        def mapped(row: dict, source: str = inspect.getsource(cast(Any, inspect.getmodule(function)))) -> dict:
             return function(row)
 
         # the main process fills the cache that the others read
@@ -291,9 +267,6 @@ def spread_rows(dataset: Any, count: int) -> Any:
     """Select rows at equal distances, of a stream the first ones."""
     is_stream = isinstance(dataset, IterableDataset)
     return dataset.take(count) if is_stream else dataset.select(spread_indices(len(dataset), count))
-
-
-# ---- a trainer ----
 
 
 def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Console script `trl-ppo`. Only the chosen subcommand's module is imported, so `--help` does not load torch."""
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -23,14 +21,6 @@ COMMANDS = {
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`
 LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
 
-# messages of other libraries that need no action: logger and text
-HARMLESS = {
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    "DeepSpeed": "Setting accelerator to CPU",
-}
-# the old names are the ones that all supported versions of transformers and peft know
-OLD_NAMES = r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated"
-
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Build the parser, with the arguments of one subcommand."""
@@ -49,9 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else None
-    for name, text in HARMLESS.items():
-        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())  # type: ignore[misc]
-    warnings.filterwarnings("ignore", OLD_NAMES, FutureWarning)
     try:
         if command in LAUNCHERS:
             import_module(f"trl_ppo_ext.{COMMANDS[command][0]}").main(argv[1:])

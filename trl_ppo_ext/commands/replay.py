@@ -33,9 +33,8 @@ def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train")
     if not 0 <= row < len(sheets[step]):
         raise ValueError(f"`--row` must be from 0 to {len(sheets[step]) - 1} at step {step}, got {row}.")
     logged = sheets[step][row]
-    totals = {name: logged[name] for name in ("score", "kl", "tokens")}
-    ending = "" if logged["ended"] else "  truncated"
-    lines = [_line(f"step {step}  row {row}", totals) + ending, _line("rewards", logged["rewards"])]
+    totals = _line(f"step {step}  row {row}", {name: logged[name] for name in ("score", "kl", "tokens")})
+    lines = [totals if logged["ended"] else f"{totals}  truncated", _line("rewards", logged["rewards"])]
     lines += ["", "prompt", indent(logged["prompt"], "    ")]
     for turn in logged["turns"]:
         credit = _line(turn["role"] or "completion", {name: turn[name] for name in CREDIT})
@@ -45,6 +44,5 @@ def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train")
 
 def main(options: argparse.Namespace) -> None:
     """Print a row."""
-    text = replay(options.run_dir, options.row, getattr(options, "step", None), options.mode)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    print(replay(options.run_dir, options.row, getattr(options, "step", None), options.mode))

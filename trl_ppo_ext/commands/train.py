@@ -132,16 +132,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     limit, overlong = prompt_limit(length, context, args.max_prompt_length), args.overlong_prompts
     for rows, argument in ((evaluation, "eval_dataset"), (arguments.pop("train_dataset"), "train_dataset")):
         if rows is not None:
-            rows = tokenize_prompts(
-                rows,
-                tokenizer,
-                argument,
-                length,
-                None,
-                prompt_kwargs,
-                critic_prompt=args.critic_options.prompt,
-                vocab_size=vocab_size,
-            )
+            options: dict[str, Any] = {"critic_prompt": args.critic_options.prompt, "vocab_size": vocab_size}
+            rows = tokenize_prompts(rows, tokenizer, argument, length, None, prompt_kwargs, **options)
             prompts = rows[PROMPT_IDS]
             lengths = [len(ids) for ids in prompts]
             too_long = f"{sum(n > limit for n in lengths)} of {len(lengths)} prompts have more than {limit} tokens"

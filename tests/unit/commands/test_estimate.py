@@ -142,7 +142,7 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
         (("--attn_implementation", "eager"), "to be estimated, got eager"),
         (("--dtype", "float32"), "`dtype` must be bfloat16 or float16 to be estimated, got float32"),
         (("--use_dora", "true"), "`use_dora=True`"),
-        (("--num_processes", "0"), "`num_processes` must be at least 1"),
+        (("--num_processes", "0"), "`num_processes` must be above 0"),
         (("--cliprnge", "0.3"), "did you mean `cliprange`"),
         (("--deepspeed", "ds.json"), "not estimated"),
     ],

@@ -1,12 +1,8 @@
 """`trl-ppo` itself: its help, and its exit status."""
 
 import json
-import logging
 import subprocess
 import sys
-import warnings
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -47,33 +43,6 @@ def test_report_writes_a_page(tmp_path, capsys):
     assert cli.main(["report", str(run)]) == 0 and "first" in (run / "report.html").read_text()
     assert cli.main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").is_file() and "other.html" in capsys.readouterr().out
-
-
-def test_only_known_messages_of_other_libraries_are_hidden(capsys):
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        assert cli.main(["report", "missing"]) == 2
-        for text in (
-            "`gradient_checkpointing` is deprecated and",
-            "`is_gradient_checkpointing` is deprecated",
-            "other",
-        ):
-            warnings.warn(text, FutureWarning, stacklevel=1)
-        warnings.warn("`gradient_checkpointing` is wrong", UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in shown] == ["other", "`gradient_checkpointing` is wrong"]
-    for name, text in cli.HARMLESS.items():
-        records = [
-            logging.LogRecord(name, logging.WARNING, "", 0, each, (), None) for each in (f"{text}: no", "other")
-        ]
-        assert [bool(logging.getLogger(name).filter(record)) for record in records] == [False, True]
-
-
-@pytest.mark.parametrize(("module", "file"), [("bitsandbytes", "backends/cpu/ops.py"), ("deepspeed", "accelerator")])
-def test_hidden_messages_exist(module, file):
-    (folder,) = find_spec(module).submodule_search_locations
-    place = Path(folder, file)
-    sources = [place] if place.is_file() else list(place.glob("*.py"))
-    assert any(text in source.read_text() for text in cli.HARMLESS.values() for source in sources)
 
 
 def test_interrupted_command_exits_with_130(monkeypatch):

@@ -225,7 +225,7 @@ def test_command_is_listed(capsys):
         (["--use_bnb_nested_quant"], "`use_bnb_nested_quant` only applies to 4 bits; set `load_in_4bit`"),
         (["--ignore_bias_buffers"], "`ignore_bias_buffers`"),
         (["--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "omit one of the two"),
-        (["--test_split_size", "0.1"], "`streaming` and `test_split_size` only apply to `datasets`"),
+        (["--test_split_size", "0.1"], "`test_split_size` only applies to `datasets`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -254,7 +254,7 @@ def test_invalid_config_file_is_refused(there, capsys, text, says):
 
 def test_config_option_needs_a_file(capsys):
     assert cli.main(["pretrain-critic", "--config"]) == 2
-    assert "`--config` must be a YAML file, got ''; give its path." in capsys.readouterr().err
+    assert "`--config` must be a YAML file, got '';" in capsys.readouterr().err
 
 
 # ---- what is measured ----

@@ -291,7 +291,7 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 
 # changes of the config above, and what the error must say: the field, the value, the remedy
 WRONG = [
-    ({"cliprnge": 0.3}, "`cliprnge`", "0.3", "did you mean `cliprange`?"),
+    ({"cliprnge": 0.3}, "`cliprnge`", "in the config file", "did you mean `cliprange`?"),
     ({"total_episodes": 1000}, "`total_episodes`", "1000", "sets `max_steps` to .*; remove one of the two"),
     ({"learning_rate": "fast"}, "`learning_rate`", "'fast'", "must be a number"),
     ({"critic_backprop": "perhaps"}, "critic_backprop", "perhaps", "expected one of"),
@@ -404,7 +404,7 @@ def test_unknown_key_like_a_secret_is_refused_without_its_value(there, capsys):
 @pytest.mark.parametrize("file", ["none.yaml", "policy"])  # the second is a directory
 def test_missing_config_file_is_refused_by_name(there, capsys, file):
     assert cli.main(["train", "--config", file]) == 2
-    expected = f"`--config` must be a YAML file, got '{file}'; give its path. The working directory is {there}."
+    expected = f"`--config` must be a YAML file, got '{file}'; the working directory is {there}."
     assert expected in capsys.readouterr().err
 
 
