@@ -46,7 +46,6 @@ RATES, TUNED_ON, SEEDS = (3e-4, 1e-3), 100, (0, 1, 2, 3, 4)
 GROUPS = {"critic": "none", "num_generations": 8}
 CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
 FIXED = {"critic_learning_rate": 1e-12, "critic_kwargs": {"backprop": False}}  # at the mean return
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the closed form, relative to the mean moment of the states
 RIVALS = {
     "GRPO": GROUPS | {"advantage_estimator": "grpo"},
     "Dr. GRPO": GROUPS | {"advantage_estimator": "dr_grpo"},
@@ -63,7 +62,6 @@ RIVALS = {
     "PPO, head": CENTERED | {"critic": "head"},
     "PPO, adapter": CENTERED | {"critic": "adapter"},
     "PPO, side": CENTERED | {"critic": "side"},
-    "PPO, closed form": CENTERED | FIXED | {"critic": "head"},
 }
 COLORS = {
     "PPO, side": "#1f6f50",
@@ -123,50 +121,6 @@ class Task:
         """Add the share of a rollout."""
         self.shares.append(share)
         self.watch(share)
-
-
-def solve_head(trainer) -> None:
-    """Solve the value head of a trainer in closed form after each rollout, from all rollouts so far.
-
-    Ridge regression of Monte Carlo returns on the policy's last states, with sums that decay by 0.9 per rollout. The
-    ridge is the one of `RIDGES` that predicts the newest rollout best from those before it.
-    """
-    import torch
-
-    from trl_ppo_ext.ppo.math import gae
-
-    collector, actor_critic, head = trainer.collector, trainer.actor_critic, trainer.actor_critic.value_head
-    collect, sums = collector.collect, {}
-
-    @torch.no_grad()
-    def collect_and_solve(*args):
-        rollout, samples = collect(*args)
-        mask = rollout.response_mask
-        _, returns = gae(samples.scored.tokens, torch.zeros_like(rollout.advantages), mask, 1.0, 1.0)
-        parts = [rollout.rows(rows) for rows in torch.arange(len(rollout)).split(64)]
-        states = torch.cat([actor_critic._hidden_states(part.sequences) for part in parts]).double()
-        states = torch.cat([states, torch.ones_like(states[:, :1])], 1)
-        targets = (returns[mask].double() - head.mean) / head.deviation
-
-        def solve(ridge: float) -> torch.Tensor:
-            penalty = ridge * sums["moments"].diagonal()[:-1].mean() * torch.eye(len(sums["moments"]))
-            penalty[-1, -1] = 0  # the bias is free
-            return torch.linalg.solve(sums["moments"] + penalty, sums["products"] - sums["weights"] * head.mean)
-
-        # targets move with their units, so the sums hold raw returns
-        raw = returns[mask].double()
-        new = {"moments": states.T @ states, "products": states.T @ raw, "weights": states.sum(0)}
-        if sums:
-            errors = {ridge: ((states @ solve(ridge) / head.deviation - targets) ** 2).mean() for ridge in RIDGES}
-            sums["ridge"] = min(errors, key=errors.get)
-        for name, x in new.items():
-            sums[name] = 0.9 * sums.get(name, 0) + x
-        solution = solve(sums.setdefault("ridge", RIDGES[-1])) / head.deviation
-        head.weight.copy_(solution[None, :-1])
-        head.bias.copy_(solution[-1:])
-        return rollout, samples
-
-    collector.collect = collect_and_solve
 
 
 def model_of(kinds: int) -> tuple[Any, Any]:
@@ -233,8 +187,6 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         rewards = None if environment else task
         trainer = PPOTrainer(model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play)
-        if rival == "PPO, closed form":
-            solve_head(trainer)
         trainer.train()
     if environment:  # a log per rollout, after the first optimizer step's
         means = [x["reward"] for x in trainer.state.log_history if "reward" in x]

@@ -44,7 +44,7 @@ def measure(backend: str) -> dict[str, float]:
         for name, stops in (("of one length", []), ("of many lengths", list(range(4, 4 + 2048 // 24)))):
             args = config(f"{directory}/{name}", stop_token_ids=stops or None, **settings)
             trainer = PPOTrainer(base, length_reward, args, prompts(), processing_class=tokenizer(words))
-            generator = trainer.collector.generator
+            generator = trainer.roles.player.generator
             ids = [[4 + (31 * row + k) % 2044 for k in range(PROMPT)] for row in range(PROMPTS)]
             rates, swaps = [], []
             for _ in range(4):  # the first warms up

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -43,9 +44,9 @@ def with_noise(trainer, noise, seed):
             self.sampled_logprobs = [row[: len(ids)] for row, ids in zip(logprobs, completions)]
             return completions
 
-    args, collector = trainer.args, trainer.collector
-    collector.player.generator = NoisyGenerator(trainer.actor_critic, collector.tokenizer, args, trainer.accelerator)
-    collector.sampler = SamplerComparison(args, torch.float32, collector.all_sum)
+    roles, args = trainer.roles, trainer.args
+    roles.player.generator = NoisyGenerator(trainer.actor_critic, roles.tokenizer, args, trainer.accelerator)
+    trainer.roles = replace(roles, sampler=SamplerComparison(args, torch.float32, roles.all_sum))
 
 
 def measure(job):

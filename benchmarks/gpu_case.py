@@ -204,15 +204,17 @@ def watch(trainer: Any, tracker: Any) -> None:
     """Report the beginning and the end of a phase to the tracker."""
     from estimate import in_phase
 
-    collector, generator = trainer.collector, trainer.collector.generator
-    models = [trainer.model, *(getattr(x, "model", None) for x in collector.rewards)]
+    from trl_ppo_ext.ppo import rollouts
+
+    rewards, generator = trainer.roles.rewards, trainer.roles.player.generator
+    models = [trainer.model, *(getattr(x, "model", None) for x in rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
         for tensor in [*model.parameters(), *model.buffers()]:  # tensors read from a file come from no operation
             tracker.add(tensor)
-    for reward in collector.rewards:
+    for reward in rewards:
         reward.score = in_phase(tracker, "score", reward.score)
     generator.generate = in_phase(tracker, "generate", generator.generate)
-    collector.score_tokens = in_phase(tracker, "forward", collector.score_tokens)
+    rollouts.score_tokens = in_phase(tracker, "forward", rollouts.score_tokens)
 
 
 class Teller(Clock):
