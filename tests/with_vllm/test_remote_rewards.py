@@ -21,7 +21,7 @@ def running(request, tmp_path_factory):
     words = tokenizer()
     words.chat_template = CHAT_TEMPLATE
     words.save_pretrained(path)
-    with served(str(path), path / "log", "--runner", "pooling") as server:
+    with served(str(path), path / "log", ("--runner", "pooling")) as server:
         yield server, str(path), None if request.param == 1 else 2
 
 

@@ -46,7 +46,8 @@ def message_text(message: dict[str, Any]) -> str:
     parts = message.get("content") or []
     texts = [parts] if isinstance(parts, str) else [part.get("text") or f"[{part.get('type')}]" for part in parts]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return " ".join([*texts, *(f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls)])
+    called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
+    return " ".join([*texts, *called]).strip()
 
 
 def as_text(entry: Any) -> str:
