@@ -1,7 +1,7 @@
 """Play episodes: one turn of the policy, turns with answers in between, or those of the user's function."""
 
 import asyncio
-import sys
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, finished, started
+from ..config import PPOConfig
 from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
 from ..rewards import fixed_seed
@@ -62,14 +63,14 @@ class EnvironmentPlayer(Player):
 
     takes_seeds = True
 
-    def __init__(self, generator: Generator, environments: Environments, args: Any, context_length: int | None):
+    def __init__(self, generator: Generator, environments: Environments, args: PPOConfig, context_length: int | None):
         self.environments, self.chat, self.args = environments, environments.chat, args
         super().__init__(generator, self.chat.tokenizer, args.critic_options.bootstrap_truncated)
         self.limit = args.max_completion_length
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.critic_limit = prompt_limit(self.limit, context_length, None)
         iterations = args.max_tool_calling_iterations
-        self.iterations = sys.maxsize if iterations is None else iterations
+        self.iterations = math.inf if iterations is None else iterations
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Take back the environments of the last episodes, which have been scored by now.
@@ -264,22 +265,17 @@ class FunctionPlayer(Player):
 def build_player(
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
-    args: Any,
+    args: PPOConfig,
     accelerator: Accelerator,
     environments: Environments,
     context_length: int | None = None,
     trainer: Any = None,
 ) -> Player:
     """Player of a run, which samples with its `generation_backend`."""
-    kinds: dict[str, type[Any]] = {
-        "transformers": TransformersGenerator,
-        "vllm": VLLMGenerator,
-    }
-    generator = kinds[args.generation_backend](actor_critic, tokenizer, args, accelerator)
+    kind = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
+    generator, bootstraps = kind(actor_critic, tokenizer, args, accelerator), args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:
-        return FunctionPlayer(
-            environments.rollout_func, trainer, generator, tokenizer, args.critic_options.bootstrap_truncated
-        )
+        return FunctionPlayer(environments.rollout_func, trainer, generator, tokenizer, bootstraps)
     if environments:
         return EnvironmentPlayer(generator, environments, args, context_length)
-    return Player(generator, tokenizer, args.critic_options.bootstrap_truncated)
+    return Player(generator, tokenizer, bootstraps)

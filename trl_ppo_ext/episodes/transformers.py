@@ -3,13 +3,11 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -21,6 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
+from ..config import PPOConfig
 from ..modeling import ActorCritic
 from ..sequences import Sequences
 
@@ -89,35 +88,14 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_t
         logger.warning("The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token)
 
 
-def sampling_config(
-    actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, **others: Any
-) -> GenerationConfig:
-    """Generation config of a rollout."""
-    return GenerationConfig(
-        **{
-            "max_new_tokens": args.max_completion_length,
-            "do_sample": True,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids),
-            "use_cache": True,
-        }
-        | {name: getattr(args, name) for name in SAMPLING}
-        | others
-    )
+class _StopStrings(StoppingCriteria):
+    """Ends rows at the token that completes a stop string in the completion; transformers also searches the prompt."""
 
-
-class _Criterion(StoppingCriteria):
-    """Advances a progress bar, and ends rows at the token that completes a stop string in the completion."""
-
-    def __init__(self, bar: tqdm, stop_strings: StopStringCriteria | None, input_ids: Tensor, max_length: int):
-        self.bar, self.stop_strings, self.start = bar, stop_strings, input_ids.shape[1]
+    def __init__(self, stop_strings: StopStringCriteria, input_ids: Tensor, max_length: int):
+        self.stop_strings, self.start = stop_strings, input_ids.shape[1]
         self.lengths = input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.bar.update()
-        if self.stop_strings is None:
-            return torch.zeros_like(self.lengths, dtype=torch.bool)
         completions = input_ids[:, self.start :]
         done = self.stop_strings(completions, None)
         self.lengths = torch.where(done, self.lengths.clamp(max=completions.shape[1]), self.lengths)
@@ -128,13 +106,20 @@ class TransformersGenerator(Generator):
     """Samples from the actor-critic's policy."""
 
     def __init__(
-        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
         self.actor_critic = actor_critic
         self.accelerator = accelerator
         self.batch_size = args.per_device_generation_batch_size
-        self.show_progress = not args.disable_tqdm and accelerator.is_main_process
-        self.config = sampling_config(actor_critic, tokenizer, args, **(args.generation_kwargs or {}))
+        settings: dict[str, Any] = {
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids),
+            "use_cache": True,
+        } | {name: getattr(args, name) for name in SAMPLING}
+        self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
         self.stop_strings: StopStringCriteria | None = None
         if args.stop_strings:
@@ -147,32 +132,23 @@ class TransformersGenerator(Generator):
         self.reuses = can_reuse(actor_critic, self.config)
 
     def _generate_batch(
-        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, bar: tqdm, cache: DynamicCache | None = None
+        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, cache: DynamicCache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        config, width = copy(self.config), inputs[0].shape[1]
-        config.max_new_tokens = max_new_tokens
-        criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
-        options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion])}
-        if self.in_step:
-            options["synced_gpus"] = True
-        if cache is not None:
-            options["past_key_values"] = cache
+        criteria = [] if self.stop_strings is None else [_StopStrings(self.stop_strings, inputs[0], max_new_tokens)]
+        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        options |= {"max_new_tokens": max_new_tokens, "synced_gpus": self.actor_critic.is_sharded}
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
         with self.accelerator.autocast():
-            ids = self.actor_critic.sample(*inputs, config, **options)
-        completions = ids[:, width:].tolist()
-        if self.stop_strings is not None:
+            ids = self.actor_critic.sample(*inputs, self.config, **options)
+        completions = ids[:, inputs[0].shape[1] :].tolist()
+        for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
         return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
-    @property
-    def in_step(self) -> bool:
-        """If layers are gathered for all ranks, so that all of them sample until the last one is done."""
-        return self.actor_critic.is_sharded
-
     def largest_count(self, count: int) -> int:
-        """Largest count of all ranks, if they sample in step."""
-        if not self.in_step:
+        """Largest count of all ranks if layers are gathered for all of them, so that they sample in step."""
+        if not self.actor_critic.is_sharded:
             return count
         return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
@@ -187,8 +163,7 @@ class TransformersGenerator(Generator):
         longest = self.largest_count(limit)  # a rank at its own limit would go on beyond its cache
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         parts += [[[self.config.pad_token_id]]] * (self.largest_count(len(parts)) - len(parts))
-        with self._bar(len(parts) * longest) as bar:
-            sampled = [ids for part in parts for ids in self._generate_batch(self._padded(part), longest, bar)]
+        sampled = [ids for part in parts for ids in self._generate_batch(self._padded(part), longest)]
         return [ids[:limit] for ids in sampled[: len(prompts)]]
 
     def conversation(self) -> "Conversation":
@@ -199,10 +174,6 @@ class TransformersGenerator(Generator):
         pad, device = self.config.pad_token_id, self.accelerator.device
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         return batch.input_ids, batch.attention_mask
-
-    def _bar(self, tokens: int) -> tqdm:
-        # it appears only if sampling takes more than a few seconds
-        return tqdm(total=tokens, desc="Generating", leave=False, delay=3, disable=not self.show_progress)
 
 
 class Conversation:
@@ -221,7 +192,8 @@ class Conversation:
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
-        if not generator.reuses or generator.in_step or len(prompts) > (generator.batch_size or len(prompts)):
+        is_batched = len(prompts) > (generator.batch_size or len(prompts))
+        if not generator.reuses or generator.actor_critic.is_sharded or is_batched:
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:
@@ -235,8 +207,7 @@ class Conversation:
             inputs = ids, mask
 
         # 2. Sample; the cache then has all columns but the last.
-        with generator._bar(max_new_tokens) as bar:
-            turns = generator._generate_batch(inputs, max_new_tokens, bar, self.cache)
+        turns = generator._generate_batch(inputs, max_new_tokens, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         lengths = [min(len(turn), end - width) for turn in turns]
