@@ -27,8 +27,6 @@ from .trl_names import NAMES, TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
-# of the distribution that is sampled; at these values it is the policy's
-FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
@@ -87,14 +85,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     `logging_steps` count optimizer steps.
     """
 
-    _VALID_DICT_FIELDS = [  # noqa: RUF012 (the base class declares it without an annotation)
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "chat_template_kwargs",
-        "generation_kwargs",
-        "critic_kwargs",
-        "vllm_kwargs",
-    ]
+    _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS + (
+        "model_init_kwargs chat_template_kwargs generation_kwargs critic_kwargs vllm_kwargs".split()
+    )
 
     learning_rate: float = number(5e-5, at_least=0)
     """Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning."""
@@ -291,6 +284,22 @@ class PPOConfig(TRLFields, TrainingArguments):
         with applied(self):
             self._finish()
 
+    def _read_mappings(self) -> None:
+        """Read the JSON of mappings from text; raise for other text."""
+        for name in [*self._VALID_DICT_FIELDS, *(name for name, (kind, *_) in NAMES.items() if kind is dict)]:
+            text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
+            if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
+                continue
+            try:
+                mapping = json.loads(text)
+            except (ValueError, RecursionError):
+                mapping = None
+            if not isinstance(mapping, dict):
+                file = ", or the path of a file" if may_be_file else ""
+                raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
+            if name not in TrainingArguments._VALID_DICT_FIELDS:
+                setattr(self, name, mapping)
+
     def _finish(self) -> None:
         # for the report, before defaults are filled in
         defaults = {entry.name: entry.default for entry in fields(self)}
@@ -306,7 +315,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.normalize_values = with_critic
         if self.whiten_advantages is None:  # it would turn the small advantages of a good critic back into noise
             self.whiten_advantages = self.advantage_estimator == "rebn" or (with_critic and not self.normalize_values)
-        self._set_clip()
+        if self.cliprange is None:
+            self.cliprange = 1 - 1 / TRUST
+            self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
+            # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
+            self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
         self.critic_options = CriticOptions(**cast(dict, self.critic_kwargs or {}))
         self.vllm_options = VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
         self.uses_reference = self.kl_coef != 0
@@ -327,13 +340,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         super().__post_init__()
         # 4. Rules that need them
         data = self.accelerator_config
-        if data.split_batches or not data.even_batches:
-            raise ValueError(
-                "`accelerator_config` must leave `split_batches` False and `even_batches` True, because ranks share a "
-                f"rollout evenly, got split_batches={data.split_batches} and even_batches={data.even_batches}."
-            )
+        if data.split_batches or not data.even_batches:  # ranks share a rollout evenly
+            given = f"split_batches={data.split_batches} and even_batches={data.even_batches}"
+            raise ValueError(f"`accelerator_config` must have split_batches=False and even_batches=True, got {given}.")
         data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
-        self._check_generation_kwargs()
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
             self.num_mini_batches = self.num_mini_batches or 1
@@ -350,42 +360,40 @@ class PPOConfig(TRLFields, TrainingArguments):
                 )
             self.gradient_accumulation_steps = steps
         completions = self.plan(self.world_size).completions
-        if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:
-            raise ValueError(
-                f"`kl_horizon` must be above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} "
-                f"completions, or `kl_coef` could turn negative, got {self.kl_horizon}; use a much larger one."
-            )
-
-    def _read_mappings(self) -> None:
-        """Read the JSON of mappings from text; raise for other text."""
-        for name in [*self._VALID_DICT_FIELDS, *(name for name, (kind, *_) in NAMES.items() if kind is dict)]:
-            text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
-            if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
-                continue
-            try:
-                mapping = json.loads(text)
-            except (ValueError, RecursionError):
-                mapping = None
-            if not isinstance(mapping, dict):
-                file = ", or the path of a file" if may_be_file else ""
-                raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
-            if name not in TrainingArguments._VALID_DICT_FIELDS:
-                setattr(self, name, mapping)
-
-    def _set_clip(self) -> None:
-        if self.cliprange is None:
-            self.cliprange = 1 - 1 / TRUST
-            self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
-            # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
-            self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
+        if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:  # could turn it negative
+            needed = f"above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} completions"
+            raise ValueError(f"`kl_horizon` must be {needed}, got {self.kl_horizon}; use a much larger one.")
 
     @property
     def uses_deepspeed(self) -> bool:
         """Whether the config or the launcher enables DeepSpeed."""
         return self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
+    @property
+    def reward_kl(self) -> str | None:
+        """Estimator of the KL in the rewards."""
+        return self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """Arguments of [`ppo_loss`], with the sum of `"constant"`, whose denominator is its own."""
+        low, high = self.cliprange, self.cliprange_high
+        in_loss = self.uses_reference and self.kl_placement != "reward"
+        return {
+            "cliprange": (low, low if high is None else high),
+            "aggregation": "sequence_sum" if self.loss_aggregation == "constant" else self.loss_aggregation,
+            "ratio_level": self.importance_sampling_level,
+            "kl_estimator": self.kl_estimator if in_loss else None,
+        } | {name: getattr(self, name) for name in ("dual_clip", "vf_coef", "cliprange_value")}
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """Settings that make the sampled distribution another one than the policy's."""
+        return {name: getattr(self, name) for name, off in _FILTERS.items() if getattr(self, name) not in (None, off)}
+
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
+        # 1. Each value
         check_limits(self)
         for name, kind in OPTIONS.items():
             settings, keys = getattr(self, name) or {}, [entry.name for entry in fields(kind)]
@@ -403,25 +411,18 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError("`remove_unused_columns` must be False: rewards need the columns of the dataset.")
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
-        self._check_reward_on_error()
-        self._check_coefficients()
-        self._check_critic()
-        self._check_sampling()
+        if self.reward_on_error not in ("raise", "skip"):
+            try:
+                score = float(self.reward_on_error)
+            except (ValueError, OverflowError):
+                score = math.nan
+            if not abs(score) <= LARGEST_SCORE:
+                got = shown("reward_on_error", self.reward_on_error)
+                needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
+                raise ValueError(f"`reward_on_error` must be {needed}, got {got}.")
+            self.reward_on_error = str(score)  # text, as on a command line
 
-    def _check_reward_on_error(self) -> None:
-        if self.reward_on_error in ("raise", "skip"):
-            return
-        try:
-            score = float(self.reward_on_error)
-        except (ValueError, OverflowError):
-            score = math.nan
-        if not abs(score) <= LARGEST_SCORE:
-            needed, got = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}", self.reward_on_error
-            raise ValueError(f"`reward_on_error` must be {needed}, got {shown('reward_on_error', got)}.")
-        self.reward_on_error = str(score)  # text, as on a command line
-
-    def _check_coefficients(self) -> None:
-        """Check the coefficients of KL and entropy."""
+        # 2. KL and entropy
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ValueError(f"`entropy_coef` must be at least 0 with `entropy_target`, got {self.entropy_coef}.")
         if self.kl_placement == "both" and self.kl_estimator != "exact":
@@ -434,83 +435,57 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.kl_coef and kl in _WEAK_KL:
             logger.warning("`kl_estimator=%r` with `kl_placement=%r` hardly limits the policy: %s.", *kl, _WEAK_KL[kl])
 
-    def _check_critic(self) -> None:
-        estimator = self.advantage_estimator
-        if (estimator == "gae") == (self.critic == "none"):
-            raise ValueError(
-                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; use 'gae' "
-                "with a critic, and 'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn' without."
-            )
+        # 3. Advantages and critic
+        estimator, no_critic, options = self.advantage_estimator, self.critic == "none", self.critic_options
+        if (estimator == "gae") == no_critic:
+            usable = "'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn'" if no_critic else "'gae'"
+            given = f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`"
+            raise ValueError(f"{given}; use {usable}.")
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
-            raise ValueError(
-                f"`num_generations` must be at least 2 for `advantage_estimator={estimator!r}`, which compares the "
-                f"completions of a prompt, got {self.num_generations}; use e.g. 8, or 'reinforce'."
-            )
-        if self.advantage_level == "turn" and self.critic == "none" and estimator != "rebn":
-            raise ValueError(
-                f"`advantage_level='turn'` needs a critic or `advantage_estimator='rebn'`, got {estimator!r}, which "
-                "gives all tokens of an episode one advantage; use 'token'."
-            )
-        if self.normalize_values and self.critic == "none":
-            raise ValueError("`normalize_values=True` needs a critic, and `critic='none'`; remove it.")
-        for name in _CRITIC_ONLY if self.critic == "none" else ():
+            needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
+            raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
+        if self.advantage_level == "turn" and no_critic and estimator != "rebn":
+            needed = "a critic or `advantage_estimator='rebn'`"
+            raise ValueError(f"`advantage_level='turn'` needs {needed}, got {estimator!r}; use 'token'.")
+        for name in _CRITIC_ONLY if no_critic else ():
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
-            if value != default and (name, estimator) != ("gamma", "rebn"):
+            if value not in (default, {}) and value is not False and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
-        options = self.critic_options
-        if self.critic == "none" and options != CriticOptions():
-            raise ValueError(f"`critic_kwargs={self.critic_kwargs}` needs a critic, and `critic='none'`; remove it.")
-        if options.prompt is not None and self.critic != "adapter":
-            raise ValueError(
-                f"`critic_kwargs={{'prompt': {options.prompt!r}}}` needs `critic='adapter'`, got {self.critic!r}: any "
-                "other critic reads states of the policy, which must not see that column."
-            )
+        if options.prompt is not None and self.critic != "adapter":  # others read states of the policy
+            given = f"`critic_kwargs={{'prompt': {options.prompt!r}}}`"
+            raise ValueError(f"{given} needs `critic='adapter'`, got {self.critic!r}.")
         if self.critic == "adapter" and not options.backprop:
             raise ValueError("`critic_kwargs['backprop']` must be True for `critic='adapter'`, which would not train.")
 
-    def _check_sampling(self) -> None:
-        if self.stop_strings and self.generation_backend != "transformers":
-            raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
-        if self.generation_backend != "vllm":
-            unread = [name for name in self.changed_fields if name.startswith("vllm_")]
-            if unread:
+        # 4. Sampling
+        names, uses_vllm = set(self.generation_kwargs or {}), self.generation_backend == "vllm"
+        for name in names & (_OF_THE_ENGINE if uses_vllm else _OF_THE_POLICY):
+            why = "which follows from the run; set the field of `PPOConfig` if it has one, else remove it"
+            raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
+        if not uses_vllm:
+            for name in names - vars(GenerationConfig()).keys():
+                raise ValueError(f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`.")
+            if unread := [name for name in self.changed_fields if name.startswith("vllm_")]:
                 logger.warning("Without `use_vllm=True` these fields have no effect: %s.", ", ".join(unread))
             return
+        if self.stop_strings:
+            raise ValueError("`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`.")
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
-            raise ValueError(
-                "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; remove them, and "
-                "configure the server where you start it."
-            )
+            given = "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM"
+            raise ValueError(f"{given}; remove them, and configure the server where you start it.")
         if not (self.vllm_server_base_url or "http://").startswith(("http://", "https://")):
             url = shown("vllm_server_base_url", self.vllm_server_base_url)
             raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {url}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
+            needed = f"below `vllm_importance_sampling_clip_max` ({high})"
+            raise ValueError(f"`vllm_importance_sampling_clip_min` must be {needed}, got {low}.")
+        if self.filters and self.vllm_importance_sampling_correction:
+            given = ", ".join(f"`{name}={value}`" for name, value in self.filters.items())
             raise ValueError(
-                f"`vllm_importance_sampling_clip_min` must be below `vllm_importance_sampling_clip_max` ({high}), got "
-                f"{low}."
+                f"{given} changes the distribution that vLLM samples from, not the policy's, so their ratio would be "
+                "biased; remove it, or set `vllm_importance_sampling_correction=False`."
             )
-        changed = {name: getattr(self, name) for name in FILTERS if getattr(self, name) not in (None, FILTERS[name])}
-        if changed and self.vllm_importance_sampling_correction:
-            given = ", ".join(f"`{name}={value}`" for name, value in changed.items())
-            raise ValueError(
-                f"{given} changes the distribution that vLLM samples from, but not that of the policy, so the ratio "
-                "of the two would be biased; remove it, or set `vllm_importance_sampling_correction=False`."
-            )
-
-    def _check_generation_kwargs(self) -> None:
-        names = set(self.generation_kwargs or {})
-        if self.generation_backend == "vllm":
-            problems = {", which follows from the run; remove it": names & _OF_THE_ENGINE}
-        else:
-            problems = {
-                ", an unknown field of `GenerationConfig`": names - vars(GenerationConfig()).keys(),
-                ", on which log-probs and shapes depend; set the field of `PPOConfig` if it has one, else remove it "
-                "(`num_generations` repeats prompts)": names & _OF_THE_POLICY,
-            }
-        for problem, refused in problems.items():
-            for name in refused:
-                raise ValueError(f"`generation_kwargs` holds `{name}`{problem}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -540,12 +515,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         return self.seed if self.data_seed is None else self.data_seed
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings that are safe to log.
-
-        Returns:
-            `dict`: The fields, with placeholders for tokens, also for those in `model_init_kwargs`. Fields of TRL are
-                omitted: they have set others, or changed nothing.
-        """
+        """Settings that are safe to log: placeholders for tokens, and no fields of TRL, which have set others."""
         return without_secrets({name: x for name, x in super().to_dict().items() if name not in NAMES})
 
     @classmethod
@@ -610,7 +580,11 @@ _UNSUPPORTED = {
 }
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.
-_CRITIC_ONLY = ("gamma", "critic_learning_rate", "critic_init", "whiten_rewards", "cliprange_value")
+_CRITIC_ONLY = (
+    "gamma critic_learning_rate critic_init critic_kwargs normalize_values whiten_rewards cliprange_value".split()
+)
+# at these values the sampled distribution is the policy's
+_FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "

@@ -99,11 +99,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "vllm_model_impl": (str, "vllm", "set `generation_kwargs={'model_impl': ...}`"),
     "vllm_structured_outputs_regex": (str, None, "the policy would not have sampled such completions"),
     "sync_ref_model": (bool, False, "the reference is the frozen base; a trained adapter can be that of the next run"),
-    "cast_lm_head_to_fp32": (
-        bool,
-        False,
-        "the base's dtype counts; set `model_init_kwargs={'dtype': 'float32'}`",
-    ),
+    "cast_lm_head_to_fp32": (bool, False, "set `model_init_kwargs={'dtype': 'float32'}`"),
     "num_generations_eval": (int, 1, "an evaluation samples one completion per row; repeat rows of `eval_dataset`"),
     "router_aux_loss_coef": (float, 0.0, "the router is frozen with the base"),
     "top_entropy_quantile": (float, 1.0, "the loss takes all tokens"),
@@ -154,15 +150,12 @@ _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 
 def _field(name: str) -> tuple[str, Any, Any]:
     kind, accepted, effect = NAMES[name]
-    if effect == NO_EFFECT:
-        help_text = NO_EFFECT
-    elif accepted is not ANY:
+    help_text = NO_EFFECT if effect == NO_EFFECT else "See docs/from_grpo.md."
+    if accepted is not ANY:
         help_text = f"{accepted} only: {effect}."
-    elif isinstance(effect, str):
+    elif isinstance(effect, str) and effect != NO_EFFECT:
         ours, _, key = effect.partition(".")
         help_text = f"`{ours}{f'={{{key!r}: ...}}' if key else ''}` under another name."
-    else:
-        help_text = "See docs/from_grpo.md."
     metadata: dict[str, Any] = {"help": help_text}
     if kind is bool and name not in _ON:
         metadata |= {"nargs": "?", "const": True}  # --use_vllm is --use_vllm true

@@ -39,8 +39,6 @@ from .state import RunState
 
 logger = logging.get_logger(__name__)
 
-SHAPING_FIELDS = ("normalize_rewards", "missing_eos_penalty")
-
 
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
@@ -155,11 +153,11 @@ def sample(
     metrics: Metrics,
     state: TrainerState,
     num_valid: int | None = None,
-    training: bool = False,
 ) -> Samples:
-    """Sample and score a completion for each row of the dataset; only the first `num_valid` enter metrics."""
-    args, device, all_sum = roles.args, roles.accelerator.device, roles.all_sum
-    with roles.accelerator.autocast():
+    """Sample and score a completion for each row; only the first `num_valid` of an evaluation enter metrics."""
+    args, accelerator, training = roles.args, roles.accelerator, num_valid is None
+    device, rank, all_sum = accelerator.device, accelerator.process_index, roles.all_sum
+    with accelerator.autocast():
         roles.actor_critic.check_logits()
 
     # 1. Play an episode for each row: a completion, or several turns.
@@ -174,11 +172,11 @@ def sample(
     logged: dict[str, list[float]] = {}
     # rewards draw from a stream of their own: one that seeds would repeat the next rollouts. Nor may one that
     # changes the working directory move the checkpoints, or one that switches gradients off end the training
-    seed = hash((args.seed, state.global_step, roles.accelerator.process_index)) % 2**31
+    seed = hash((args.seed, state.global_step, rank)) % 2**31
     with timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
         batch = scoring_batch(episodes, state, extra, logged)
-        on_error, max_failures = args.reward_on_error, args.max_reward_failures
-        scored = score_all(roles.rewards, batch, roles.reward_weights, on_error, max_failures, all_sum, device)
+        failures = args.reward_on_error, args.max_reward_failures
+        scored = score_all(roles.rewards, batch, roles.reward_weights, *failures, all_sum, device)
         monitored = monitor(roles.monitors, batch, device) if roles.monitors else scored.rewards[:, :0]
     # a reward may log a metric on some ranks only, and in any order
     for name in sorted(set(gather_object(list(logged)))):
@@ -195,7 +193,7 @@ def sample(
     nonfinite, excluded = ~tokens.is_finite & valid, None
     metrics.total("nonfinite_completions", nonfinite)
     if all_sum(nonfinite.sum()):  # on any rank
-        excluded, rank = nonfinite, roles.accelerator.process_index
+        excluded = nonfinite
         report_nonfinite(tokens, valid, all_sum, rank, state.global_step + 1 if training else None)
         tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
         usable, token_scores = scored.usable & ~excluded, scored.tokens.masked_fill(excluded[:, None], 0)
@@ -210,33 +208,23 @@ def sample(
         weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     log_episodes(metrics, episodes, num_valid)
-    lengths, reduce = completion_mask.sum(1), (all_sum, roles.accelerator.gather)
+    lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     head = roles.actor_critic.value_head
     values = None if head is None else head.units(run.returns).values(tokens.values) * completion_mask
-    return Samples(
-        sequences,
-        stopped,
-        batch,
-        scored,
-        monitored,
-        extra,
-        tokens,
-        values,
-        excluded,
-        weights,
-    )
+    return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
 
 
 def collect(
     roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
-    args, all_sum, gather = roles.args, roles.all_sum, roles.accelerator.gather
+    args, accelerator, all_sum, options = roles.args, roles.accelerator, roles.all_sum, roles.args.critic_options
+    group_size, gather, is_per_turn = args.num_generations, accelerator.gather, args.advantage_level == "turn"
 
     # 1. Play, score, and run policy, reference and critic.
-    samples = sample(roles, rows, run, metrics, state, training=True)
+    samples = sample(roles, rows, run, metrics, state)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
     response_mask = policy_mask = completion_mask & usable[:, None]
@@ -244,13 +232,20 @@ def collect(
         policy_mask = response_mask & samples.stopped[:, None]
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
-        warn_about_equal_scores(scored, all_sum, roles.accelerator.is_main_process)
-    log_groups(metrics, scored, args.num_generations, gather)
+        warn_about_equal_scores(scored, all_sum, accelerator.is_main_process)
+    log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    shaping: dict[str, Any] = {name: getattr(args, name) for name in SHAPING_FIELDS}
-    scores, after = shape_scores(scored.totals, samples.stopped, usable, run, **shaping, all_sum=all_sum)
-    rewards = ppo_math.token_rewards(scored.tokens, scores, kl_of_rewards(args, tokens), completion_mask, run.kl_coef)
+    scores, after, kl = scored.totals, run, torch.zeros_like(tokens.logprobs)
+    if args.normalize_rewards:
+        after = run._replace(scores=run.scores.add(scores, usable, all_sum))
+        scores = (scores - after.scores.mean) / (after.scores.deviation + 1e-8)
+    if args.missing_eos_penalty is not None:
+        scores = scores - args.missing_eos_penalty * (~samples.stopped)
+    if (estimator := args.reward_kl) is not None:
+        exact = estimator == "exact"
+        kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, estimator)
+    rewards = ppo_math.token_rewards(scored.tokens, scores, kl, completion_mask, run.kl_coef)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
     if args.whiten_rewards:
@@ -260,16 +255,16 @@ def collect(
     # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
     #    its first token.
     steps, value_weights = response_mask, None
-    if args.advantage_level == "turn":
+    if is_per_turn:
         starts, first = ppo_math.turn_starts(sequences.turns)
         rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
         # the critic learns at first tokens, from a mean over turns
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if roles.actor_critic.value_head is not None:
-        options, is_normalized = args.critic_options, roles.actor_critic.value_head.is_normalized
-        alpha, lam_critic = options.lam_length_alpha, args.lam if options.lam is None else options.lam
-        lambdas = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), lam_critic
+        lam, alpha, is_normalized = args.lam, options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
+        lam_critic = lam if options.lam is None else options.lam
+        lambdas = lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), lam_critic
         after_cuts = outputs_after(roles, samples, run), samples.is_cut
         result, returns = of_critic(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
@@ -280,9 +275,9 @@ def collect(
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:
-        name, rank = cast(str, args.advantage_estimator), roles.accelerator.process_index
-        result = of_groups(name, rewards, usable, args.num_generations, gather, rank)
-    advantages = result.advantages.gather(1, first) if args.advantage_level == "turn" else result.advantages
+        name = cast(str, args.advantage_estimator)
+        result = of_groups(name, rewards, usable, group_size, gather, accelerator.process_index)
+    advantages = result.advantages.gather(1, first) if is_per_turn else result.advantages
     result = result._replace(advantages=advantages * response_mask)
     if args.whiten_advantages:
         result = whitened(result, policy_mask, all_sum)
@@ -290,8 +285,9 @@ def collect(
         result = in_units(result, after.returns, steps, all_sum)
 
     # 4. The rollout, and what it leaves to the next one.
-    if state.global_step >= args.critic_options.warmup_steps:  # until then the policy does not change
-        after = adapted(roles, tokens, policy_mask, usable, after)
+    if state.global_step >= options.warmup_steps:  # until then the policy does not change
+        targets = args.kl_target, args.kl_horizon, args.entropy_target
+        after = adapted(after, tokens, policy_mask, usable, *targets, all_sum)
     entropy_coef = after.entropy_coef if after.entropy_bonus else 0.0  # adapted to this rollout, unlike that of the KL
     metrics.mean("kl_coef", run.kl_coef)
     metrics.mean("entropy_coef", entropy_coef)
@@ -330,7 +326,7 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
     """
     args, actor_critic = roles.args, roles.actor_critic
     with_reference = with_reference and args.uses_reference
-    exact_kl = with_reference and args.kl_placement != "loss" and args.kl_estimator == "exact"
+    exact_kl = with_reference and args.reward_kl == "exact"
     size, temperature = args.per_device_train_batch_size, args.temperature
     minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
     ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
@@ -360,34 +356,7 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
     return replace(sequences, earned=earned)
 
 
-# ---- scores and KL ----
-
-
-def shape_scores(
-    scores: Tensor,
-    stopped: Tensor,
-    usable: Tensor,
-    run: RunState,
-    normalize_rewards: bool = False,
-    missing_eos_penalty: float | None = None,
-    all_sum: Reduction = torch.clone,
-) -> tuple[Tensor, RunState]:
-    """Normalize the scores, and subtract the penalty for a missing EOS; all are `[batch]`."""
-    if normalize_rewards:
-        run = run._replace(scores=run.scores.add(scores, usable, all_sum))
-        scores = (scores - run.scores.mean) / (run.scores.deviation + 1e-8)
-    if missing_eos_penalty is not None:
-        scores = scores - missing_eos_penalty * (~stopped)
-    return scores, run
-
-
-def kl_of_rewards(args: PPOConfig, tokens: TokenScores) -> Tensor:
-    """KL per token of the penalty in the rewards; 0 if there is none."""
-    if not args.uses_reference or args.kl_placement == "loss":
-        return torch.zeros_like(tokens.logprobs)
-    if args.kl_estimator == "exact":
-        return tokens.kls
-    return ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, args.kl_estimator)
+# ---- parts ----
 
 
 def warn_about_equal_scores(scored: Scored, all_sum: Reduction, is_main_process: bool) -> None:
@@ -395,15 +364,8 @@ def warn_about_equal_scores(scored: Scored, all_sum: Reduction, is_main_process:
     first = Moments().add(scored.totals, scored.usable, all_sum)
     # equal scores may differ by rounding
     if is_main_process and first.weight >= 8 and first.squares <= first.weight * (1e-6 * first.mean) ** 2:
-        logger.warning(
-            "All %d scores of the first rollout are %.3g, which teaches nothing about the completions; check the "
-            "reward, or make the task easier.",
-            first.weight,
-            first.mean,
-        )
-
-
-# ---- the state after a completion ----
+        found = "All %d scores of the first rollout are %.3g, which teaches nothing; check the reward, or the task."
+        logger.warning(found, first.weight, first.mean)
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
@@ -432,26 +394,27 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
 
 
-# ---- coefficients ----
-
-
-def adapted(roles: Roles, tokens: TokenScores, policy_mask: Tensor, usable: Tensor, run: RunState) -> RunState:
+def adapted(
+    run: RunState,
+    tokens: TokenScores,
+    policy_mask: Tensor,
+    usable: Tensor,
+    kl_target: float | None,
+    kl_horizon: int,
+    entropy_target: float | None,
+    all_sum: Reduction,
+) -> RunState:
     """State with the coefficients that follow the KL and the entropy of a rollout."""
-    args, all_sum = roles.args, roles.all_sum
-    if args.kl_target is not None and (completions := int(all_sum(usable.sum()))):
+    if kl_target is not None and (completions := int(all_sum(usable.sum()))):
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
         measured = float(ppo_math.masked_mean(kl.sum(1), usable, all_sum))
-        kl_coef = ppo_math.adapt_kl_coef(run.kl_coef, measured, args.kl_target, args.kl_horizon, completions)
-        run = run._replace(kl_coef=kl_coef)
-    if args.entropy_target is not None and all_sum(policy_mask.sum()):
+        run = run._replace(kl_coef=ppo_math.adapt_kl_coef(run.kl_coef, measured, kl_target, kl_horizon, completions))
+    if entropy_target is not None and all_sum(policy_mask.sum()):
         measured = float(ppo_math.masked_mean(tokens.entropies, policy_mask, all_sum))
         if math.isfinite(measured):
-            coef = ppo_math.adapt_entropy_coef(run.entropy_coef, measured, args.entropy_target)
-            run = run._replace(entropy_coef=coef, entropy_bonus=measured <= args.entropy_target)
+            coef = ppo_math.adapt_entropy_coef(run.entropy_coef, measured, entropy_target)
+            run = run._replace(entropy_coef=coef, entropy_bonus=measured <= entropy_target)
     return run
-
-
-# ---- parts ----
 
 
 def scoring_batch(

@@ -24,8 +24,7 @@ class SamplerComparison:
         self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
         self.all_sum = all_sum
         self.tolerance = args.vllm_options.max_logp_difference
-        filtered = args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1
-        if self.tolerance is None and not filtered:  # filtered log-probs differ by the mass that was kept
+        if self.tolerance is None and not args.filters:  # filtered log-probs differ by the mass that was kept
             in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
             self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
 
@@ -39,10 +38,17 @@ class SamplerComparison:
         metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
         mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
         if self.tolerance is not None and not mean <= self.tolerance:  # also NaN
+            cause = (
+                "It has another base than the policy (`vllm_kwargs['base_model']`), or samples with an older adapter, "
+                "or its `--logprobs-mode` is not processed_logprobs."
+            )
+            reference = tokens.logprobs if tokens.ref_logprobs is None else tokens.ref_logprobs
+            if ppo_math.masked_mean((reference - sampler_logprobs).abs(), mask, self.all_sum) <= self.tolerance:
+                cause = "It sampled from the reference: the policy's adapter is not applied."
             raise SamplerError(
                 f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
-                f"rounding explains {self.tolerance:g}. {self._cause(tokens, sampler_logprobs, mask)} A larger "
-                "`vllm_kwargs['max_logp_difference']` accepts the difference."
+                f"rounding explains {self.tolerance:g}. {cause} A larger `vllm_kwargs['max_logp_difference']` accepts "
+                "the difference."
             )
         if not self.corrects:
             return None
@@ -51,13 +57,3 @@ class SamplerComparison:
         metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
         metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
         return weights
-
-    def _cause(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> str:
-        if tokens.ref_logprobs is not None and self.tolerance is not None:
-            from_reference = (tokens.ref_logprobs - sampler_logprobs).abs()
-            if ppo_math.masked_mean(from_reference, mask, self.all_sum) <= self.tolerance:
-                return "It sampled from the reference: the policy's adapter is not applied."
-        return (
-            "It has another base than the policy (`vllm_kwargs['base_model']`), or samples with an older adapter, or "
-            "its `--logprobs-mode` is not processed_logprobs."
-        )

@@ -32,13 +32,10 @@ class MicroBatch:
 def loss_denominators(
     response_mask: Tensor, rows: Tensor, aggregation: str, max_completion_length: int, all_sum: Reduction
 ) -> Tensor:
-    """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`.
-
-    Source: constant length: https://huggingface.co/papers/2503.20783
-    """
+    """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`."""
     lengths = response_mask.sum(1)
     counts = lengths if aggregation == "token" else (lengths > 0).long()
-    if aggregation == "constant":
+    if aggregation == "constant":  # https://huggingface.co/papers/2503.20783
         counts = counts * max_completion_length
     return all_sum(counts[rows.to(counts.device, non_blocking=True)].sum((1, 2)))
 
@@ -46,8 +43,8 @@ def loss_denominators(
 def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
     """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
 
-    The first epoch takes consecutive minibatches, each sorted by length as in [`score_tokens`]: the
-    old log-probs were computed in the same micro-batches, so the first ratios are exactly 1. Later epochs shuffle.
+    The first epoch takes the micro-batches in which [`score_tokens`] computed the old log-probs, so that the first
+    ratios are exactly 1. Later epochs shuffle.
     """
     size = len(lengths)
     epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
@@ -136,19 +133,7 @@ class Updates:
     all_sum: Reduction
 
     def __post_init__(self):
-        args = self.args
-        self.device = args.device
-        self.aggregation = args.loss_aggregation
-        kl_estimator = args.kl_estimator if args.uses_reference and args.kl_placement != "reward" else None
-        self.exact_kl = kl_estimator == "exact"
-        low, high = args.cliprange, args.cliprange_high
-        self.loss_settings = {
-            "cliprange": (low, low if high is None else high),
-            # "constant" is a sum over tokens with its own denominator
-            "aggregation": "sequence_sum" if self.aggregation == "constant" else self.aggregation,
-            "ratio_level": args.importance_sampling_level,
-            "kl_estimator": kl_estimator,
-        } | {name: getattr(args, name) for name in ("dual_clip", "vf_coef", "cliprange_value")}
+        self.device, self.loss_settings = self.args.device, self.args.loss_settings
         self.reset()
 
     def reset(self) -> None:
@@ -161,31 +146,22 @@ class Updates:
         self.step = 0
         self.is_empty = self.spares_policy = [False]  # per optimizer step: no token counts, none of the policy's
 
-    def start(self, rollout: Rollout, global_step: int) -> None:
-        """Begin the updates of a rollout."""
-        self._start(rollout, schedule(rollout.sequences.lengths, self.plan), global_step)
-
-    def _start(self, rollout: Rollout, rows: Tensor, global_step: int) -> None:
+    def start(self, rollout: Rollout, global_step: int, rows: Tensor | None = None) -> None:
+        """Begin the updates of a rollout, or continue with the rows of a checkpoint."""
         self.reset()
-        args, self.rows = self.args, rows
-        steps_done = global_step % self.plan.optimizer_steps
-        sizes = (args.max_completion_length, self.all_sum)
-        denominators = loss_denominators(rollout.policy_tokens, rows, self.aggregation, *sizes)
-        value_denominators, all_counts = None, denominators
+        rows = schedule(rollout.sequences.lengths, self.plan) if rows is None else rows
+        settings = self.args.loss_aggregation, self.args.max_completion_length, self.all_sum
+        denominators = all_counts = loss_denominators(rollout.policy_tokens, rows, *settings)
+        value_denominators: Any = [None] * len(rows)
         if rollout.policy_mask is not None:
-            value_denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
-            if not args.uses_deepspeed:  # whose step would move the policy too
+            value_denominators = loss_denominators(rollout.response_mask, rows, *settings)
+            if not self.args.uses_deepspeed:  # whose step would move the policy too
                 all_counts = denominators + value_denominators
         self.is_empty, self.spares_policy = (torch.stack([all_counts, denominators]) == 0).tolist()
-        self.rollout = rollout
+        self.rollout, self.rows = rollout, rows
         self.micro_batches = (
-            MicroBatch(
-                rollout.rows(index).to(self.device),
-                step,
-                denominators[step],
-                None if value_denominators is None else value_denominators[step],
-            )
-            for step in range(steps_done, len(rows))
+            MicroBatch(rollout.rows(index).to(self.device), step, denominators[step], value_denominators[step])
+            for step in range(global_step % self.plan.optimizer_steps, len(rows))
             for index in rows[step]
         )
 
@@ -193,7 +169,8 @@ class Updates:
         """Loss of a micro-batch, as its share of the optimizer step's loss over all ranks."""
         rollout, mask = micro_batch.rollout, micro_batch.rollout.policy_tokens
         self.step = micro_batch.step
-        scores = model(rollout.sequences, self.args.temperature, self.args.trains_entropy, self.exact_kl)
+        exact_kl = self.loss_settings["kl_estimator"] == "exact"
+        scores = model(rollout.sequences, self.args.temperature, self.args.trains_entropy, exact_kl)
         divisors = micro_batch.denominator, micro_batch.value_denominator
         loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
         for name, values in metrics.items():
@@ -237,10 +214,9 @@ class Updates:
         if tuple(rows.shape) != sizes:
             raise ValueError(
                 f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
-                f"completions, but the config's sizes are {sizes}; resume with the saved sizes, or from a checkpoint "
-                "between two rollouts."
+                f"completions, but the config's sizes are {sizes}; resume with the saved sizes."
             )
-        self._start(Rollout.from_state_dict(tensors, self.device), rows, global_step)
+        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
         self.stopped_early = bool(stopped_early)
 
 
