@@ -18,7 +18,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ class Case:
     dtype: str = "bf16"
     fields: dict[str, Any] = field(default_factory=dict)
     classifier: str | None = None  # dtype or quantization of one of the same shape, or "adapter"; else a function
-    ptx: int = 0  # tokens of supervised rows
     quantized: bool = False  # NF4 base
     family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
     lora: dict[str, Any] = field(default_factory=dict)
@@ -94,9 +93,6 @@ CASES = {
             "per_device_reward_batch_size": 48,
         },
         classifier="adapter",
-    ),
-    "bf16, supervised rows": Case(
-        SHAPES["small"], fields={"per_device_train_batch_size": 8, "ptx_max_length": 64}, ptx=64
     ),
     "NF4 base, NF4 classifier": Case(SHAPES["small"], classifier="nf4", quantized=True),
 }
@@ -256,8 +252,6 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
     rows = Dataset.from_dict({"prompt": texts(case, 4 * case.shape.batch)})
     with tracker:
         kwargs = arguments(case, directory)
-        if case.ptx:
-            kwargs["ptx_dataset"] = Dataset.from_dict({"text": prompts(replace(case.shape, prompt=case.ptx), 64)})
         trainer = PPOTrainer(
             base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **kwargs
         )
@@ -289,7 +283,6 @@ def estimated(case: Case, directory: str) -> Any:
         reward_funcs=reward,
         prompt_length=case.shape.prompt,
         same_length=case.same_length,
-        ptx=case.ptx > 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
         **arguments(case, directory),
     )

@@ -17,7 +17,6 @@ PARTS = {
     "shuffle_dataset": "Prompts and sampling",
     "reward_weights": "Rewards",
     "num_ppo_epochs": "Updates, KL and critic",
-    "ptx_coef": "Supervised loss and averages",
     "offload_rollout": "Memory, failures and logs",
 }
 HEAD = """# All fields of `PPOConfig`

@@ -198,8 +198,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept.
         whiten_advantages (`bool`, *optional*):
             Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`.
-        ptx_coef (`float`, *optional*, defaults to `1.0`): Coefficient of the supervised loss on `ptx_dataset`.
-        ptx_max_length (`int`, *optional*, defaults to `512`): Length in tokens at which a supervised row is cut.
         offload_rollout (`bool`, *optional*, defaults to `False`):
             Whether to keep a rollout's tensors in CPU memory, except for the current micro-batch.
         offload_rewards (`bool`, *optional*, defaults to `False`): Whether to keep idle reward models in CPU memory.
@@ -315,9 +313,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     lam_length_alpha: float | None = None
     whiten_rewards: bool = False
     whiten_advantages: bool | None = None
-
-    ptx_coef: float = 1.0
-    ptx_max_length: int = 512
 
     offload_rollout: bool = False
     offload_rewards: bool = False
@@ -637,13 +632,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: x >= 0,
         "learning_rate weight_decay adam_epsilon max_grad_norm num_train_epochs warmup_steps value_warmup_steps "
         "logging_steps save_steps eval_steps eval_delay dataloader_num_workers ddp_timeout top_k missing_eos_penalty "
-        "kl_coef vf_coef ptx_coef entropy_target num_completions_to_print max_tool_calling_iterations",
+        "kl_coef vf_coef entropy_target num_completions_to_print max_tool_calling_iterations",
     ),
     "between 0 and 1": (lambda x: 0 <= x <= 1, "gamma lam lam_critic min_p max_reward_failures"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta1 adam_beta2"),
     "above 0 and at most 1": (lambda x: 0 < x <= 1, "top_p vllm_gpu_memory_utilization"),
     "above 1": (lambda x: x > 1, "dual_clip"),
-    "at least 2": (lambda x: x >= 2, "ptx_max_length"),
     "at least 1, or -1 to use `num_train_epochs`": (lambda x: x == -1 or x >= 1, "max_steps"),
     "from 0 to 2**32 - 1": (lambda x: 0 <= x < 2**32, "seed"),
     "from 0 to 2**63 - 1": (lambda x: 0 <= x < 2**63, "data_seed"),

@@ -133,7 +133,6 @@ class MemoryEstimate:
     rewards: tuple[ModelSizes | AdapterSizes, ...] = ()  # that take memory
     processes: int = 1
     prompt_length: int = PROMPT_LENGTH
-    ptx_length: int = 0  # tokens of a supervised row; 0 without
     masked: bool = True  # attention takes a mask because rows differ in length
     on_gpu: bool = True
     settings: tuple[dict[str, Any], ...] = ()  # changed by a proposal
@@ -145,7 +144,7 @@ class MemoryEstimate:
         plan = BatchPlan.from_config(args, self.processes)
         rows, completions = plan.micro_batch_size, plan.completions_per_process
         sampled = min(args.per_device_generation_batch_size or completions, completions)
-        prompt, response, ptx = self.prompt_length, args.max_completion_length, self.ptx_length
+        prompt, response = self.prompt_length, args.max_completion_length
         length, chunk = prompt + response, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
         adapters, read = 1 + (args.critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
         heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
@@ -187,19 +186,17 @@ class MemoryEstimate:
         forward = base.forward(rows * length, width) + states
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
         entropy = args.trains_entropy
-        kept = 4 * base.hidden * rows * (response * (1 + entropy + kl_in_loss) + ptx)
+        kept = 4 * base.hidden * rows * response * (1 + entropy + kl_in_loss)
         kept += 4 * rows * response * {"none": 0, "side": read + 4 * SIDE_WIDTH}.get(args.critic, base.hidden)
-        projecting = base.logits(rows * max(response, ptx), chunk, kl_in_loss) + kept
+        projecting = base.logits(rows * response, chunk, kl_in_loss) + kept
 
         # 5. Backward: what the trunk saved for it, and gradients within a layer
         layer = base.saved(adapter.ranks, rows, length, self.masked)
-        trunk, ptx_trunk = base.layers * layer, base.layers * base.saved(adapter.ranks, rows, ptx, self.masked)
+        trunk = base.layers * layer
         backward = 2 * width * rows * length * (base.hidden + base.intermediate) + base.dequantized
         if args.gradient_checkpointing:  # inputs of layers and of the last norm; a float32 norm's input is the layer's
-            trunk, ptx_trunk = (rows * x * base.hidden * (base.layers * width + 4) for x in (length, ptx))
+            trunk = rows * length * base.hidden * (base.layers * width + 4)
             backward += layer - (4 * base.hidden * rows * length if width == 4 else 0)
-        trunks = adapters * trunk + ptx_trunk
-        forwards = trunks if ptx else trunk  # the critic's adapter runs between the projections of policy and ptx
         # all gradients from an earlier micro-batch, or those of a layer; DDP has them in buckets too
         gradients, buckets = 4 * trained, 4 * trained if self.processes > 1 else 0
         early = buckets + (gradients if plan.gradient_accumulation_steps > 1 else gradients / base.layers)
@@ -217,9 +214,9 @@ class MemoryEstimate:
             "forward": [training | x for x in ({"activations": forward}, {"logits": projected})],
             "score": [{"activations": peak, "rollout": rollout} for peak in scoring or [0]],
             "update": [
-                update | {"activations": forwards + states, "gradients": early},
-                update | {"activations": forwards, "logits": projecting, "gradients": early},
-                update | {"activations": trunks + backward, "logits": kept, "gradients": early},
+                update | {"activations": trunk + states, "gradients": early},
+                update | {"activations": trunk, "logits": projecting, "gradients": early},
+                update | {"activations": adapters * trunk + backward, "logits": kept, "gradients": early},
                 update | {"gradients": float(gradients + buckets)},  # the optimizer's step
             ],
         }
@@ -317,7 +314,6 @@ def estimate_memory(
     monitor_funcs: Any = None,
     quantization_config: BitsAndBytesConfig | None = None,
     peft_config: PeftConfig | str | None = None,
-    ptx: bool = False,
     prompt_length: int = PROMPT_LENGTH,
     same_length: bool = False,
     device: str = "cuda",
@@ -332,7 +328,6 @@ def estimate_memory(
         monitor_funcs (as `reward_funcs`, *optional*): Rewards that are only logged.
         quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if it is not saved quantized.
         peft_config (`PeftConfig` or `str`, *optional*): As of [`PPOTrainer`]. Defaults to LoRA of rank 16.
-        ptx (`bool`, *optional*, defaults to `False`): Whether there is a `ptx_dataset`.
         prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
         same_length (`bool`, *optional*, defaults to `False`): Whether all sequences have the same length.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
@@ -378,7 +373,6 @@ def estimate_memory(
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
         prompt_length=prompt_length,
-        ptx_length=args.ptx_max_length if ptx else 0,
         masked=MASKED[attention] and not same_length,
         on_gpu=device == "cuda",
     )

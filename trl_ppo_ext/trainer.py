@@ -41,7 +41,6 @@ from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
-from .data.supervised import PTXSampler, tokenize_ptx
 from .environments import Environments, record
 from .generation import build_generator
 from .modeling.critics import SIDE_LEARNING_RATE
@@ -114,9 +113,6 @@ class PPOTrainer(Trainer):
             docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
-        ptx_dataset (`Dataset`, *optional*):
-            Rows of a supervised loss with weight `ptx_coef`: `"text"`, `"messages"`, or `"prompt"` and
-            `"completion"`. Every optimizer step takes as many rows as completions.
 
     Raises:
         `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before
@@ -144,7 +140,6 @@ class PPOTrainer(Trainer):
         rollout_func: Callable[..., dict] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
-        ptx_dataset: Dataset | None = None,
         **unknown: Any,
     ):
         # 1. Check the arguments, before anything is loaded.
@@ -201,9 +196,6 @@ class PPOTrainer(Trainer):
             eval_dataset = {key: self._tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        if ptx_dataset is not None:
-            max_length = min(args.ptx_max_length, context_length or args.ptx_max_length)
-            ptx_dataset = tokenize_ptx(ptx_dataset, tokenizer, max_length, template_kwargs)
 
         # 3. Load one base with its adapters, and the rewards.
         if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
@@ -220,7 +212,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
-        datasets = {"train_dataset": train_dataset, "ptx_dataset": ptx_dataset}
+        datasets = {"train_dataset": train_dataset}
         self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, datasets)
 
         # 4. Set up the Trainer.
@@ -256,10 +248,7 @@ class PPOTrainer(Trainer):
         self.reward_weights = torch.tensor(self.collector.reward_weights or [1.0] * len(rewards))
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
-        ptx = None
-        if ptx_dataset is not None:
-            ptx = PTXSampler(ptx_dataset, self.plan, args, tokenizer.pad_token_id)
-        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum, ptx)
+        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last

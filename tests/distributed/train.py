@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
@@ -19,6 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.sequences import Sequences
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+from supervised_loss import PTXTrainer
 
 FIXED = ([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]])  # prompts and completions
 
@@ -101,6 +105,8 @@ def train(
     `plays` samples episodes of several turns.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
+    supervised = {"ptx_dataset": ptx, "ptx_coef": settings["ptx_coef"]} if ptx else {}
+    settings = {name: value for name, value in settings.items() if name != "ptx_coef"}
     defaults = {
         "num_mini_batches": 1,
         "num_ppo_epochs": 2,
@@ -111,14 +117,14 @@ def train(
         "max_grad_norm": 0.0,  # DeepSpeed clips the gradients of policy and critic together
     }
     rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]
-    trainer = PPOTrainer(
+    trainer = (PTXTrainer if ptx else PPOTrainer)(
         model or llama(),
         rewards + ([reward_adapter(output_dir)] if others else []),
         config(output_dir, **defaults | settings),
         prompts(),
         eval_dataset=prompts(5).to_iterable_dataset() if others else prompts(5),  # of a length that two do not share
         processing_class=tokenizer(),
-        ptx_dataset=ptx,
+        **supervised,
         environment_factory=Game if plays else None,
     )
     if not (sample or plays):

@@ -70,7 +70,7 @@ def test_functions_with_a_paper_are_explained():
 
 # of the trainer and of other libraries
 OTHER_FIELDS = """model eval_dataset bnb_4bit_quant_type quantization_config peft_config task_type dataset_num_proc
-bias monitor_funcs ptx_dataset reward_funcs callbacks target_modules allow_all""".split()
+bias monitor_funcs reward_funcs callbacks target_modules allow_all""".split()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

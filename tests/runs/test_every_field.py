@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
@@ -256,11 +255,6 @@ def chat():
 def readable():
     """A tokenizer that stop strings need: they look up how tokens are written after a word."""
     return plain(processing_class=tokenizer(["abcdef", *WORDS[:27]]))
-
-
-def supervised():
-    texts = Dataset.from_dict({"text": [" ".join(WORDS[row : row + 6]) for row in range(20)]})
-    return plain(ptx_dataset=texts)
 
 
 def two_rewards():
@@ -537,8 +531,6 @@ CASES = {
     "lam_length_alpha": Case((None, 0.2)),
     "whiten_rewards": Case((False, True)),
     "whiten_advantages": Case((True, False)),
-    "ptx_coef": Case((1.0, 0.1), given=supervised),
-    "ptx_max_length": Case((512, 3), "weights loss/ptx", given=supervised),
     "offload_rollout": Case((False, True), "calls", same="weights logs", exact=lambda a, b: not a.calls["offloaded"]),
     "offload_rewards": Case(
         (False, True),
@@ -574,7 +566,7 @@ def test_every_field_has_a_case():
 
 @pytest.mark.parametrize(
     "given, settings",
-    [(plain, {}), (supervised, {"critic": "adapter", "num_generations": 4}), (failing, {"reward_on_error": "skip"})],
+    [(plain, {}), (plain, {"critic": "adapter", "num_generations": 4}), (failing, {"reward_on_error": "skip"})],
 )
 def test_run_repeats(given, settings):
     """So below only the field makes a difference."""

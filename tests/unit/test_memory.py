@@ -193,7 +193,6 @@ def part(run, phase, name):
         ({}, {"critic": "side"}),
         ({}, {"critic": "adapter"}),
         ({}, {"base": replace(BASE, width=4)}),
-        ({}, {"ptx_length": 128}),
         ({}, {"processes": 2}),
         ({}, {"base": replace(BASE, layers=8)}),
         (NO_CRITIC, {}),

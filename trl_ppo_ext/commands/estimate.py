@@ -65,9 +65,9 @@ def main(argv: Sequence[str]) -> None:
     """Print the estimate; exit with status 1 if the run does not fit."""
     description = "Estimate the memory of a run, and settings that make it fit. Status 1 if it does not fit."
     script, config, model, _ = parse("estimate", argv, description, EstimateConfig)
-    config, ptx = cast(EstimateConfig, config), script.ptx_dataset_name is not None
+    config = cast(EstimateConfig, config)
     kwargs = model_arguments(script, config, model)
-    estimate = estimate_memory(**kwargs, ptx=ptx, prompt_length=config.prompt_length, device=config.target)
+    estimate = estimate_memory(**kwargs, prompt_length=config.prompt_length, device=config.target)
     if not print_estimate(estimate, config.memory):
         raise SystemExit(1)
 

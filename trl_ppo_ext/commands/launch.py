@@ -60,7 +60,6 @@ class PPOScriptArguments(trl.ScriptArguments):
     environment_factory: str | None = HfArg(
         default=None, help="Dotted path of the class of an environment, such as my_game.Wordle."
     )
-    ptx_dataset_name: str | None = HfArg(default=None, help="Dataset with supervised data in its split 'train'.")
     directory: str | None = field(default=None, init=False)  # of the config file, with functions beside it
 
     def __post_init__(self):
@@ -343,9 +342,6 @@ def trainer_arguments(
         raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
-    if script.ptx_dataset_name is not None:
-        supervised = load_splits(script.ptx_dataset_name, argument="ptx_dataset_name")
-        kwargs["ptx_dataset"] = get_split(supervised, "train", "ptx_dataset_name")
     return kwargs
 
 

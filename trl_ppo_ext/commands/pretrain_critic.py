@@ -183,7 +183,6 @@ def main(argv: Sequence[str]) -> None:
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
     script, args, model, mixture = parse("pretrain-critic", argv, description, PretrainCriticConfig)
     splits = load_datasets(script, mixture)
-    script.ptx_dataset_name = None  # the policy is frozen
     held_out = splits.get(script.dataset_test_split)  # measured on, even when `eval_strategy` is "no"
     overrides = {} if held_out is None else {"eval_dataset": held_out}
     trainer = build_trainer(script, args, model, splits, **overrides)

@@ -244,7 +244,6 @@ def main(argv: Sequence[str]) -> None:
     """Probe a task, and print two tables and the verdict."""
     description = "Measure on completions of the frozen policy whether a critic pays, before anything is trained."
     script, args, model, mixture = parse("probe", argv, description, ProbeConfig)
-    script.ptx_dataset_name = None  # nothing is trained
     trainer = build_trainer(script, args, model, load_datasets(script, mixture))
     result = probe(trainer, cast(ProbeConfig, args).completions)
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")

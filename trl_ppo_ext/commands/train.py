@@ -15,9 +15,7 @@ from ..arguments import check_trainer_arguments, load_tokenizer
 from ..checkpoints.files import CheckpointError, check_target
 from ..checkpoints.hub import PushError
 from ..config import PPOConfig
-from ..data.loading import get_split, load_splits
 from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
-from ..data.supervised import tokenize_ptx
 from ..environments import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic
@@ -100,29 +98,21 @@ def main(argv: Sequence[str]) -> None:
     trainer.end()
 
 
-def first_rows(script: PPOScriptArguments, mixture: MixtureConfig) -> tuple[dict[str, Any], Any]:
-    """Splits and supervised rows: of the Hub the first ones, of files and of a mixture (`datasets`) all."""
-
-    def is_on_hub(name: str | None) -> bool:
-        return name is not None and not os.path.exists(name)
+def first_rows(script: PPOScriptArguments, mixture: MixtureConfig) -> dict[str, Any]:
+    """Splits: of the Hub the first rows, of files and of a mixture (`datasets`) all."""
 
     def first(rows: Any) -> Any:
         return Dataset.from_list(list(islice(rows, ROWS))) if isinstance(rows, IterableDataset) else rows
 
-    streamed, supervised = copy(script), script.ptx_dataset_name
-    streamed.dataset_streaming |= is_on_hub(script.dataset_name)
-    splits = {name: first(split) for name, split in load_datasets(streamed, mixture).items()}
-    if supervised is None:
-        return splits, None
-    parts = load_splits(supervised, streaming=is_on_hub(supervised), argument="ptx_dataset_name")
-    return splits, first(get_split(parts, "train", "ptx_dataset_name"))
+    streamed, name = copy(script), script.dataset_name
+    streamed.dataset_streaming |= name is not None and not os.path.exists(name)  # on the Hub
+    return {name: first(split) for name, split in load_datasets(streamed, mixture).items()}
 
 
 def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, mixture: MixtureConfig) -> None:
     """Check everything that needs no weights, and print the plan of the run."""
     # 1. Read a few rows.
-    splits, ptx = first_rows(script, mixture)
-    script.ptx_dataset_name = None  # it is read
+    splits = first_rows(script, mixture)
 
     # 2. Run the trainer's checks, up to the weights.
     arguments = trainer_arguments(script, args, model, splits)
@@ -160,8 +150,6 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
                 change = "raise `max_prompt" if limit == args.max_prompt_length else "lower `max_completion"
                 remedy = f"{change}_length`, or set `overlong_prompts` to 'truncate'"
                 raise ValueError(f"`{argument}`: {too_long}, up to {max(lengths)}; {remedy}.")
-    if ptx is not None:
-        tokenize_ptx(ptx, tokenizer, min(args.ptx_max_length, context or args.ptx_max_length), template_kwargs)
     if args.process_index:  # the first process prints for all
         return
 
@@ -176,7 +164,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     )
     longest = min(max(PROMPT_LENGTH, *lengths), limit)
     try:
-        estimate = estimate_memory(**arguments, ptx=ptx is not None, prompt_length=longest, device=device.type)
+        estimate = estimate_memory(**arguments, prompt_length=longest, device=device.type)
         print(f"memory:  with prompts of {longest} tokens, on each process")
         on_gpu = device.type == "cuda"
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)

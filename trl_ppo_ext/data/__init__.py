@@ -1,1 +1,1 @@
-"""Prompts and supervised rows."""
+"""Prompts."""

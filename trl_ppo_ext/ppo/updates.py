@@ -8,9 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..data.supervised import PTXSampler
 from ..modeling import TokenScores
-from ..sequences import Sequences
 from . import math as ppo_math
 from .batch_plan import BatchPlan
 from .math import Reduction
@@ -26,8 +24,6 @@ class MicroBatch:
     step: int  # optimizer step within the rollout
     denominator: Tensor  # tokens or completions of the optimizer step, over all its micro-batches and ranks
     value_denominator: Tensor | None = None  # those of the critic, if it learns from others than the policy
-    ptx: Sequences | None = None  # supervised rows
-    ptx_denominator: Tensor | None = None  # their tokens in the optimizer step
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -140,7 +136,6 @@ class Updates:
     plan: BatchPlan
     metrics: Metrics
     all_sum: Reduction
-    ptx: PTXSampler | None = None
 
     def __post_init__(self):
         args = self.args
@@ -175,21 +170,15 @@ class Updates:
     def _start(self, rollout: Rollout, rows: Tensor, global_step: int) -> None:
         self.reset()
         args, self.rows = self.args, rows
-        rollout_number, steps_done = divmod(global_step, self.plan.optimizer_steps)
+        steps_done = global_step % self.plan.optimizer_steps
         sizes = (args.max_completion_length, self.all_sum)
         denominators = loss_denominators(rollout.policy_tokens, rows, self.aggregation, *sizes)
-        value_denominators, ptx, ptx_denominators = None, None, None
-        counts = denominators.float()
-        if self.ptx is not None:
-            ptx = self.ptx.draw(rollout_number)
-            ptx_denominators = loss_denominators(ptx.completion_mask, rows, "token", *sizes)
-            counts = counts + args.ptx_coef * ptx_denominators
-        all_counts = counts
+        value_denominators, all_counts = None, denominators
         if rollout.policy_mask is not None:
             value_denominators = loss_denominators(rollout.response_mask, rows, self.aggregation, *sizes)
             if not args.uses_deepspeed:  # whose step would move the policy too
-                all_counts = counts + value_denominators
-        self.is_empty, self.spares_policy = (torch.stack([all_counts, counts]) == 0).tolist()
+                all_counts = denominators + value_denominators
+        self.is_empty, self.spares_policy = (torch.stack([all_counts, denominators]) == 0).tolist()
         self.rollout = rollout = rollout.to("cpu") if args.offload_rollout else rollout
         self.micro_batches = (
             MicroBatch(
@@ -197,8 +186,6 @@ class Updates:
                 step,
                 denominators[step],
                 None if value_denominators is None else value_denominators[step],
-                None if ptx is None else ptx.rows(index).to(self.device),
-                None if ptx_denominators is None else ptx_denominators[step],
             )
             for step in range(steps_done, len(rows))
             for index in rows[step]
@@ -216,11 +203,6 @@ class Updates:
             add(name, values, rollout.response_mask if "value" in name else mask)
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
-        if micro_batch.ptx is not None and micro_batch.ptx_denominator is not None:
-            # negative log-likelihood, at temperature 1 for any sampling temperature; 0 at padding
-            nll = -model(micro_batch.ptx, with_values=False).logprobs
-            self.metrics.mean("loss/ptx", nll, micro_batch.ptx.completion_mask)
-            loss = loss + self.args.ptx_coef * nll.sum() / micro_batch.ptx_denominator.clamp(min=1)
         return loss
 
     def trains_policy(self, global_step: int) -> bool:

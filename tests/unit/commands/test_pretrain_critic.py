@@ -541,7 +541,7 @@ def test_default_adapter_and_dtype_are_those_of_the_trainer(built):
     given = built(PPOModelConfig("policy"))
     assert given["model"] == "policy" and given["args"].model_init_kwargs is None
     assert given["peft_config"] == default_peft_config() and given["quantization_config"] is None
-    assert "eval_dataset" not in given and "ptx_dataset" not in given
+    assert "eval_dataset" not in given
     assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
     assert built(PPOModelConfig("policy", use_peft=True))["peft_config"] == default_peft_config()
 
@@ -575,8 +575,7 @@ def test_datasets_are_passed_by_split(built, there):
     assert given["train_dataset"] is made["train"] and given["eval_dataset"] is made["test"]
     given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
-    supervised = built(script_args={"ptx_dataset_name": "prompts.jsonl", "monitor_funcs": ["gpt2", "./policy"]})
-    assert len(supervised["ptx_dataset"]) == 12 and supervised["monitor_funcs"] == ["gpt2", "./policy"]
+    assert built(script_args={"monitor_funcs": ["gpt2", "./policy"]})["monitor_funcs"] == ["gpt2", "./policy"]
 
 
 def test_model_is_required(built):

@@ -301,7 +301,6 @@ report_to: none
 disable_tqdm: true
 push_to_hub: true
 hub_model_id: me/policy
-ptx_dataset_name: missing
 num_generations: 2
 per_device_train_batch_size: 16
 max_completion_length: 4

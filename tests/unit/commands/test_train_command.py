@@ -267,7 +267,6 @@ def test_dry_run_counts_overlong_prompts_of_all_rows(there, capsys):
 
 
 def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
-    save(there / "ptx.jsonl", [{"text": "w1 w2"}, {"text": ""}])
     monkeypatch.setattr("trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list)
     refused = [
         (
@@ -275,7 +274,6 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
             "12 of 12 prompts",
             "raise `max_prompt_length`, or set",
         ),
-        ({"ptx_dataset_name": "ptx.jsonl"}, "Row 1 of the PTX dataset", "text must not be empty"),
         ({"report_to": "wandb"}, "`report_to` names 'wandb'", "not installed"),
         ({"output_dir": "policy"}, "`output_dir` must not be the base model's own directory", "use another"),
     ]
