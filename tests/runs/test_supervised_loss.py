@@ -54,6 +54,12 @@ def build(output_dir, kind=PTXTrainer, reward=length_reward, ptx=None, **setting
     return built, steps.seen
 
 
+def run(*args, **kwargs):
+    built, seen = build(*args, **kwargs)
+    built.train()
+    return built, seen
+
+
 def rows_of_step(step, count, seed=42):
     """Numbers of the rows of an optimizer step: a permutation per pass."""
     size = len(PAIRS)
@@ -103,9 +109,7 @@ def test_gradient_without_advantages_is_that_of_transformers_loss(tmp_path, aggr
 
 
 def test_loss_and_gradient_add_to_those_of_ppo(tmp_path):
-    (one, with_rows), (other, without) = (build(tmp_path / kind.__name__, kind) for kind in (PTXTrainer, PPOTrainer))
-    one.train()
-    other.train()
+    (one, with_rows), (other, without) = (run(tmp_path / kind.__name__, kind) for kind in (PTXTrainer, PPOTrainer))
     (weights, gradient), (same, plain) = with_rows[0], without[0]
     assert all(torch.equal(x, same[name]) for name, x in weights.items())
     nll, expected = nll_gradient(one, weights, rows_of_step(0, 4))
@@ -116,12 +120,8 @@ def test_loss_and_gradient_add_to_those_of_ppo(tmp_path):
 
 
 def test_coefficient_of_zero_changes_nothing(tmp_path):
-    (one, with_rows), (other, without) = (
-        build(tmp_path / "one", ptx={"ptx_coef": 0.0}),
-        build(tmp_path / "other", PPOTrainer),
-    )
-    one.train()
-    other.train()
+    _, with_rows = run(tmp_path / "one", ptx={"ptx_coef": 0.0})
+    _, without = run(tmp_path / "other", PPOTrainer)
     for (weights, _), (same, _) in zip(with_rows, without, strict=True):
         assert all(torch.equal(x, same[name]) for name, x in weights.items())
 
