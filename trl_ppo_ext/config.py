@@ -660,6 +660,7 @@ _UNSUPPORTED = {
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
     "include_num_input_tokens_seen": "`num_tokens` is always logged",
+    "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
 # their mean would reward length.

@@ -230,6 +230,33 @@ def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
         register_fsdp_forward_method(model, method)
 
 
+def prepare_sharded(trainer: Any, prepare: Callable, checkpoint: str | None) -> tuple[nn.Module, Any]:
+    """Run the Trainer's preparation under FSDP or DeepSpeed, and load a checkpoint into the sharded model."""
+    groups = []
+    if trainer.is_fsdp_enabled:
+        optimizer = trainer.create_optimizer()
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+    model, dataloader = prepare(None)
+    for parameters, group in zip(groups, trainer.optimizer.param_groups):
+        # Accelerate finds parameters by address, and all empty shards of a rank share one
+        group["params"] = parameters
+    if checkpoint is None:
+        return model, dataloader
+    trainer._load_from_checkpoint(checkpoint)
+    if trainer.is_fsdp_enabled:
+        trainer.is_fsdp_enabled = False  # the optimizer's state was saved unsharded
+        try:
+            trainer._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            trainer.is_fsdp_enabled = True
+        shard_optimizer_state(optimizer)
+    else:
+        # not strict: the checkpoint omits the frozen base
+        model.load_checkpoint(checkpoint, load_module_strict=False)
+        trainer._load_optimizer_and_scheduler(checkpoint)
+    return model, dataloader
+
+
 def unsharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`state_dict` of an optimizer with unsharded tensors. All ranks must call it."""
     state = optimizer.state_dict()

@@ -379,16 +379,29 @@ class PPOTrainer(Trainer):
 
     # ---- data ----
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Dataloader of row numbers: a batch is a rollout's prompts on one rank, repeated for its micro-batches."""
-        plan, dataset, max_steps = self.plan, self.train_dataset, self.args.max_steps
-        if dataset is None:
-            raise ValueError(
-                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
-                "if an environment writes the prompts."
-            )
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """Dataloader of rows to evaluate, or of numbers of rows to train on.
+
+        A batch of numbers is a rollout's prompts on one rank, repeated for its micro-batches.
+        """
+        if not is_training:
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            if not any(dataset is x for x in sets):  # those were tokenized by the constructor
+                dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
+            if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
+                dataset = list(dataset)
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, dataloader_key=dataloader_key)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        plan, max_steps = self.plan, self.args.max_steps
 
         def steps() -> tuple[int, int]:
             step, last = self.state.global_step, self.state.max_steps
@@ -405,25 +418,9 @@ class PPOTrainer(Trainer):
         else:
             self._train_rows, num_rows = dataset, len(dataset)
             sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, self.args.prompt_seed, steps)
-        return self._get_dataloader(
-            cast(Dataset, range(num_rows)), "Training", plan.completions_per_process, lambda _: sampler, True
+        return super()._get_dataloader(
+            cast(Dataset, range(num_rows)), description, plan.completions_per_process, lambda _: sampler, True
         )
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """Dataloader of an evaluation set, which is tokenized unless it was passed to the constructor."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
-        elif eval_dataset is None:
-            eval_dataset = cast(Dataset, self.eval_dataset)
-        elif eval_dataset is not self.eval_dataset:
-            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
-        if isinstance(eval_dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
-            eval_dataset = cast(Dataset, list(eval_dataset))
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset | list[dict]) -> DataLoader:
-        """Dataloader of the prompts of `predict`."""
-        return super().get_test_dataloader(self._tokenize(test_dataset, name="test_dataset"))
 
     # ---- evaluation and logging ----
 
@@ -481,6 +478,11 @@ class PPOTrainer(Trainer):
         Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error that ends the run
         first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
+                "if an environment writes the prompts."
+            )
         self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
         if resume_from_checkpoint is None:
@@ -549,38 +551,7 @@ class PPOTrainer(Trainer):
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             distributed.forget_evaluation(self)
             return prepare(max_steps, train_dataloader, resume_from_checkpoint)
-        groups = []
-        if self.is_fsdp_enabled:
-            optimizer = self.create_optimizer()
-            groups = [list(group["params"]) for group in optimizer.param_groups]
-        model, train_dataloader = prepare(max_steps, train_dataloader, None)
-        for parameters, group in zip(groups, self.optimizer.param_groups):
-            # Accelerate finds parameters by address, and all empty shards of a rank share one
-            group["params"] = parameters
-        if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint)
-            if self.is_fsdp_enabled:
-                self.is_fsdp_enabled = False  # the optimizer's state was saved unsharded
-                try:
-                    self._load_optimizer_and_scheduler(resume_from_checkpoint)
-                finally:
-                    self.is_fsdp_enabled = True
-                distributed.shard_optimizer_state(optimizer)
-            else:
-                # not strict: the checkpoint omits the frozen base
-                model.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
-                self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        return model, train_dataloader
-
-    def _load_callback_state(self) -> None:
-        """Restore the state of callbacks, whose arguments are the script's, and the path of the best checkpoint."""
-        for name, states in self.state.stateful_callbacks.items():
-            callbacks = [x for x in self.callback_handler.callbacks if type(x).__name__ == name]
-            for callback, state in zip(callbacks, as_list(states)):
-                vars(callback).update(state["attributes"])
-        best = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        if os.path.isdir(best):  # the run may have been moved or copied
-            self.state.best_model_checkpoint = best
+        return distributed.prepare_sharded(self, partial(prepare, max_steps, train_dataloader), resume_from_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
@@ -797,10 +768,20 @@ class _StepCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Restore the run state, after the Trainer has set up its own."""
-        self.trainer._last_step = state.global_step
-        if self.trainer._resumed:
-            self.trainer._load_run_state()
+        """Restore what the Trainer does not, after it has set up its own state."""
+        trainer = self.trainer
+        trainer._last_step = state.global_step
+        if not trainer._resumed:
+            return
+        trainer._load_run_state()
+        # the Trainer would also restore the arguments of callbacks, which are the script's
+        for name, states in state.stateful_callbacks.items():
+            callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
+            for callback, saved in zip(callbacks, as_list(states)):
+                vars(callback).update(saved["attributes"])
+        best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if os.path.isdir(best):  # the run may have been moved or copied
+            state.best_model_checkpoint = best
 
     def on_predict(self, args, state, control, metrics, **kwargs) -> None:
         """Forget the samples of `predict`, which does not log."""
