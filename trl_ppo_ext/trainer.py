@@ -12,10 +12,8 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed
-from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -26,17 +24,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerState,
 )
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
 from . import distributed
 from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, load_tokenizer
-from .checkpoints import files, hub, resume
-from .checkpoints.atomic import rotate, verify
+from .checkpoints import files, hub, resume, save
+from .checkpoints.atomic import rotate
 from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card, provenance
 from .config import PPOConfig
@@ -46,7 +41,7 @@ from .generation import build_generator
 from .modeling.critics import SIDE_LEARNING_RATE
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.batch_plan import BatchPlan
-from .ppo.guards import NonFiniteError, NonFiniteGuard
+from .ppo.guards import NonFiniteGuard
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import RolloutCollector, Samples
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
@@ -492,9 +487,8 @@ class PPOTrainer(Trainer):
         with resume.locked(output_dir, is_writer):
             if resume_from_checkpoint:
                 ranks = is_writer, self.accelerator.process_index
-                checkpoint, self._resumed = resume.find_checkpoint(
-                    resume_from_checkpoint, output_dir, *ranks, self._check_checkpoint
-                )
+                check = partial(save.check_checkpoint, self)
+                checkpoint, self._resumed = resume.find_checkpoint(resume_from_checkpoint, output_dir, *ranks, check)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
@@ -510,7 +504,7 @@ class PPOTrainer(Trainer):
                 except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
-                    self._save_after_error(error)
+                    save.save_after_error(self, error)
                     raise
         if self.preempted:
             if self.accelerator.num_processes > 1:
@@ -519,30 +513,6 @@ class PPOTrainer(Trainer):
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
-
-    def _save_after_error(self, error: BaseException) -> None:
-        """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
-        return_to_step, self._return_to_step = self._return_to_step, None
-        # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
-        together = self.accelerator.num_processes == 1 or isinstance(error, RewardError | NonFiniteError)
-        if return_to_step is None or not together or isinstance(error, files.CheckpointError):
-            return
-        try:
-            return_to_step()
-            final = self._write_checkpoint()
-            if final is not None:
-                error.add_note(
-                    f"`{final}` holds all optimizer steps so far; resume with `resume_from_checkpoint=True`."
-                )
-        except Exception as failure:  # must not hide the first one
-            error.add_note(f"The optimizer steps since the last checkpoint are lost, saving failed too: {failure}")
-
-    def _check_checkpoint(self, path: str) -> None:
-        files.check_settings(path, files.load_state(path).get("settings", {}), self.args, self._inputs)
-        needed = [TRAINER_STATE_NAME, *([] if self.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME])]
-        missing = [name for name in needed if not os.path.isfile(os.path.join(path, name))]
-        if missing:
-            raise files.CheckpointError(f"`{path}` lacks {', '.join(missing)}; resume from another checkpoint.")
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -560,31 +530,6 @@ class PPOTrainer(Trainer):
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         self.collector.forget_values()
-
-    def _run_state(self) -> dict[str, Tensor]:
-        """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
-        numbers = [self._tr_loss.item(), self._globalstep_last_logged, self.guard.skipped]
-        parts = {
-            "rollout": self.updates.state_dict(self.state.global_step),
-            "metrics": self._metrics["train"].state_dict(),
-            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
-        }
-        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
-        return {name: x.detach().cpu().contiguous() for name, x in named.items()}
-
-    def _load_run_state(self) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
-        for key, x in self._resumed.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = x
-        self._resumed = {}
-        loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
-        self._tr_loss = torch.tensor(loss, device=self.accelerator.device)
-        self._total_loss_scalar = -loss  # the final mean is that of this `train()`
-        self._globalstep_last_logged, self.guard.skipped = int(last_logged), int(skipped)
-        if parts["rollout"]:
-            self.updates.load_state_dict(parts["rollout"], self.state.global_step)
-        self._metrics["train"].load_state_dict(parts["metrics"])
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
@@ -631,23 +576,7 @@ class PPOTrainer(Trainer):
             self._finish_current_push()
             self.is_in_train = False
             return None
-        best = self.state.best_model_checkpoint
-        if best is not None and (self.args.load_best_model_at_end or self.args.save_total_limit == 1):
-            try:
-                distributed.on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=self.args.should_save)
-            except resume.READ_ERRORS as error:
-                logger.warning(
-                    "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and "
-                    "no checkpoint is deleted for the best one.",
-                    best,
-                    error,
-                )
-                self.state.best_model_checkpoint = best = None
-        if best is not None and not os.path.samefile(Path(best).parent, self.args.output_dir):
-            # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
-            if self.args.load_best_model_at_end:
-                self._load_best_model()
-            self.state.best_model_checkpoint = None
+        save.settle_best_checkpoint(self)
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
@@ -681,61 +610,13 @@ class PPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        args, final = self.args, self._write_checkpoint()
+        args, final = self.args, save.write_checkpoint(self)
         if final is None:
             return
         if args.should_save:
             rotate(final, args.save_total_limit, self.state.best_model_checkpoint, self._validity)
         if args.push_to_hub:
             hub.push_in_background(self, str(final))
-
-    def _write_checkpoint(self) -> Path | None:
-        """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
-        args, state = self.args, self.state
-        final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
-        weights = self.actor_critic.trained_weights()
-        nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
-        if nonfinite is not None:
-            logger.warning(
-                "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` "
-                "and `resume_with_changed_settings=True`.",
-                final,
-                nonfinite,
-            )
-            return None
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(final)
-        fsdp_state = distributed.unsharded_optimizer_state(self.optimizer) if self.is_fsdp_enabled else None
-        is_writer = args.should_save
-
-        def write(directory: str) -> None:
-            if is_writer:
-                self._write_model(directory, str(final), weights)
-                self._write_trainer_state(directory, fsdp_state)
-            if self.is_deepspeed_enabled:
-                self.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
-            self._save_scaler(directory)
-            self._save_rng_state(directory)
-            state_file = resume.run_state_file(self.accelerator.process_index)
-            save_file(self._run_state(), os.path.join(directory, state_file))
-
-        resume.write_checkpoint(final, write, is_writer, self.is_deepspeed_enabled, self.accelerator.wait_for_everyone)
-        self._validity[final] = True
-        record.forget(args.output_dir, self.accelerator.process_index, before=state.global_step)
-        return final
-
-    def _write_trainer_state(self, directory: str, fsdp_state: dict[str, Any] | None) -> None:
-        """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
-        if not self.is_deepspeed_enabled:
-            optimizer = self.optimizer.state_dict() if fsdp_state is None else fsdp_state
-            torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
-        if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
-        callbacks = [*self.callback_handler.callbacks, self.control]
-        stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
-        self.state.stateful_callbacks = stateful.stateful_callbacks
-        self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
         return model_card(
@@ -773,7 +654,8 @@ class _StepCallback(TrainerCallback):
         trainer._last_step = state.global_step
         if not trainer._resumed:
             return
-        trainer._load_run_state()
+        save.load_run_state(trainer, trainer._resumed)
+        trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]

@@ -21,7 +21,7 @@ from transformers import EarlyStoppingCallback
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 14
@@ -75,14 +75,14 @@ def train(output_dir, settings):
 
 def fill_disk():
     """From now on, there is no room for the third thing that this process writes."""
-    save_file, left = trainers.save_file, iter([True, True])
+    save_file, left = saving.save_file, iter([True, True])
 
     def full(*args):
         if not next(left, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(*args)
 
-    trainers.save_file = full
+    saving.save_file = full
 
 
 def drawn(output_dir, processes):

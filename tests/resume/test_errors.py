@@ -8,7 +8,7 @@ from runs_of_tiny import trainer, weights
 from tiny import length_reward, prompts
 from transformers import TrainerCallback
 
-from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 
 TIMED = ("time/", "tokens_per_second", "train_")
@@ -146,7 +146,7 @@ def test_failing_disk_does_not_hide_the_error(tmp_path, monkeypatch):
 
     failing = trainer(tmp_path, **SETTINGS)
     fails_after("compute_loss", 5)(failing)
-    monkeypatch.setattr(trainers, "save_file", full)
+    monkeypatch.setattr(saving, "save_file", full)
     with pytest.raises(FaultError) as error:
         failing.train()
     assert "No space left" in error.value.__notes__[0] and not checkpoints(tmp_path)

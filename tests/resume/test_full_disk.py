@@ -9,8 +9,8 @@ import torch
 from runs_of_tiny import trainer, weights
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.checkpoints import resume
+from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling import adapter_files
@@ -85,9 +85,9 @@ def test_read_only_disk_raises_before_training(small_disk, begun):
 
 WRITERS = [
     (adapter_files, "save_file"),  # adapters and critic
-    (trainers.torch, "save"),  # optimizer and scheduler
+    (saving.torch, "save"),  # optimizer and scheduler
     (PPOTrainer, "_save_rng_state"),
-    (trainers, "save_file"),  # the rank's state
+    (saving, "save_file"),  # the rank's state
     (resume, "publish"),
     (resume.Path, "mkdir"),
 ]
