@@ -191,7 +191,7 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         raise ValueError(f"An adapter must consist of its trained weights, but {wrong}; use `LoraConfig`.") from error
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
         remedy = "Remove `lm_head` from `target_modules` and `modules_to_save`."
-        raise ValueError(f"The adapter must not be on the frozen output projection (`lm_head`). {remedy}")
+        raise ValueError(f"The adapter must not be on the output projection (`lm_head`). {remedy}")
     return policy, is_trained
 
 

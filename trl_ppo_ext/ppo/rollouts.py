@@ -243,8 +243,8 @@ def collect(
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     if (estimator := args.reward_kl) is not None:
-        exact = estimator == "exact"
-        kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, estimator)
+        exact, kind = estimator == "exact", cast(ppo_math.KLEstimator, estimator)
+        kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
     rewards = ppo_math.token_rewards(scored.tokens, scores, kl, completion_mask, run.kl_coef)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
