@@ -111,11 +111,6 @@ def config(output_dir, **kwargs):
         "num_ppo_epochs": 2,
         "max_steps": 4,
         "learning_rate": 1e-3,
-        # the critic of `plain_ppo`; tests/runs/test_defaults.py has that of the defaults
-        "critic": "head",
-        "normalize_values": False,
-        "cliprange": 0.2,
-        "vf_coef": 0.1,
     }
     return PPOConfig(str(output_dir), **(defaults | kwargs))
 

@@ -5,17 +5,14 @@ import torch
 from runs_of_tiny import trainer
 from tiny import config
 
-from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.modeling.critics import SideCritic
 from trl_ppo_ext.ppo import math as ppo_math
 
-DEFAULTS = {name: PPOConfig.__dataclass_fields__[name].default for name in ("critic", "normalize_values", "vf_coef")}
-
 
 def test_defaults_follow_from_the_critic(tmp_path):
-    args = config(tmp_path, **DEFAULTS)
+    args = config(tmp_path)
     assert (args.critic, args.normalize_values, args.whiten_advantages, args.vf_coef) == ("side", True, False, 0.5)
-    plain = config(tmp_path, **DEFAULTS | {"normalize_values": False})
+    plain = config(tmp_path, normalize_values=False)
     assert plain.whiten_advantages
     none = config(tmp_path, critic="none", advantage_estimator="reinforce")
     assert (none.normalize_values, none.whiten_advantages) == (False, False)
@@ -23,16 +20,16 @@ def test_defaults_follow_from_the_critic(tmp_path):
 
 
 def test_default_clip_is_a_factor_of_two_either_way(tmp_path):
-    default, paper = config(tmp_path, cliprange=None), config(tmp_path, cliprange=0.2)
+    default, paper = config(tmp_path), config(tmp_path, cliprange=0.2)
     assert (default.cliprange, default.cliprange_high, default.dual_clip) == (0.5, 1.0, 2.0)
     assert (paper.cliprange_high, paper.dual_clip) == (None, None)
-    own = config(tmp_path, cliprange=None, cliprange_high=0.28, dual_clip=10.0)
+    own = config(tmp_path, cliprange_high=0.28, dual_clip=10.0)
     assert (own.cliprange, own.cliprange_high, own.dual_clip) == (0.5, 0.28, 10.0)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_default_clip_has_no_gradient_beyond_its_region(tmp_path, advantage):
-    args = config(tmp_path, cliprange=None)
+    args = config(tmp_path)
     ratios = torch.tensor([0.4, 0.6, 1.9, 2.1])
     logprobs = ratios.log().requires_grad_()
     clip = (args.cliprange, args.cliprange_high, args.dual_clip)
@@ -47,7 +44,7 @@ def test_normalize_values_needs_a_critic(tmp_path):
 
 
 def test_side_critic_has_a_learning_rate_of_its_own(tmp_path):
-    run = trainer(tmp_path, **DEFAULTS, learning_rate=1e-5)
+    run = trainer(tmp_path, learning_rate=1e-5)
     run.create_optimizer()
     rates = {id(x): group["lr"] for group in run.optimizer.param_groups for x in group["params"]}
     assert {rates[id(x)] for x in run.actor_critic.critic_parameters().values()} == {SideCritic.learning_rate}

@@ -155,7 +155,7 @@ def test_secret_reaches_the_critic_alone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"critic_kwargs": {"prompt": "answer"}}, "'prompt': 'answer'}` needs `critic='adapter'`, got 'head'"),
+        ({"critic_kwargs": {"prompt": "answer"}}, "'prompt': 'answer'}` needs `critic='adapter'`, got 'side'"),
         (PRIVILEGED | {"critic_kwargs": {"prompt": "solution"}}, "needs the column 'solution' of `critic_kwargs"),
         (PRIVILEGED | {"max_completion_length": 60}, "The critic's prompt has .* room for 4"),
     ],

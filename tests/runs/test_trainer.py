@@ -123,6 +123,7 @@ def off_policy(tmp_path_factory):
         learning_rate=2e-2,
         mask_truncated_completions=True,
         max_completion_length=12,
+        critic="head",  # whose loss trains the policy's adapter, too
     )
     rollouts = rollouts_of(built)
     built.train()

@@ -31,8 +31,8 @@ def flash_attention(module, query, *args, **kwargs):
 AttentionInterface.register("stand_in", flash_attention)
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["gate_proj"])
 CONFIGURATIONS = {
-    "defaults": {"critic": "side", "normalize_values": True, "cliprange": None},
-    "value head": {},
+    "defaults": {},
+    "value head": {"critic": "head", "normalize_values": False},
     "critic adapter, checkpointing": {"critic": "adapter", "gradient_checkpointing": True},
     "no critic": {"critic": "none", "num_generations": 2},
     "reward model": {"reward_funcs": "classifier"},

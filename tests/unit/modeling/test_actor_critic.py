@@ -12,8 +12,8 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 from trl_ppo_ext.modeling.loading import load_actor_critic
 
 
-def actor_critic(tmp_path, model=None, moved=True, **kwargs):
-    built = load_actor_critic(model or llama(), config(tmp_path), **kwargs)
+def actor_critic(tmp_path, model=None, moved=True, critic="side", **kwargs):
+    built = load_actor_critic(model or llama(), config(tmp_path, critic=critic), **kwargs)
     if moved:
         move_adapter(built)
     return built
@@ -39,7 +39,7 @@ def test_logprobs_are_those_of_the_plain_model_without_padding(tmp_path, make):
 
 
 def test_values_are_of_the_state_in_which_each_token_was_sampled(tmp_path):
-    built = actor_critic(tmp_path)
+    built = actor_critic(tmp_path, critic="head")
     values = built(sequences()).values
     hidden = built.policy(input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]]), output_hidden_states=True)
     states = hidden.hidden_states[-1][0, len(PROMPTS[0]) - 1 : -1]
