@@ -29,7 +29,7 @@ class Engine:
     """Base of both, which inherit what they need not do."""
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
+        """Wake up, and load an adapter under a new name: vLLM caches keys and values of prompts by name and path."""
 
     def unload(self, name: str) -> None:
         """Forget an adapter, if the next one has not taken its slot."""
@@ -38,8 +38,5 @@ class Engine:
         """Sample the completions of each request."""
         raise NotImplementedError
 
-    def wake(self) -> None:
-        """Allocate what only sampling needs."""
-
     def sleep(self) -> None:
-        """Free it."""
+        """Free what only sampling needs."""

@@ -17,7 +17,7 @@ from ..concurrency import called, finished, started
 from ..config import PPOConfig
 from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
-from ..rewards import fixed_seed
+from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode

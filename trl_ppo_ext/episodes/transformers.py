@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -112,7 +112,7 @@ class TransformersGenerator(Generator):
             "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids),
             "use_cache": True,
         } | {name: getattr(args, name) for name in SAMPLING}
-        self.config = GenerationConfig(**settings | (args.generation_kwargs or {}))
+        self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
         self.stop_strings: StopStringCriteria | None = None
         if args.stop_strings:

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,14 +22,13 @@ from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..config import LOCK
+from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
-from ..rewards import capture_random_state
+from ..rewards.scoring import capture_random_state
 from .engine import Engine, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
@@ -44,10 +43,9 @@ class VLLMGenerator(Generator):
     """Samples with the policy's adapter as it is at the start of a rollout, and keeps the sampler's log-probs."""
 
     def __init__(
-        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic = actor_critic
-        self.limit = args.max_completion_length
+        self.actor_critic, self.limit = actor_critic, args.max_completion_length
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
         self.sampled_logprobs: list[list[float]] = []
@@ -80,11 +78,10 @@ class VLLMGenerator(Generator):
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Sample from the policy of this moment within a context."""
-        self.engine.wake()
+        # 1. Write the adapter beside, then rename: a server never reads half of it.
+        version, last = next(self.versions), self.version
+        on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
         try:
-            # 1. Write the adapter beside, then rename: a server never reads half of it.
-            version, last = next(self.versions), self.version
-            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
             # 2. Load it on every rank, which is a no-op for a server that has it.
             on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
             self.version = version
@@ -104,8 +101,7 @@ class VLLMGenerator(Generator):
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
-                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); when there is space, the run "
-                "can be resumed from its last checkpoint."
+                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); free space, and resume the run."
             ) from error
 
     def _forget(self, version: str) -> None:
@@ -141,7 +137,7 @@ def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
     return [groups.index(number) for number in range(len(numbers))], groups
 
 
-def served_base(actor_critic: ActorCritic, args: Any) -> str:
+def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
     config, path = actor_critic.policy.get_base_model().config, args.vllm_options.base_model
     base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
@@ -208,13 +204,11 @@ class ColocatedEngine(Engine):
     """vLLM in this process, with a copy of the base."""
 
     def __init__(
-        self, base: str, dtype: torch.dtype, rank: int, args: Any, accelerator: Accelerator, settings: dict[str, Any]
+        self, base: str, dtype: torch.dtype, rank: int, args: PPOConfig, accelerator: Accelerator, settings: dict
     ):
         if find_spec("vllm") is None:
             raise ImportError(f"`generation_backend='vllm'` needs vLLM, which is not installed; {INSTALL}.")
         on_cpu = accelerator.device.type == "cpu"
-        if on_cpu and args.vllm_enable_sleep_mode:
-            raise ValueError("`vllm_enable_sleep_mode` frees GPU memory, and this run has no GPU; remove it.")
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -233,7 +227,7 @@ class ColocatedEngine(Engine):
 
             self.llm = vllm.LLM(
                 base,
-                **defaults | (args.generation_kwargs or {}),
+                **defaults | cast(dict, args.generation_kwargs or {}),
                 enable_lora=True,
                 max_loras=1,
                 max_lora_rank=rank,
@@ -249,12 +243,11 @@ class ColocatedEngine(Engine):
         self.sleep_level = args.vllm_options.sleep_level if args.vllm_enable_sleep_mode else None
         self.requests: dict[str, Any] = {}
         self.device = accelerator.device
-        quiet = args.disable_tqdm or not accelerator.is_main_process
-        # vLLM divides by the time of its bar, which is 0 if it is disabled
-        self.bar = False if quiet else partial(tqdm, leave=False, delay=3)
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter into memory; its directory is not needed afterwards."""
+        """Allocate what `sleep` freed, and load an adapter into memory; its directory is not needed afterwards."""
+        if self.sleep_level is not None and self.requests:
+            self.llm.wake_up()
         request = self.adapter(name, int(name.rpartition("-")[2]), str(directory))
         try:
             self.llm.llm_engine.add_lora(request)
@@ -268,14 +261,9 @@ class ColocatedEngine(Engine):
         params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
         restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
-        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=self.bar)
+        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)
         restore()
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
-
-    def wake(self) -> None:
-        """Allocate what the engine freed. The adapter of the rollout before may be lost, but the next one follows."""
-        if self.sleep_level is not None and self.requests:
-            self.llm.wake_up()
 
     def sleep(self) -> None:
         """Free keys and values. Base and adapter stay on the GPU, unless the level is 1."""
