@@ -143,16 +143,15 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
-            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: completions would come from "
-            "another policy (0.25 nats off per token with NF4). Write the quantized weights with `trl-ppo dequantize` "
-            "and set `vllm_kwargs={'base_model': ...}` to that directory (or to any base by its name), or, with "
-            "vLLM's plugin for bitsandbytes, set `generation_kwargs={'quantization': 'bitsandbytes'}`."
+            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
+            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `trl-ppo dequantize` "
+            "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     written = dequantized_from(path) if path and is_quantized and os.path.isdir(path) else None
     if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
         raise ValueError(
-            f"`vllm_kwargs['base_model']` was written by `trl-ppo dequantize` from other 4-bit weights (of "
-            f"`{written['base_model']}`) than the policy's; write it again with this run's base and quantization."
+            f"`vllm_kwargs['base_model']` was written from other 4-bit weights (of `{written['base_model']}`) than "
+            "the policy's; write it again with this run's base and quantization."
         )
     if not base:
         raise ValueError(
@@ -176,9 +175,6 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
     if largest > RANKS[-1]:
         raise ValueError(f"vLLM loads adapters of rank up to {RANKS[-1]}, got {largest}; lower `r` of `peft_config`.")
     return next(rank for rank in RANKS if rank >= largest)
-
-
-# ---- vLLM in this process ----
 
 
 @contextmanager
@@ -241,8 +237,7 @@ class ColocatedEngine(Engine):
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
         self.sleep_level = args.vllm_options.sleep_level if args.vllm_enable_sleep_mode else None
-        self.requests: dict[str, Any] = {}
-        self.device = accelerator.device
+        self.requests, self.device = dict[str, Any](), accelerator.device
 
     def load(self, name: str, directory: Path) -> None:
         """Allocate what `sleep` freed, and load an adapter into memory; its directory is not needed afterwards."""

@@ -77,10 +77,7 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
-    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing.
-
-    Text gets an EOS at the end, and the tokenizer's special tokens; chat messages get the chat template.
-    """
+    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
     if is_conversational({"prompt": prompts[0]}):
         chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
         return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
@@ -96,12 +93,10 @@ class SequenceScorer:
         self.name, self.tokenizer = name, tokenizer
         self.batch_size, self.context_length = batch_size, context_length
         if tokenizer.pad_token_id is None:
-            if tokenizer.eos_token_id is None:
-                raise RewardError(
-                    f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token; set "
-                    "`tokenizer.pad_token` and pass it in `reward_processing_classes`."
-                )
             tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            cause = f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token"
+            raise RewardError(f"{cause}; set `tokenizer.pad_token`, and pass it in `reward_processing_classes`.")
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
@@ -243,10 +238,8 @@ class AdapterReward(SequenceScorer):
                     f"policy's ({len(tokenizer)} tokens); merge the adapter into its base and pass that model."
                 )
         if "weight" not in files.head:
-            raise RewardError(
-                f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)}); train it with "
-                '`task_type="SEQ_CLS"`, which saves the head with the adapter.'
-            )
+            cause = f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)})"
+            raise RewardError(f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.')
         self.label = checked_label(self.name, len(files.head["weight"]), label)
         self.actor_critic = actor_critic
         try:
