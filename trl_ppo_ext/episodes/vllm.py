@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -29,8 +29,11 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
 from ..rewards.scoring import capture_random_state
-from .engine import Engine, Request, Sampled, VLLMError
+from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
+
+if TYPE_CHECKING:
+    from .vllm_server import VLLMServer
 
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
@@ -42,6 +45,8 @@ INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run 
 class VLLMGenerator(Generator):
     """Samples with the policy's adapter as it is at the start of a rollout, and keeps the sampler's log-probs."""
 
+    engine: "ColocatedEngine | VLLMServer"
+
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
@@ -52,7 +57,6 @@ class VLLMGenerator(Generator):
         settings = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
         settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
         base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
-        self.engine: Engine
         if args.vllm_mode == "server":
             from .vllm_server import VLLMServer  # with its HTTP client
 
@@ -60,9 +64,8 @@ class VLLMGenerator(Generator):
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
             self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
-            self.engine = VLLMServer(
-                args.vllm_server_base_url or LOCAL, args.vllm_server_timeout, base, settings, rank
-            )
+            url = args.vllm_server_base_url or LOCAL
+            self.engine = VLLMServer(url, args.vllm_server_timeout, base, settings, rank)
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
             run, self.writes = ["policy"], True
@@ -82,7 +85,7 @@ class VLLMGenerator(Generator):
         version, last = next(self.versions), self.version
         on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
         try:
-            # 2. Load it on every rank, which is a no-op for a server that has it.
+            # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
             on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
             self.version = version
             # 3. Forget the one before: every rank has sampled its rollout.
@@ -196,7 +199,7 @@ def contained(device: torch.device) -> Iterator[None]:
         os.environ.update(environment)
 
 
-class ColocatedEngine(Engine):
+class ColocatedEngine:
     """vLLM in this process, with a copy of the base."""
 
     def __init__(
@@ -250,6 +253,9 @@ class ColocatedEngine(Engine):
             raise VLLMError(f"vLLM does not support this adapter: {error}; change `peft_config`.") from error
         self.requests = {name: request}
         shutil.rmtree(directory)
+
+    def unload(self, name: str) -> None:
+        """Do nothing: the next adapter takes the slot."""
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""

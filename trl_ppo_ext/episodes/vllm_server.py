@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..concurrency import finished, started
 from ..redaction import redacted, shortened, without_key
-from .engine import Engine, Request, Sampled, VLLMError
+from .engine import Request, Sampled, VLLMError
 
 try:
     import httpx2
@@ -27,7 +27,7 @@ UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
 
 
-class VLLMServer(Engine):
+class VLLMServer:
     """`vllm serve` on this or another machine, which sees the directory of the adapters under the same path."""
 
     def __init__(self, url: str, timeout: float, base: str, settings: dict[str, Any], rank: int):
@@ -92,6 +92,9 @@ class VLLMServer(Engine):
             raise VLLMError(f"The server at {self.name} did not sample: {self._shown(answer)}.")
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         return [Sampled(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+    def sleep(self) -> None:
+        """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
         key = read_key(KEY) if os.environ.get(KEY) else None
