@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, Protocol, cast
 
 import torch
@@ -124,10 +125,13 @@ class TransformersGenerator(Generator):
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
         criteria = [] if self.stop_strings is None else [_StopStrings(self.stop_strings, inputs[0], max_new_tokens)]
-        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        options |= {"max_new_tokens": max_new_tokens, "synced_gpus": self.actor_critic.is_sharded}
+        options: dict[str, Any] = {"synced_gpus": self.actor_critic.is_sharded}
+        if cache is not None:
+            options["past_key_values"] = cache
+        config = copy(self.config)
+        config.max_new_tokens = max_new_tokens
         with self.accelerator.autocast():
-            ids = self.actor_critic.sample(*inputs, self.config, criteria, **options)
+            ids = self.actor_critic.sample(*inputs, config, criteria, **options)
         completions = ids[:, inputs[0].shape[1] :].tolist()
         for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
