@@ -44,15 +44,8 @@ from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.sampler import SamplerComparison
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import (
-    ClassifierReward,
-    RewardError,
-    RewardFunc,
-    build_rewards,
-    capture_random_state,
-    check_contexts,
-    fixed_seed,
-)
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog
 from .tracking.terminal import Terminal

@@ -123,7 +123,7 @@ def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerB
         if is_text:
             pair = [text.removesuffix(end) for text in pair]  # the scorer adds it, as RewardTrainer does
         try:
-            length = max(map(len, scorer._encode(pair, [empty] * 2)))
+            length = max(map(len, scorer.encode(pair, [empty] * 2)))
         except TemplateError as error:
             raise ValueError(f"The chat template does not take pair {index}: {error}; drop or reshape it.") from error
         if length <= context:

@@ -21,11 +21,7 @@ def encodable(text: str) -> str:
 
 
 class ChatFormat:
-    """Turns of a conversation as token ids, with the delimiters of the chat template.
-
-    Only what follows a turn is rendered, after a stand-in for it: ids that the policy has sampled or read stay as
-    they are, though a template would write a conversation anew.
-    """
+    """Turns of a conversation as token ids, with the delimiters of the chat template."""
 
     def __init__(
         self,
@@ -91,16 +87,13 @@ class ChatFormat:
         stop_token_ids: frozenset[int],
         room: int,
     ) -> list[int]:
-        """Token ids of messages after a turn of the policy, up to where its next turn begins.
-
-        Without `template_kwargs` the conversation is text. Returns more than `room` ids, and maybe not all of them, if
-        the messages do not fit.
-        """
+        """Token ids of messages after a turn of the policy, up to where its next turn begins."""
         texts = [message["content"] for message in messages]
         if sum(map(len, texts)) > CHARACTERS * room:
-            return [0] * (room + 1)
-        if template_kwargs is None:
+            return [0] * (room + 1)  # the caller drops what does not fit
+        if template_kwargs is None:  # the conversation is text
             return self.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+        # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
         opening = self._opened_by(messages[0])
         before = self._render(opening, template_kwargs)
         after = self._render([*opening, *messages], template_kwargs, add_generation_prompt=True)

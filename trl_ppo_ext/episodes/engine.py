@@ -1,7 +1,5 @@
-"""Interface of vLLM in this process, or behind a server."""
+"""Requests to vLLM in this process, or behind a server."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -23,23 +21,3 @@ class Sampled(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
-
-
-class Engine:
-    """Base of both, which inherit what they need not do."""
-
-    def load(self, name: str, directory: Path) -> None:
-        """Load an adapter under a new name: vLLM caches the keys and values of prompts by name and path."""
-
-    def unload(self, name: str) -> None:
-        """Forget an adapter, if the next one has not taken its slot."""
-
-    def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
-        """Sample the completions of each request."""
-        raise NotImplementedError
-
-    def wake(self) -> None:
-        """Allocate what only sampling needs."""
-
-    def sleep(self) -> None:
-        """Free it."""

@@ -42,20 +42,17 @@ class TextEnvironment:
         """Step with the text of a turn."""
         result = await called(self.instance.step, message["content"])
         if not (isinstance(result, tuple) and len(result) in (3, 5)):
-            raise ValueError(
-                "`step` must return (observation, reward, done), or Gymnasium's (observation, reward, terminated, "
-                f"truncated, info), got {shortened(repr(result)[:200])}."
-            )
-        observation, reward, done, *rest = result
-        truncated = bool(rest) and bool(rest[0]) and not done
+            needed = "`step` must return (observation, reward, done), or Gymnasium's five values"
+            raise ValueError(f"{needed}, got {shortened(repr(result)[:200])}.")
+        observation, reward, done, truncated, *_ = (*result, False)
         if not math.isfinite(reward):
             raise ValueError(f"`step` must return a finite reward, got {reward}.")
-        ends = bool(done) or truncated
+        ends = bool(done or truncated)
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
         # after a limit, the critic reads it
         messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
-        return Answer(messages, float(reward), ends, truncated)
+        return Answer(messages, float(reward), ends, bool(truncated) and not done)
 
 
 def openenv(
@@ -101,8 +98,7 @@ class Kind:
     """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
 
     def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
-        self.factory = factory
-        self.tools = tools
+        self.factory, self.tools = factory, tools
         self.pool = [self.make()]
         self.type: Any = type(self.pool[0].instance)
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
@@ -164,17 +160,14 @@ class Environments:
         if not (self or self.rollout_func):
             return dataset, template_kwargs
         if dataset is None and self.by_name and args.max_steps > 0:
-            raise ValueError(
-                "A dictionary as `environment_factory` requires a `train_dataset` whose column `environment` "
-                "names one of them, got None."
-            )
+            needed = "a `train_dataset` whose column `environment` names one of them"
+            raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
         for reward in self.rewards:
             reward.timeout = args.environment_timeout
         if self.has_instances and (dataset is not None or args.max_steps > 0):
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
-        with_tools = any(kind.schemas for kind in self.kinds.values())
-        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools)
+        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools=bool(self.tools))
         schemas = self.kinds[None].schemas if None in self.kinds else []
         return dataset, self.chat.template_kwargs | ({"tools": schemas} if schemas else {})
 

@@ -17,7 +17,7 @@ from ..concurrency import called, finished, started
 from ..config import PPOConfig
 from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
-from ..rewards import fixed_seed
+from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
@@ -246,9 +246,8 @@ class FunctionPlayer(Player):
                 end = 0
             if not end or len(sampled) != len(completion_ids) or not prompt_ids:
                 raise ValueError(
-                    "`rollout_func` must return a dict with token ids for each prompt in `prompt_ids` and "
-                    "`completion_ids` and, if an environment wrote some of them, `env_mask` with 1 at each token that "
-                    f"the policy sampled; row {number} of {len(rows)} has no valid ones."
+                    "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
+                    f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
 
             # 3. Split them into turns and answers. Other entries are for reward functions.

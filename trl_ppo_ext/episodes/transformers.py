@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, Protocol, cast
 
 import torch
@@ -75,10 +76,7 @@ def stop_token_ids(
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_token: str | None = None) -> None:
     """Set the tokenizer's pad token to the given one or, if it has none, to EOS."""
     if not stops:
-        raise ValueError(
-            "Neither the tokenizer nor the model's generation config has an EOS token, so no completion could ever "
-            "end; set `tokenizer.eos_token`, or `stop_token_ids`."
-        )
+        raise ValueError("No EOS token ends a completion; set `tokenizer.eos_token`, or `stop_token_ids`.")
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"`pad_token` must be a token of the tokenizer, got {pad_token!r}.")
@@ -108,8 +106,7 @@ class TransformersGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic = actor_critic
-        self.accelerator = accelerator
+        self.actor_critic, self.accelerator = actor_critic, accelerator
         self.batch_size = args.per_device_generation_batch_size
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
@@ -126,9 +123,8 @@ class TransformersGenerator(Generator):
             try:
                 self.stop_strings = StopStringCriteria(tokenizer, args.stop_strings)
             except ValueError as error:
-                raise ValueError(
-                    f"`stop_strings` are not supported by this tokenizer ({error}); use `stop_token_ids`."
-                ) from error
+                cause = f"`stop_strings` are not supported by this tokenizer ({error})"
+                raise ValueError(f"{cause}; use `stop_token_ids`.") from error
         self.reuses = can_reuse(actor_critic, self.config)
 
     def _generate_batch(
@@ -136,11 +132,15 @@ class TransformersGenerator(Generator):
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
         criteria = [] if self.stop_strings is None else [_StopStrings(self.stop_strings, inputs[0], max_new_tokens)]
-        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        options |= {"max_new_tokens": max_new_tokens, "synced_gpus": self.actor_critic.is_sharded}
-        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+        options: dict[str, Any] = {"synced_gpus": self.actor_critic.is_sharded}
+        if cache is not None:
+            options["past_key_values"] = cache
+        config = copy(self.config)
+        config.max_new_tokens = max_new_tokens
         with self.accelerator.autocast():
-            ids = self.actor_critic.sample(*inputs, self.config, **options)
+            ids = self.actor_critic.sample(
+                *inputs, config, stopping_criteria=StoppingCriteriaList(criteria), **options
+            )
         completions = ids[:, inputs[0].shape[1] :].tolist()
         for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
@@ -177,11 +177,7 @@ class TransformersGenerator(Generator):
 
 
 class Conversation:
-    """Turns of episodes, with the keys and values of earlier turns; the weights must stay as they are.
-
-    The cache has a column per token of the longest turn: shorter ones leave holes, which the attention mask hides.
-    What follows a turn is padded on the left, so all rows of a batch continue in one column.
-    """
+    """Turns of episodes, with the keys and values of earlier turns; the weights must stay as they are."""
 
     def __init__(self, generator: TransformersGenerator):
         self.generator = generator
@@ -202,6 +198,7 @@ class Conversation:
         else:
             index = torch.tensor(rows).to(generator.accelerator.device, non_blocking=True)
             self.cache.batch_select_indices(index)
+            # padded on the left, so all rows continue in one column
             new = generator._padded([ids[self.counts[row] :] for ids, row in zip(prompts, rows)])
             ids, mask = (torch.cat([old[index], x], 1) for old, x in zip(self.columns, new))
             inputs = ids, mask
@@ -211,6 +208,7 @@ class Conversation:
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         lengths = [min(len(turn), end - width) for turn in turns]
+        # a column per token of the longest turn: shorter ones leave holes, which the mask hides
         columns = torch.arange(end - width)  # none after turns of one token
         mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)
         # the cache has their keys and values, so these ids are never read
@@ -222,10 +220,9 @@ class Conversation:
 def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
     """Check if the cache of `generate` would hold only a key and a value per token, for the next turn."""
     base = actor_critic.policy.get_base_model()
-    # a cache that the user configured is created by `generate`
+    # a cache that the user configured is created by `generate`, and remote code may use one differently
     if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
         return False
-    # remote code may use a cache differently
     if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:
         return False
     # sliding windows, linear attention and the like keep another state

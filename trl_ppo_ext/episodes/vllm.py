@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,16 +22,18 @@ from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..config import LOCK
+from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
-from ..rewards import capture_random_state
-from .engine import Engine, Request, Sampled, VLLMError
+from ..rewards.scoring import capture_random_state
+from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
+
+if TYPE_CHECKING:
+    from .vllm_server import VLLMServer
 
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
@@ -43,18 +45,18 @@ INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run 
 class VLLMGenerator(Generator):
     """Samples with the policy's adapter as it is at the start of a rollout, and keeps the sampler's log-probs."""
 
+    engine: "ColocatedEngine | VLLMServer"
+
     def __init__(
-        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: Any, accelerator: Accelerator
+        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic = actor_critic
-        self.limit = args.max_completion_length
+        self.actor_critic, self.limit = actor_critic, args.max_completion_length
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
         self.sampled_logprobs: list[list[float]] = []
         settings = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
         settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
         base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
-        self.engine: Engine
         if args.vllm_mode == "server":
             from .vllm_server import VLLMServer  # with its HTTP client
 
@@ -62,9 +64,8 @@ class VLLMGenerator(Generator):
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
             self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
-            self.engine = VLLMServer(
-                args.vllm_server_base_url or LOCAL, args.vllm_server_timeout, base, settings, rank
-            )
+            url = args.vllm_server_base_url or LOCAL
+            self.engine = VLLMServer(url, args.vllm_server_timeout, base, settings, rank)
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
             run, self.writes = ["policy"], True
@@ -80,12 +81,11 @@ class VLLMGenerator(Generator):
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Sample from the policy of this moment within a context."""
-        self.engine.wake()
+        # 1. Write the adapter beside, then rename: a server never reads half of it.
+        version, last = next(self.versions), self.version
+        on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
         try:
-            # 1. Write the adapter beside, then rename: a server never reads half of it.
-            version, last = next(self.versions), self.version
-            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
-            # 2. Load it on every rank, which is a no-op for a server that has it.
+            # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
             on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
             self.version = version
             # 3. Forget the one before: every rank has sampled its rollout.
@@ -104,8 +104,7 @@ class VLLMGenerator(Generator):
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
-                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); when there is space, the run "
-                "can be resumed from its last checkpoint."
+                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); free space, and resume the run."
             ) from error
 
     def _forget(self, version: str) -> None:
@@ -141,22 +140,21 @@ def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
     return [groups.index(number) for number in range(len(numbers))], groups
 
 
-def served_base(actor_critic: ActorCritic, args: Any) -> str:
+def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
     config, path = actor_critic.policy.get_base_model().config, args.vllm_options.base_model
     base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
-            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: completions would come from "
-            "another policy (0.25 nats off per token with NF4). Write the quantized weights with `trl-ppo dequantize` "
-            "and set `vllm_kwargs={'base_model': ...}` to that directory (or to any base by its name), or, with "
-            "vLLM's plugin for bitsandbytes, set `generation_kwargs={'quantization': 'bitsandbytes'}`."
+            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
+            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `trl-ppo dequantize` "
+            "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     written = dequantized_from(path) if path and is_quantized else None
     if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
         raise ValueError(
-            f"`vllm_kwargs['base_model']` was written by `trl-ppo dequantize` from other 4-bit weights (of "
-            f"`{written['base_model']}`) than the policy's; write it again with this run's base and quantization."
+            f"`vllm_kwargs['base_model']` was written from other 4-bit weights (of `{written['base_model']}`) than "
+            "the policy's; write it again with this run's base and quantization."
         )
     if not base:
         raise ValueError(
@@ -182,9 +180,6 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
     return next(rank for rank in RANKS if rank >= largest)
 
 
-# ---- vLLM in this process ----
-
-
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
     """Undo what the construction of an engine does to the process: seeds, environment, threads, garbage collection."""
@@ -204,17 +199,15 @@ def contained(device: torch.device) -> Iterator[None]:
         os.environ.update(environment)
 
 
-class ColocatedEngine(Engine):
+class ColocatedEngine:
     """vLLM in this process, with a copy of the base."""
 
     def __init__(
-        self, base: str, dtype: torch.dtype, rank: int, args: Any, accelerator: Accelerator, settings: dict[str, Any]
+        self, base: str, dtype: torch.dtype, rank: int, args: PPOConfig, accelerator: Accelerator, settings: dict
     ):
         if find_spec("vllm") is None:
             raise ImportError(f"`generation_backend='vllm'` needs vLLM, which is not installed; {INSTALL}.")
         on_cpu = accelerator.device.type == "cpu"
-        if on_cpu and args.vllm_enable_sleep_mode:
-            raise ValueError("`vllm_enable_sleep_mode` frees GPU memory, and this run has no GPU; remove it.")
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -233,7 +226,7 @@ class ColocatedEngine(Engine):
 
             self.llm = vllm.LLM(
                 base,
-                **defaults | (args.generation_kwargs or {}),
+                **defaults | cast(dict, args.generation_kwargs or {}),
                 enable_lora=True,
                 max_loras=1,
                 max_lora_rank=rank,
@@ -247,14 +240,12 @@ class ColocatedEngine(Engine):
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
         self.sleep_level = args.vllm_options.sleep_level if args.vllm_enable_sleep_mode else None
-        self.requests: dict[str, Any] = {}
-        self.device = accelerator.device
-        quiet = args.disable_tqdm or not accelerator.is_main_process
-        # vLLM divides by the time of its bar, which is 0 if it is disabled
-        self.bar = False if quiet else partial(tqdm, leave=False, delay=3)
+        self.requests, self.device = dict[str, Any](), accelerator.device
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter into memory; its directory is not needed afterwards."""
+        """Allocate what `sleep` freed, and load an adapter into memory; its directory is not needed afterwards."""
+        if self.sleep_level is not None and self.requests:
+            self.llm.wake_up()
         request = self.adapter(name, int(name.rpartition("-")[2]), str(directory))
         try:
             self.llm.llm_engine.add_lora(request)
@@ -263,19 +254,17 @@ class ColocatedEngine(Engine):
         self.requests = {name: request}
         shutil.rmtree(directory)
 
+    def unload(self, name: str) -> None:
+        """Do nothing: the next adapter takes the slot."""
+
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
         params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
         restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
-        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=self.bar)
+        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)
         restore()
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
-
-    def wake(self) -> None:
-        """Allocate what the engine freed. The adapter of the rollout before may be lost, but the next one follows."""
-        if self.sleep_level is not None and self.requests:
-            self.llm.wake_up()
 
     def sleep(self) -> None:
         """Free keys and values. Base and adapter stay on the GPU, unless the level is 1."""

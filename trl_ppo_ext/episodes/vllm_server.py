@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..concurrency import finished, started
 from ..redaction import redacted, shortened, without_key
-from .engine import Engine, Request, Sampled, VLLMError
+from .engine import Request, Sampled, VLLMError
 
 try:
     import httpx2
@@ -27,12 +27,8 @@ UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
 
 
-class VLLMServer(Engine):
-    """`vllm serve` on this or another machine, which sees the directory of the adapters under the same path.
-
-    Requests are repeated for `timeout` seconds while the server cannot be reached, and one that was restarted gets the
-    adapter again: a request has its seed, so its completions are the same.
-    """
+class VLLMServer:
+    """`vllm serve` on this or another machine, which sees the directory of the adapters under the same path."""
 
     def __init__(self, url: str, timeout: float, base: str, settings: dict[str, Any], rank: int):
         self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
@@ -51,8 +47,6 @@ class VLLMServer(Engine):
                 f"The server at {self.name} serves `{served[0]}`, and the policy's base is `{base}`; start it with "
                 f"`{self.command}`, or set `vllm_kwargs['base_model']` to what it serves, if the weights are the same."
             )
-
-    # ---- adapters ----
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""
@@ -74,8 +68,6 @@ class VLLMServer(Engine):
         """Forget an adapter; a server that was restarted has done so."""
         self._run(lambda client: self._answer(client, "POST", "/v1/unload_lora_adapter", {"lora_name": name}))
 
-    # ---- completions ----
-
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
 
@@ -93,7 +85,7 @@ class VLLMServer(Engine):
         body |= self.settings | {"max_tokens": request.max_tokens}
         async with slots:
             answer = await self._answer(client, "POST", "/v1/completions", body)
-            if answer.status_code == 404:  # it was restarted, and has lost the adapter
+            if answer.status_code == 404:  # it was restarted, and has lost the adapter; the seed repeats completions
                 await self._load(client, name)
                 answer = await self._answer(client, "POST", "/v1/completions", body)
         if not answer.is_success:
@@ -101,7 +93,8 @@ class VLLMServer(Engine):
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         return [Sampled(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
-    # ---- requests ----
+    def sleep(self) -> None:
+        """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
         key = read_key(KEY) if os.environ.get(KEY) else None

@@ -19,7 +19,7 @@ from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
-from ..rewards import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
+from ..rewards.scoring import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened

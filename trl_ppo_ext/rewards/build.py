@@ -10,13 +10,16 @@ from peft import PeftModel
 from pyarrow import compute
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..config import PPOConfig
 from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
-from .scoring import FunctionReward, Reward, function_name
+from .scoring import FunctionReward, Reward, RewardError, function_name
+
+logger = logging.get_logger(__name__)
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
@@ -56,10 +59,7 @@ def check_reward_arguments(
 ) -> None:
     """Check rewards before weights are loaded; there may be none if environments give them."""
     if not (reward_funcs or of_environments):
-        raise ValueError(
-            "`reward_funcs` is empty; pass a function, a sequence classifier (id, path or model), or a list of them, "
-            "or an environment with `get_reward` or `step`."
-        )
+        raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
     rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
     models = (str, RewardAdapter, PreTrainedModel, PeftModel)
     if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
@@ -97,11 +97,19 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, o
 def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
     """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
     scorers = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
-    if scorers and isinstance(dataset, Dataset):
-        lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
-        longest = dataset[int(lengths.to_numpy().argmax())]["prompt"]
-        for scorer in scorers:
-            scorer.check_prompt(longest, max_completion_length)
+    if not scorers or not isinstance(dataset, Dataset):
+        return
+    lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
+    prompt = dataset[int(lengths.to_numpy().argmax())]["prompt"]
+    empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
+    for scorer in scorers:
+        length, context = len(scorer.encode([prompt], [empty])[0]), scorer.context_length
+        problem = f"The longest prompt has {length} tokens; the reward model `{scorer.name}` takes {context}"
+        remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
+        if length >= context:
+            raise RewardError(f"{problem}. {remedy}")
+        if length + max_completion_length > context:
+            logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
 
 
 def build_rewards(
@@ -121,11 +129,6 @@ def build_rewards(
         if isinstance(entry, PreTrainedModel | PeftModel):
             if not (offloads or getattr(entry, "is_quantized", False)):
                 entry = entry.to(device)
-            elif offloads and getattr(entry, "is_loaded_in_8bit", False):
-                raise ValueError(
-                    "`offload_rewards=True` moves reward models, and an int8 model cannot be moved; use "
-                    "`reward_quantization='nf4'` or `offload_rewards=False`."
-                )
             place = device if offloads else None
             rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted, place))
         elif isinstance(entry, RewardAdapter):
@@ -135,8 +138,6 @@ def build_rewards(
         else:
             rewards.append(FunctionReward(cast(Callable, entry), args.reward_timeout))
     for index, reward in enumerate(rewards):
-        if isinstance(reward, SequenceScorer):
-            reward.quiet = args.disable_tqdm or args.process_index > 0
         names = [other.name for other in rewards]
         if reward.name in names[:index]:  # metrics need distinct names
             numbered = (f"{reward.name}_{number}" for number in count(index))

@@ -3,12 +3,10 @@
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -17,26 +15,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 from trl import apply_chat_template, is_conversational
 
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from .scoring import RewardError, ScoringBatch
-
-logger = logging.get_logger(__name__)
-
-
-def quantization(kind: str | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Return the quantization of a frozen reward model."""
-    if kind in (None, "none"):
-        return None
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
 
 
 def checked_label(name: str, num_labels: int, label: int | None) -> int:
@@ -68,10 +52,16 @@ def load_classifier(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a reward model."""
+    quantization = None
+    if quantize == "int8":
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    elif quantize in ("nf4", "fp4"):
+        kind = {"bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **kind)
     model, report = AutoModelForSequenceClassification.from_pretrained(
         model_id,
         dtype=dtype,
-        quantization_config=quantization(quantize, dtype),
+        quantization_config=quantization,
         device_map={"": torch.device(device)},
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -87,10 +77,7 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
-    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing.
-
-    Text gets an EOS at the end, and the tokenizer's special tokens; chat messages get the chat template.
-    """
+    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
     if is_conversational({"prompt": prompts[0]}):
         chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
         return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
@@ -100,41 +87,25 @@ def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase)
 class SequenceScorer:
     """Scores prompt and completion as one text, at its last token."""
 
-    quiet = False  # whether to show no progress
-
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int = sys.maxsize
     ):
-        self.name = name
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.context_length = context_length
+        self.name, self.tokenizer = name, tokenizer
+        self.batch_size, self.context_length = batch_size, context_length
         if tokenizer.pad_token_id is None:
-            if tokenizer.eos_token_id is None:
-                raise RewardError(
-                    f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token; set "
-                    "`tokenizer.pad_token` and pass it in `reward_processing_classes`."
-                )
             tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            cause = f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token"
+            raise RewardError(f"{cause}; set `tokenizer.pad_token`, and pass it in `reward_processing_classes`.")
 
-    def _encode(self, prompts: list, completions: list) -> list[list[int]]:
+    def encode(self, prompts: list, completions: list) -> list[list[int]]:
+        """Tokenize prompts with their completions."""
         texts, special = joined(prompts, completions, self.tokenizer)
         return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
 
-    def check_prompt(self, prompt: Any, max_completion_length: int) -> None:
-        """Raise a `RewardError` if a prompt does not fit into the context, and warn if a long completion may not."""
-        empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
-        length, context = len(self._encode([prompt], [empty])[0]), self.context_length
-        problem = f"The longest prompt has {length} tokens; the reward model `{self.name}` takes {context}"
-        remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
-        if length >= context:
-            raise RewardError(f"{problem}. {remedy}")
-        if length + max_completion_length > context:
-            logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
-
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that is too long for the model fails."""
-        rows = self._encode(batch.prompts, batch.completions)
+        rows = self.encode(batch.prompts, batch.completions)
         scores: dict[int, float | RewardError] = {
             index: RewardError(
                 f"Completion {index} with its prompt has {len(row)} tokens; the reward model `{self.name}` takes "
@@ -145,9 +116,7 @@ class SequenceScorer:
         }
         by_length = sorted((i for i in range(len(rows)) if i not in scores), key=lambda i: len(rows[i]))
         parts = []
-        # the bar appears after three seconds
-        starts = range(0, len(by_length), self.batch_size)
-        for start in tqdm(starts, desc=f"Scoring with {self.name}", leave=False, delay=3, disable=self.quiet):
+        for start in range(0, len(by_length), self.batch_size):
             index = by_length[start : start + self.batch_size]
             inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
             parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
@@ -184,8 +153,8 @@ class ClassifierReward(SequenceScorer):
         self.label = checked_label(name, model.config.num_labels, label)
         if tokenizer is None:
             if not model_id:
-                remedy = "pass one in `reward_processing_classes`"
-                raise RewardError(f"The reward model `{name}` has no id to load a tokenizer from; {remedy}.")
+                cause = f"The reward model `{name}` has no id to load a tokenizer from"
+                raise RewardError(f"{cause}; pass one in `reward_processing_classes`.")
             tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
@@ -199,11 +168,11 @@ class ClassifierReward(SequenceScorer):
             self.model.to("cpu")
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
-        """Score completions in batches of similar length; one that is too long for the model fails."""
+        """Score completions, on the device from which the model is offloaded."""
         if self.offload_from is None:
             return super().score(batch)
+        self.model.to(self.offload_from)
         try:
-            self.model.to(self.offload_from)
             return super().score(batch)
         finally:
             self.model.to("cpu")
@@ -269,10 +238,8 @@ class AdapterReward(SequenceScorer):
                     f"policy's ({len(tokenizer)} tokens); merge the adapter into its base and pass that model."
                 )
         if "weight" not in files.head:
-            raise RewardError(
-                f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)}); train it with "
-                '`task_type="SEQ_CLS"`, which saves the head with the adapter.'
-            )
+            cause = f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)})"
+            raise RewardError(f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.')
         self.label = checked_label(self.name, len(files.head["weight"]), label)
         self.actor_critic = actor_critic
         try:

@@ -261,11 +261,8 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
     return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
 
 
-# ---- random numbers of users' code, such as rewards and environments ----
-
-
 def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment."""
+    """Return a function that restores the random state of this moment, e.g. after code of the user."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     backend = None if device.type == "cpu" else torch.get_device_module(device)
     on_device = None if backend is None else backend.get_rng_state()
