@@ -140,7 +140,7 @@ class Roles:
 def sample(
     roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState, num_valid: int | None
 ) -> Samples:
-    """Sample and score a completion for each row; only the first `num_valid` of an evaluation enter metrics."""
+    """Sample and score a completion per row; the first `num_valid` of an evaluation (`None`: training) are logged."""
     args, accelerator, training = roles.args, roles.accelerator, num_valid is None
     device, rank, all_sum = accelerator.device, accelerator.process_index, roles.all_sum
     with accelerator.autocast():

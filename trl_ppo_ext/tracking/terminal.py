@@ -27,19 +27,19 @@ class Terminal(ProgressCallback, PrinterCallback):
 
     def on_train_begin(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar."""
-        self.current_step, self.quiet = state.global_step, args.disable_tqdm
+        self.current_step = state.global_step
         if not state.is_world_process_zero:
             return
         tqdm.write(self.plan.summary(state.max_steps, args.num_train_epochs))
         if self.checkpoint is not None:
             tqdm.write(f"resumed from {self.checkpoint}, after step {state.global_step}")
         self.training_bar = tqdm(
-            total=state.max_steps, initial=state.global_step, disable=self.quiet, dynamic_ncols=True
+            total=state.max_steps, initial=state.global_step, disable=args.disable_tqdm, dynamic_ncols=True
         )
 
     def on_prediction_step(self, args: PPOConfig, *positional: Any, **kwargs: Any) -> None:
         """Advance the progress bar of an evaluation."""
-        if not self.quiet:
+        if not args.disable_tqdm:  # an evaluation may come before any training
             super().on_prediction_step(args, *positional, **kwargs)
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
