@@ -25,7 +25,7 @@ def with_noise(trainer, noise, seed):
     import torch
 
     from trl_ppo_ext.episodes.transformers import TransformersGenerator
-    from trl_ppo_ext.ppo.sampler import SamplerComparison
+    from trl_ppo_ext.ppo.guards import SamplerComparison
     from trl_ppo_ext.sequences import Sequences
 
     base = trainer.actor_critic.policy.get_base_model()

@@ -98,8 +98,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     logging_steps: float = number(10, at_least=0)
     """Optimizer steps between two logs."""
     logging_nan_inf_filter: bool = False
-    """Filter NaN and inf from the logged loss, which waits for the GPU at every micro-batch. If off, they count as
-    0."""
+    """Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. If off, they count as 0."""
     logging_first_step: bool | None = None
     """Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`."""
     remove_unused_columns: bool | None = False
@@ -224,12 +223,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     """`"side"` network on states of several layers and the position (nothing flows back into the policy), value
     `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`."""
     critic_learning_rate: float | None = number(None, above=0)
-    """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, which starts from scratch, else to
-    `learning_rate`."""
+    """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, else to `learning_rate`."""
     normalize_values: bool | None = None
-    """Whether values are predicted in units of a running mean and deviation of the returns. A new critic then begins
-    at the mean return, and advantages, `vf_coef` and `cliprange_value` do not depend on the rewards' scale.
-    Defaults to `True` with a critic."""
+    """Whether values are predicted in units of a running mean and deviation of the returns, so that nothing depends on
+    the rewards' scale. Defaults to `True` with a critic."""
     critic_kwargs: dict[str, Any] | str | None = None
     """Rarer settings of a critic: `backprop`, `prompt`, `warmup_steps`, `lam`, `lam_length_alpha`,
     `bootstrap_truncated`. See docs/fields.md."""
@@ -320,8 +317,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
             # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
             self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
-        self.critic_options = CriticOptions(**cast(dict, self.critic_kwargs or {}))
-        self.vllm_options = VLLMOptions(**cast(dict, self.vllm_kwargs or {}))
         self.uses_reference = self.kl_coef != 0
         self.trains_entropy = self.entropy_coef != 0 or self.entropy_target is not None
         self.top_k = self.top_k or 0
@@ -370,7 +365,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         return self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
 
     @property
-    def reward_kl(self) -> str | None:
+    def reward_kl(self) -> Literal["k1", "k2", "k3", "exact"] | None:
         """Estimator of the KL in the rewards."""
         return self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
 
@@ -395,12 +390,15 @@ class PPOConfig(TRLFields, TrainingArguments):
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
         # 1. Each value
         check_limits(self)
+        mappings: list[Any] = []
         for name, kind in OPTIONS.items():
             settings, keys = getattr(self, name) or {}, [entry.name for entry in fields(kind)]
             for key in settings.keys() - set(keys):
-                raise ValueError(f"`{name}` holds the unknown key {key!r}; it takes {', '.join(keys)}.")
-            check_types(kind(**settings), form=f"{name}[{{!r}}]")
-            check_limits(kind(**settings), form=f"{name}[{{!r}}]")
+                raise ValueError(f"`{name}` holds the unknown key {shown(name, key)}; it takes {', '.join(keys)}.")
+            mappings.append(kind(**settings))
+            check_types(mappings[-1], form=f"{name}[{{!r}}]")
+            check_limits(mappings[-1], form=f"{name}[{{!r}}]")
+        self.critic_options, self.vllm_options = mappings
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"`max_steps` must be at least 1, or -1 to use `num_train_epochs`, got {self.max_steps}.")
         for name, why in _UNSUPPORTED.items():
@@ -417,9 +415,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             except (ValueError, OverflowError):
                 score = math.nan
             if not abs(score) <= LARGEST_SCORE:
-                got = shown("reward_on_error", self.reward_on_error)
                 needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
-                raise ValueError(f"`reward_on_error` must be {needed}, got {got}.")
+                raise ValueError(f"`reward_on_error` must be {needed}, got {shown('', self.reward_on_error)}.")
             self.reward_on_error = str(score)  # text, as on a command line
 
         # 2. KL and entropy
@@ -451,9 +448,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value not in (default, {}) and value is not False and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
-        if options.prompt is not None and self.critic != "adapter":  # others read states of the policy
-            given = f"`critic_kwargs={{'prompt': {options.prompt!r}}}`"
-            raise ValueError(f"{given} needs `critic='adapter'`, got {self.critic!r}.")
+        if (prompt := options.prompt) is not None and self.critic != "adapter":  # others read states of the policy
+            raise ValueError(
+                f"`critic_kwargs={{'prompt': {prompt!r}}}` needs `critic='adapter'`, got {self.critic!r}."
+            )
         if self.critic == "adapter" and not options.backprop:
             raise ValueError("`critic_kwargs['backprop']` must be True for `critic='adapter'`, which would not train.")
 
@@ -474,8 +472,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             given = "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM"
             raise ValueError(f"{given}; remove them, and configure the server where you start it.")
         if not (self.vllm_server_base_url or "http://").startswith(("http://", "https://")):
-            url = shown("vllm_server_base_url", self.vllm_server_base_url)
-            raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {url}.")
+            given = shown("", self.vllm_server_base_url)
+            raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {given}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             needed = f"below `vllm_importance_sampling_clip_max` ({high})"
@@ -500,14 +498,8 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def plan(self, num_processes: int) -> BatchPlan:
         """Sizes of a rollout and its parts over this many processes."""
-        return BatchPlan(
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            cast(int, self.num_mini_batches),
-            self.num_ppo_epochs,
-            self.num_generations,
-            num_processes,
-        )
+        sizes = self.per_device_train_batch_size, self.gradient_accumulation_steps, cast(int, self.num_mini_batches)
+        return BatchPlan(*sizes, self.num_ppo_epochs, self.num_generations, num_processes)
 
     @property
     def prompt_seed(self) -> int:
@@ -529,9 +521,6 @@ class PPOConfig(TRLFields, TrainingArguments):
 
         Returns:
             [`PPOConfig`]: The config.
-
-        Raises:
-            `ValueError`: If the preset is unknown.
         """
         return cls(output_dir, **(load_preset(name) | overrides))
 
@@ -541,8 +530,6 @@ _OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
     "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size": {"at_least": 1},
     "total_episodes": {"at_least": 1},
     "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
-    "dataloader_num_workers ddp_timeout": {"at_least": 0},
-    "adam_beta1 adam_beta2": {"at_least": 0, "below": 1},
     "seed": {"at_least": 0, "below": 2**32},
     "data_seed": {"at_least": 0, "below": 2**63},
 }

@@ -38,10 +38,9 @@ from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
-from .ppo.guards import count_skipped
+from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
-from .ppo.sampler import SamplerComparison
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts

@@ -1,12 +1,16 @@
-"""Defaults of the config that depend on the machine."""
+"""Fields of the config, and defaults that depend on the machine."""
+
+from dataclasses import fields
 
 import pytest
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
+from trl import GRPOConfig
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.rewards.model import choose_device
+from trl_ppo_ext.trl_names import NAMES
 
 
 @pytest.mark.parametrize("emulated", [False, True])
@@ -24,3 +28,8 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     monkeypatch.setattr(PPOConfig, "world_size", 1)
     assert PPOConfig("run").bf16 is not emulated
     assert choose_device("auto", "auto") == ("cuda", torch.float32 if emulated else torch.bfloat16)
+
+
+def test_config_has_at_most_45_fields_that_neither_the_trainer_nor_trl_has():
+    own, theirs, trainers = ({field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments))
+    assert len(own - theirs - trainers - NAMES.keys()) <= 45

@@ -14,7 +14,7 @@ from served import logged, saved, served_trainer, small_llama
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext.commands.main import main
-from trl_ppo_ext.ppo.sampler import SamplerError
+from trl_ppo_ext.ppo.guards import SamplerError
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "optimum"))

@@ -133,6 +133,7 @@ class TransformersGenerator(Generator):
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
         criteria = [] if self.stop_strings is None else [_StopStrings(self.stop_strings, inputs[0], max_new_tokens)]
         options: dict[str, Any] = {"synced_gpus": self.actor_critic.is_sharded}
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
         if cache is not None:
             options["past_key_values"] = cache
         config = copy(self.config)

@@ -38,31 +38,31 @@ class BatchPlan:
         if self.completions % self.num_generations:
             valid = [n for n in range(1, 4 * self.num_generations + 1) if self.completions % n == 0]
             raise ValueError(
-                f"`num_generations={self.num_generations}` does not divide the rollout of {self.completions} "
-                f"completions (per_device_train_batch_size {self.micro_batch_size} × gradient_accumulation_steps "
+                f"`num_generations={self.num_generations}` does not divide the rollout of {completions} completions "
+                f"(per_device_train_batch_size {self.micro_batch_size} × gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} × num_mini_batches {self.num_mini_batches} × "
                 f"{self.num_processes} processes); use one of {valid}, or change the rollout."
             )
 
     def summary(self, max_steps: int, epochs: float) -> str:
         """Sizes of a rollout and of the run; with a negative `max_steps` its length is `epochs`."""
-        rollouts = -(-max_steps // self.optimizer_steps)
-        total = rollouts * self.completions
-        run = f"max_steps={max_steps} optimizer steps = {rollouts} rollouts = {total} completions"
-        if max_steps < 0:
-            run = f"{epochs:g} passes over the dataset"
-        note = (
-            f"\nnote:    a rollout of {self.completions} completions is small, and its advantages are noisy; "
-            f"`generation_batch_size=128` with `num_mini_batches={self.num_mini_batches}` makes it larger"
+        rollouts, note = -(-max_steps // self.optimizer_steps), ""
+        total = f"{rollouts} rollouts = {rollouts * self.completions} completions"
+        run = (
+            f"max_steps={max_steps} optimizer steps = {total}"
+            if max_steps > 0
+            else f"{epochs:g} passes over the dataset"
         )
+        if self.completions < FEW_COMPLETIONS:
+            remedy = f"`generation_batch_size=128` with `num_mini_batches={self.num_mini_batches}` makes it larger"
+            note = f"\nnote:    a rollout of {self.completions} completions has noisy advantages; {remedy}"
         return (
             f"rollout: {self.completions} completions of {self.prompts} prompts ({self.num_generations} each) = "
             f"{self.micro_batch_size} per micro-batch × {self.gradient_accumulation_steps} micro-batches × "
             f"{self.num_mini_batches} minibatches × {self.num_processes} processes\n"
             f"updates: {self.optimizer_steps} optimizer steps per rollout = {self.num_ppo_epochs} epochs × "
             f"{self.num_mini_batches} minibatches of {self.completions // self.num_mini_batches} completions\n"
-            f"run:     {run}"
-            f"{note if self.completions < FEW_COMPLETIONS else ''}"
+            f"run:     {run}{note}"
         )
 
 
@@ -74,7 +74,6 @@ def factor_of(completions: int, name: str, factor: int, micro_batch_size: int, n
         sizes = " or ".join(str(unit * n) for n in (steps, steps + 1) if n)
         raise ValueError(
             f"`generation_batch_size` must be a multiple of {unit} ({name} {factor} × per_device_train_batch_size "
-            f"{micro_batch_size} × {num_processes} processes), got {completions}; use {sizes}, or change the other "
-            "sizes."
+            f"{micro_batch_size} × {num_processes} processes), got {completions}; use {sizes}, or change the others."
         )
     return steps

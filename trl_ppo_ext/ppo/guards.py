@@ -1,4 +1,4 @@
-"""Guards against NaN and inf: exclude them from the update, and report them."""
+"""Guards of a rollout: NaN and inf are excluded and reported, and completions must be sampled from the policy."""
 
 from dataclasses import replace
 
@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..config import PPOConfig
 from ..modeling import TokenScores
 from ..sequences import Sequences
+from . import math as ppo_math
 from .math import Reduction
+from .metrics import Metrics
 
 logger = logging.get_logger(__name__)
 
 MAX_SKIPPED_STEPS = 5  # in a row
+ROUNDING, ROUNDING_16_BITS = 0.01, 0.1  # nats per token by which a sampler may differ in the mean of a rollout
 _NAMES = {"logprobs": "log-probs", "ref_logprobs": "reference log-probs", "kls": "KLs"}
 
 
@@ -21,10 +25,7 @@ class NonFiniteError(RuntimeError):
 
 
 def report_nonfinite(tokens: TokenScores, valid: Tensor, all_sum: Reduction, rank: int, step: int | None) -> None:
-    """Log which scores of completions are not finite. All ranks must call it.
-
-    Raises [`NonFiniteError`] if all valid completions of all ranks have one, unless `step` is `None` (evaluation).
-    """
+    """Log which scores are not finite, on all ranks; raise if no completion is finite, unless `step` is `None`."""
     names = [name for name, x in tokens._asdict().items() if x is not None]
     rows = [~getattr(tokens, name).isfinite().all(1) for name in names]
     # one reduction that every rank reaches, so that all continue or stop together
@@ -34,21 +35,18 @@ def report_nonfinite(tokens: TokenScores, valid: Tensor, all_sum: Reduction, ran
     details = f"non-finite: {', '.join(parts)} of {completions} completions"
     if excluded == completions and step is not None:
         raise NonFiniteError(
-            f"The rollout of optimizer step {step} has no finite completion on any rank; {details}. The weights "
-            "are unchanged by this rollout. If the run went well so far, resume from an earlier checkpoint with a "
-            "lower learning rate; if it has just begun, load the base in bfloat16 or float32 (float16 overflows), "
-            "or check its weights for damage."
+            f"The rollout of optimizer step {step} has no finite completion on any rank; {details}. The weights are "
+            "unchanged. If the run went well so far, resume from an earlier checkpoint with a lower learning rate; if "
+            "it has just begun, load the base in bfloat16 or float32 (float16 overflows), or check its weights."
         )
     if rank == 0:
         logger.warning("%d of %d completions are excluded; %s.", excluded, completions, details)
 
 
 def stand_ins(sequences: Sequences, excluded: Tensor, gather: Reduction) -> Sequences:
-    """Sequences to train on; each excluded one is replaced by a finite one.
+    """Sequences to train on; each excluded one is replaced by the first two tokens of a finite one.
 
-    A mask of 0 is not enough: 0 · inf is NaN, so any non-finite number in a forward, also at padding, makes the
-    gradient NaN. The stand-in is the first two tokens of a finite sequence: no later token influences their hidden
-    states, so they are finite, too.
+    A mask of 0 is not enough: 0 · inf is NaN. No later token influences these two, so they are finite, too.
     """
     row = int((~excluded).long().argmax())
     ids = sequences.input_ids[row][sequences.attention_mask[row].bool()][:2]
@@ -77,8 +75,53 @@ def count_skipped(skipped: int, is_finite: bool, step: int) -> int:
     skipped += 1
     logger.warning("Optimizer step %d is skipped: its gradient is not finite.", step)
     if skipped >= MAX_SKIPPED_STEPS:
-        raise NonFiniteError(
-            f"{skipped} optimizer steps in a row, up to step {step}, had a non-finite gradient and were "
-            "skipped. Lower the learning rate, or check the rewards."
-        )
+        given = f"{skipped} optimizer steps in a row, up to step {step}, had a non-finite gradient and were skipped"
+        raise NonFiniteError(f"{given}. Lower the learning rate, or check the rewards.")
     return skipped
+
+
+class SamplerError(RuntimeError):
+    """Raised when completions were not sampled from the policy."""
+
+
+class SamplerComparison:
+    """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
+
+    def __init__(self, args: PPOConfig, dtype: torch.dtype, all_sum: Reduction):
+        names = ("correction", "mode", "clip_max", "clip_min")
+        self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
+        self.all_sum = all_sum
+        self.tolerance = args.vllm_options.max_logp_difference
+        if self.tolerance is None and not args.filters:  # filtered log-probs differ by the mass that was kept
+            in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
+            self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
+
+    def weights(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor | None:
+        """Weights of the advantages, `[batch, response]`; `None` without a correction.
+
+        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding.
+        """
+        differences = (tokens.logprobs - sampler_logprobs).abs()
+        metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
+        metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
+        mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
+        if self.tolerance is not None and not mean <= self.tolerance:  # also NaN
+            cause = (
+                "It has another base than the policy (`vllm_kwargs['base_model']`), or samples with an older adapter, "
+                "or its `--logprobs-mode` is not processed_logprobs."
+            )
+            reference = tokens.logprobs if tokens.ref_logprobs is None else tokens.ref_logprobs
+            if ppo_math.masked_mean((reference - sampler_logprobs).abs(), mask, self.all_sum) <= self.tolerance:
+                cause = "It sampled from the reference: the policy's adapter is not applied."
+            raise SamplerError(
+                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
+                f"rounding explains {self.tolerance:g}. {cause} A larger `vllm_kwargs['max_logp_difference']` accepts "
+                "the difference."
+            )
+        if not self.corrects:
+            return None
+        weights = ppo_math.sampler_weights(tokens.logprobs, sampler_logprobs, mask, *self.limits)
+        metrics.mean("sampling/importance_sampling_ratio/mean", weights, mask)
+        metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
+        metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
+        return weights

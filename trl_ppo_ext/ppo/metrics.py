@@ -22,10 +22,9 @@ RESERVED = frozenset(
 
 
 class Metrics:
-    """Running sums on the device, synchronized only in [`compute`].
+    """Running sums on the device, synchronized only in [`compute`]; all ranks must add the same names.
 
-    A mean is kept as numerator and denominator, so that tokens are averaged and not batches, and ranks with more
-    tokens weigh more. All ranks must add the same names. Values may be Python numbers.
+    A mean is kept as numerator and denominator, so that tokens are averaged, and not batches or ranks.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -143,7 +142,7 @@ def log_episodes(metrics: Metrics, episodes: Sequence[Episode], num_valid: int |
     metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 
 
-def log_reward_hacking(
+def log_hacking(
     metrics: Metrics,
     completions: Sequence,
     lengths: Tensor,

@@ -23,18 +23,9 @@ from ..rewards.scoring import Reward, Scored, ScoringBatch, fixed_seed, monitor,
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened
-from .guards import report_nonfinite, stand_ins
+from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
-from .metrics import (
-    Metrics,
-    check_metric_name,
-    log_completions,
-    log_episodes,
-    log_groups,
-    log_reward_hacking,
-    log_rewards,
-)
-from .sampler import SamplerComparison
+from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
 from .state import RunState
 
 logger = logging.get_logger(__name__)
@@ -147,14 +138,9 @@ class Roles:
 
 
 def sample(
-    roles: Roles,
-    rows: Sequence[dict],
-    run: RunState,
-    metrics: Metrics,
-    state: TrainerState,
-    num_valid: int | None = None,
+    roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState, num_valid: int | None
 ) -> Samples:
-    """Sample and score a completion for each row; only the first `num_valid` of an evaluation enter metrics."""
+    """Sample and score a completion per row; the first `num_valid` of an evaluation (`None`: training) are logged."""
     args, accelerator, training = roles.args, roles.accelerator, num_valid is None
     device, rank, all_sum = accelerator.device, accelerator.process_index, roles.all_sum
     with accelerator.autocast():
@@ -210,7 +196,7 @@ def sample(
     log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
-    log_reward_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
+    log_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     head = roles.actor_critic.value_head
     values = None if head is None else head.units(run.returns).values(tokens.values) * completion_mask
     return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
@@ -224,7 +210,7 @@ def collect(
     group_size, gather, is_per_turn = args.num_generations, accelerator.gather, args.advantage_level == "turn"
 
     # 1. Play, score, and run policy, reference and critic.
-    samples = sample(roles, rows, run, metrics, state)
+    samples = sample(roles, rows, run, metrics, state, num_valid=None)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
     response_mask = policy_mask = completion_mask & usable[:, None]
@@ -242,9 +228,8 @@ def collect(
         scores = (scores - after.scores.mean) / (after.scores.deviation + 1e-8)
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
-    if (estimator := args.reward_kl) is not None:
-        exact, kind = estimator == "exact", cast(ppo_math.KLEstimator, estimator)
-        kl = tokens.kls if exact else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
+    if (kind := args.reward_kl) is not None:
+        kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
     rewards = ppo_math.token_rewards(scored.tokens, scores, kl, completion_mask, run.kl_coef)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0

@@ -176,13 +176,8 @@ def _trends(run: Run) -> list[Advice]:
     rule(enough and reward.falls, "The reward falls", remedy, "reward")
 
     is_flat = enough and not (reward.falls or reward.rises) and abs(kl.end) < 0.05
-    rule(
-        is_flat,
-        "The policy hardly changes",
-        "Raise `learning_rate`, or lower `kl_coef`.",
-        "reward",
-        "kl_per_completion",
-    )
+    remedy = "Raise `learning_rate`, or lower `kl_coef`."
+    rule(is_flat, "The policy hardly changes", remedy, "reward", "kl_per_completion")
 
     waits = of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9)
     remedy = (
@@ -208,8 +203,7 @@ def advise(run: Run) -> list[Advice]:
 
 def verdict(run: Run, advice: list[Advice]) -> str:
     """One sentence on the health of a run."""
-    titles = [item.title for item in advice if not item.metrics[0].startswith("time/")]  # a slow run is healthy
-    if titles:
+    if titles := [item.title for item in advice if not item.metrics[0].startswith("time/")]:  # a slow run is healthy
         return f"Needs attention: {'; '.join(titles)}."
     if run.rollouts < FEWEST:
         return f"Too early to judge: {run.rollouts} of at least {FEWEST} rollouts."

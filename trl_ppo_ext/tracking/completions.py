@@ -35,10 +35,9 @@ def printable_cell(text: str, encoding: str = "utf-8") -> str:
 
 
 def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, Any]]]:
-    """Turns of each completion, which is one turn without a role if nobody answers the policy.
+    """Turns of each completion, one without a role if nobody answers the policy.
 
-    A turn has a `role`, a `text` and, if the policy wrote it, the `reward` that entered in it, and the `value` and
-    `advantage` of its first token. These are `None` if the environment wrote it, or if there are none.
+    A turn of the policy has the `reward` that entered in it, and the `value` and `advantage` of its first token.
     """
     rewards = samples.scored.tokens[:rows].cpu()
     values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
@@ -80,7 +79,7 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     def transcript(turns: list[dict[str, Any]]) -> Text:
         lines = []
         for turn in limited_turns(turns, LONGEST):
-            lines.append(cell(f"{turn['role']}: {turn['text']}" if turn["role"] else turn["text"]))
+            lines.append(cell(f"{turn['role']}: {turn['text']}".removeprefix(": ")))
             credit = [f"{name} {turn[name]:.2f}" for name in CREDIT if turn[name] is not None]
             lines += [Text(f"  {', '.join(credit)}", style="bold cyan")] if credit else []
         return Text("\n").join(lines)
@@ -95,10 +94,8 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     for row, turns in enumerate(turns_of(samples, rows)):
         scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
         completion = transcript(turns) if turns[0]["role"] else cell(samples.batch.completions[row])
-        extra = [values[row] for values in samples.extra.values()]
-        table.add_row(
-            cell(samples.batch.prompts[row]), completion, *(f"{score:.2f}" for score in scores), *map(cell, extra)
-        )
+        extra = [cell(values[row]) for values in samples.extra.values()]
+        table.add_row(cell(samples.batch.prompts[row]), completion, *map("{:.2f}".format, scores), *extra)
     console.print(table)
 
 
@@ -109,10 +106,8 @@ def check_trackers(report_to: list[str]) -> None:
         raise ValueError(f"`report_to` names {name!r}, which is not installed; install its package, or remove it.")
     log_model = os.environ.get("WANDB_LOG_MODEL", "")
     if "wandb" in report_to and log_model.lower() not in ("", "false", "0"):
-        raise ValueError(
-            f"WANDB_LOG_MODEL={log_model} makes the Trainer upload the whole base model, and its pickled arguments "
-            "with the Hub token. Unset it; `push_to_hub` and `hub_strategy` push the adapter."
-        )
+        harm = "makes the Trainer upload the whole base model, and its pickled arguments with the Hub token"
+        raise ValueError(f"WANDB_LOG_MODEL={log_model} {harm}. Unset it; `push_to_hub` pushes the adapter.")
 
 
 def _column(values: list) -> list:
@@ -142,12 +137,8 @@ def log_completions(
     report_to: list[str], samples: Samples, rewards: list[str], monitors: list[str], step: int, key: str
 ) -> None:
     """Log a table to each tracker that supports tables and that the Trainer has started."""
-    names = [name for name in WITH_TABLES if name in report_to]
-    if not names:
-        return
-    table = completions_table(samples, rewards, monitors, step)
-    for name in names:
+    for name in [name for name in WITH_TABLES if name in report_to]:
         tracker: Any = import_module(name)
-        started = tracker.run if name == "wandb" else tracker.context_vars.current_run.get()
-        if started is not None:
-            tracker.log({key: tracker.Table(dataframe=table), "train/global_step": step})
+        if (tracker.run if name == "wandb" else tracker.context_vars.current_run.get()) is not None:
+            table = tracker.Table(dataframe=completions_table(samples, rewards, monitors, step))
+            tracker.log({key: table, "train/global_step": step})

@@ -117,8 +117,7 @@ def _draw(panel: Panel, run: Run, names: list[str], marks: list[tuple[str, int]]
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
     tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
     plot = figure(height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", **tools)
-    plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo = "above", True, None
-    plot.min_border_right = 12
+    plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo, plot.min_border_right = "above", True, None, 12
     plot.outline_line_color = plot.xgrid.grid_line_color = None
     plot.axis.axis_line_color = plot.axis.minor_tick_line_color = None
     height = max(run.curves[name].abs().max() for name in selected)
@@ -130,18 +129,17 @@ def _draw(panel: Panel, run: Run, names: list[str], marks: list[tuple[str, int]]
         color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
         dash = "dashed" if name.startswith("eval_") else "solid"
         legend.append((name, color, dash))
-        drawn, is_long = thinned(run.curves[name]), len(run.curves[name]) > FEW_POINTS
-        columns = {"step": drawn.index, "y": drawn}
-        if is_long:
-            columns["smooth"] = smooth(run.curves[name]).loc[drawn.index]
+        curve, tooltips = run.curves[name], [("step", "@step"), (name, "@y")]
+        drawn, smoothed = thinned(curve), smooth(curve) if len(curve) > FEW_POINTS else curve
+        columns = {"step": drawn.index, "y": drawn, "smooth": smoothed.loc[drawn.index]}
         source = ColumnDataSource({key: np.asarray(x, np.float32) for key, x in columns.items()})
         style: dict[str, Any] = {"source": source, "line_color": color, "line_dash": dash}
-        if is_long:
+        if len(curve) > FEW_POINTS:
+            tooltips.append(("smoothed", "@smooth"))
             plot.line("step", "y", line_width=1, line_alpha=0.3, **style)
         else:
             plot.scatter("step", "y", size=5, color=color, source=source)
-        tooltips = [("step", "@step"), (name, "@y"), *([("smoothed", "@smooth")] if is_long else [])]
-        touched = plot.line("step", [*columns][-1], line_width=2, **style)
+        touched = plot.line("step", "smooth", line_width=2, **style)
         plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False))
 
     # 3. Steps at which the run was resumed, or at which the advice on a metric starts; levels at which advice starts,

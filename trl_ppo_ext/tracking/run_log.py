@@ -20,7 +20,7 @@ from .. import __version__
 from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
-from ..redaction import shortened, without_secrets
+from ..redaction import shortened
 from .completions import as_text, limited, limited_turns, turns_of
 from .reading import RUN_LOG
 
@@ -76,10 +76,7 @@ class RunLog(TrainerCallback):
     """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never ends the run."""
 
     def __init__(self, model: str | None, rewards: list[str], monitors: list[str], plan: BatchPlan):
-        self.model = model
-        self.plan = plan
-        self.rewards = rewards
-        self.monitors = monitors
+        self.model, self.rewards, self.monitors, self.plan = model, rewards, monitors, plan
         self._path: str | None = None  # set on the main process when training begins
         self._due: dict[str, float] = {}  # step of the next entry with completions, by mode
         self._evaluated = "eval"  # set of the last log; "eval_NAME" in a dict of sets
@@ -89,10 +86,8 @@ class RunLog(TrainerCallback):
         """Log models, settings and environment; entries of an earlier run after this step are then void."""
         if not state.is_world_process_zero:
             return
-        self._path = os.path.join(cast(str, args.output_dir), RUN_LOG)
-        self._due = {}
-        trainer_fields = {field.name for field in fields(TrainingArguments)}
-        settings = without_secrets(args.to_dict())
+        self._path, self._due = os.path.join(cast(str, args.output_dir), RUN_LOG), {}
+        trainer_fields, settings = {field.name for field in fields(TrainingArguments)}, args.to_dict()
         launch = {"device": args.device, "processes": args.world_size, "parallel_mode": args.parallel_mode.value}
         self._append(
             "run",
@@ -110,7 +105,6 @@ class RunLog(TrainerCallback):
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the metrics of the Trainer's log."""
-        logs = logs or {}
         self._append("metrics", step=state.global_step, metrics=logs)
         prefixes = (name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name))
         self._evaluated = next(prefixes, "eval")
@@ -142,12 +136,11 @@ class RunLog(TrainerCallback):
         self._append("completions", step=step, mode=mode, rows=rows)
 
     def _append(self, kind: str, **entry: Any) -> None:
-        """Append a line."""
         if self._path is None:
             return
         try:
             line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=shortened).encode() + b"\n"
-            os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
             with open(self._path, "ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)

@@ -33,12 +33,13 @@ class Terminal(ProgressCallback, PrinterCallback):
         tqdm.write(self.plan.summary(state.max_steps, args.num_train_epochs))
         if self.checkpoint is not None:
             tqdm.write(f"resumed from {self.checkpoint}, after step {state.global_step}")
-        bar: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "disable": args.disable_tqdm}
-        self.training_bar = tqdm(**bar, dynamic_ncols=True)
+        self.training_bar = tqdm(
+            total=state.max_steps, initial=state.global_step, disable=args.disable_tqdm, dynamic_ncols=True
+        )
 
     def on_prediction_step(self, args: PPOConfig, *positional: Any, **kwargs: Any) -> None:
         """Advance the progress bar of an evaluation."""
-        if not args.disable_tqdm:
+        if not args.disable_tqdm:  # an evaluation may come before any training
             super().on_prediction_step(args, *positional, **kwargs)
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:

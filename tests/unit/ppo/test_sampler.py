@@ -10,8 +10,8 @@ from tiny import config
 
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo import rollouts as rollouts_module
+from trl_ppo_ext.ppo.guards import SamplerComparison, SamplerError
 from trl_ppo_ext.ppo.metrics import Metrics
-from trl_ppo_ext.ppo.sampler import SamplerComparison, SamplerError
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
 LOGPROBS = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -1.5, -3.0]])
