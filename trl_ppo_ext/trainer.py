@@ -487,9 +487,7 @@ class PPOTrainer(Trainer):
         resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
         with resume.locked(output_dir, is_writer):
             if resume_from_checkpoint:
-                ranks = is_writer, self.accelerator.process_index
-                check = partial(save.check_checkpoint, self)
-                checkpoint, self._resumed = resume.find_checkpoint(resume_from_checkpoint, output_dir, *ranks, check)
+                checkpoint, self._resumed = resume.find_checkpoint(self, resume_from_checkpoint)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
@@ -653,7 +651,7 @@ class _StepCallback(TrainerCallback):
         trainer._last_step = state.global_step
         if not trainer._resumed:
             return
-        save.load_run_state(trainer, trainer._resumed)
+        resume.load_run_state(trainer, trainer._resumed)
         trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():

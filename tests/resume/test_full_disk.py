@@ -7,7 +7,6 @@ import pytest
 from runs_of_tiny import trainer
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.checkpoints import resume
 from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
@@ -34,8 +33,8 @@ WRITERS = [
     (saving.torch, "save"),  # optimizer and scheduler
     (PPOTrainer, "_save_rng_state"),
     (saving, "save_file"),  # the rank's state
-    (resume, "publish"),
-    (resume.Path, "mkdir"),
+    (saving, "publish"),
+    (saving.Path, "mkdir"),
 ]
 
 

@@ -1,28 +1,28 @@
-"""Lock a run's directory, find and write checkpoints on all ranks, and exit cleanly on a signal."""
+"""Lock a run's directory, find a checkpoint and restore progress from it, and exit cleanly on a signal."""
 
 import os
-import shutil
 import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..config import LOCK
 from ..distributed import on_every_rank
-from .atomic import MANIFEST, STAGING, checkpoints, latest_valid_checkpoint, publish, restore_replaced, verify
-from .files import CheckpointError
+from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
+from .files import CheckpointError, check_settings, load_state
 
 logger = logging.get_logger(__name__)
 
@@ -32,8 +32,6 @@ PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "tr
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
-# `torch.save` and `tokenizers` report a full disk with errors of no particular type
-_SIGNS_OF_WRITE_ERRORS = ("inline_container", "iostream error", "(os error ")
 
 
 def run_state_file(rank: int) -> str:
@@ -141,40 +139,39 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
 
-def find_checkpoint(
-    resume_from: str | bool, output_dir: str, is_writer: bool, rank: int, check: Callable[[str], None]
-) -> tuple[str, dict[str, Tensor]]:
-    """Find and verify a checkpoint on all ranks; return its path and this rank's run state.
+def find_checkpoint(trainer: Any, resume_from: str | bool) -> tuple[str, dict[str, Tensor]]:
+    """Find and verify a checkpoint that fits the run, on all ranks; return its path and this rank's run state.
 
-    `resume_from` is a path, or `True` for the latest valid checkpoint. `check` raises for unsuitable ones.
+    `resume_from` is a path, or `True` for the latest valid checkpoint.
     """
+    args, rank = trainer.args, trainer.accelerator.process_index
 
     def find() -> str:
-        if resume_from is True:
-            path = latest_valid_checkpoint(output_dir)
-            if path is None:
-                raise CheckpointError(
-                    f"`{output_dir}` has no checkpoint to resume from; call `train()` without "
-                    "`resume_from_checkpoint`, or name one."
-                )
-            return os.path.join(output_dir, path.name)
-        restore_replaced(Path(str(resume_from)).parent)
-        verify(str(resume_from))
-        return str(resume_from)
+        if resume_from is not True:
+            restore_replaced(Path(str(resume_from)).parent)
+            verify(str(resume_from))
+            return str(resume_from)
+        path = latest_valid_checkpoint(args.output_dir)
+        if path is None:
+            raise CheckpointError(
+                f"`{args.output_dir}` has no checkpoint to resume from; call `train()` without "
+                "`resume_from_checkpoint`, or name one."
+            )
+        return os.path.join(args.output_dir, path.name)
 
     def read() -> dict[str, Tensor]:
-        check(directory)
-        path = os.path.join(directory, run_state_file(rank))
-        if not os.path.isfile(path):
-            raise CheckpointError(
-                f"`{directory}` has no state of rank {rank}; resume with the saved world size, and a directory that "
-                "all ranks see."
-            )
-        return load_file(path)
+        check_settings(directory, load_state(directory).get("settings", {}), args, trainer._inputs)
+        needed = [TRAINER_STATE_NAME, run_state_file(rank)]
+        needed += [] if trainer.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME]
+        missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
+        if missing:
+            remedy = "resume from another checkpoint, in a directory that all ranks see"
+            raise CheckpointError(f"`{directory}` lacks {', '.join(missing)}; {remedy}.")
+        return load_file(os.path.join(directory, run_state_file(rank)))
 
     try:
         # one rank of those that share a disk reads all of it
-        path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
+        path = on_every_rank(find, *READ_ERRORS, runs=args.should_save)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
@@ -184,45 +181,16 @@ def find_checkpoint(
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
 
 
-def write_checkpoint(
-    final: Path, write: Callable[[str], None], is_writer: bool, write_is_collective: bool, wait: Callable[[], None]
-) -> None:
-    """Write a checkpoint aside on all ranks, and rename it when it is complete.
-
-    `write` gets the directory to write to. With `write_is_collective` it reduces over ranks itself, and a rank
-    that fails raises by itself.
-    """
-    staged = final.parent / STAGING / final.name
-
-    def make_empty() -> None:
-        shutil.rmtree(staged.parent, ignore_errors=True)
-        staged.mkdir(parents=True)
-
-    def write_staged() -> None:
-        try:
-            if not staged.is_dir():
-                raise OSError("this rank does not see the directory; all ranks must share a disk")
-            write(str(staged))
-        except WRITE_ERRORS:
-            raise
-        except Exception as error:
-            if any(sign in str(error) for sign in _SIGNS_OF_WRITE_ERRORS):
-                raise OSError(str(error).strip()) from None
-            raise
-
-    try:
-        on_every_rank(make_empty, *WRITE_ERRORS, runs=is_writer)
-        if write_is_collective:
-            write_staged()
-            wait()
-        else:
-            on_every_rank(write_staged, *WRITE_ERRORS)
-        on_every_rank(partial(publish, staged, final), *WRITE_ERRORS, runs=is_writer)
-    except WRITE_ERRORS as error:
-        raise CheckpointError(
-            f"`{final}` cannot be written ({error}); earlier checkpoints are intact. Free space, check that the "
-            "directory is writable, and resume with `train(resume_from_checkpoint=True)`."
-        ) from error
-    finally:
-        if is_writer:
-            shutil.rmtree(staged.parent, ignore_errors=True)
+def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
+    """Restore this rank's progress from the tensors that `write_checkpoint` saved for it."""
+    parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
+    for key, x in tensors.items():
+        part, _, name = key.partition(".")
+        parts[part][name] = x
+    loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
+    trainer._tr_loss = torch.tensor(loss, device=trainer.accelerator.device)
+    trainer._total_loss_scalar = -loss  # the final mean is that of this `train()`
+    trainer._globalstep_last_logged, trainer._skipped = int(last_logged), int(skipped)
+    if parts["rollout"]:
+        trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
+    trainer._metrics["train"].load_state_dict(parts["metrics"])

@@ -1,6 +1,7 @@
-"""Write a run's checkpoints on all ranks, and restore from them what the Trainer does not."""
+"""Write a run's checkpoints on all ranks."""
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,58 +21,79 @@ from ..episodes import record
 from ..ppo.guards import NonFiniteError
 from ..rewards import RewardError
 from . import files, resume
-from .atomic import verify
+from .atomic import STAGING, publish, verify
 
 logger = logging.get_logger(__name__)
+
+# `torch.save` and `tokenizers` report a full disk with errors of no particular type
+FULL_DISK = ("inline_container", "iostream error", "(os error ")
 
 
 def write_checkpoint(trainer: Any) -> Path | None:
     """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
-    args, state = trainer.args, trainer.state
+    args, state, rank = trainer.args, trainer.state, trainer.accelerator.process_index
+    is_writer = args.should_save
     final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    # all ranks gather sharded weights and optimizer states together, before one of them can fail to write
+    staged = final.parent / STAGING / final.name
+    # 1. all ranks gather sharded weights and optimizer states together, before one of them can fail to write
     weights = trainer.actor_critic.trained_weights()
     nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
     if nonfinite is not None:
-        logger.warning(
-            "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower `learning_rate` and "
-            "`resume_with_changed_settings=True`.",
-            final,
-            nonfinite,
-        )
+        remedy = "Resume from an earlier one with a lower `learning_rate` and `resume_with_changed_settings=True`."
+        logger.warning("`%s` is not written: %s has NaN or inf. %s", final, nonfinite, remedy)
         return None
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(final)
     fsdp_state = unsharded_optimizer_state(trainer.optimizer) if trainer.is_fsdp_enabled else None
-    is_writer, rank, wait = args.should_save, trainer.accelerator.process_index, trainer.accelerator.wait_for_everyone
 
-    def write(directory: str) -> None:
+    def make_empty() -> None:
+        shutil.rmtree(staged.parent, ignore_errors=True)
+        staged.mkdir(parents=True)
+
+    def write() -> None:
+        if not staged.is_dir():
+            raise OSError("this rank does not see the directory; all ranks must share a disk")
         if is_writer:
-            trainer._write_model(directory, str(final), weights)
-            _write_trainer_state(trainer, directory, fsdp_state)
-        if trainer.is_deepspeed_enabled:
-            trainer.model_wrapped.save_checkpoint(directory, exclude_frozen_parameters=True)
-        trainer._save_scaler(directory)
-        trainer._save_rng_state(directory)
-        save_file(_run_state(trainer), os.path.join(directory, resume.run_state_file(rank)))
+            trainer._write_model(str(staged), str(final), weights)
+            _write_trainer_state(trainer, staged, fsdp_state)
+        trainer._save_scaler(str(staged))
+        trainer._save_rng_state(str(staged))
+        save_file(_run_state(trainer), staged / resume.run_state_file(rank))
 
-    resume.write_checkpoint(final, write, is_writer, trainer.is_deepspeed_enabled, wait)
+    # 2. write aside on all ranks, and rename when all are done
+    try:
+        on_every_rank(make_empty, *resume.WRITE_ERRORS, runs=is_writer)
+        on_every_rank(write, Exception)
+        if trainer.is_deepspeed_enabled:  # its ranks write together, and one that fails raises by itself
+            trainer.model_wrapped.save_checkpoint(str(staged), exclude_frozen_parameters=True)
+            trainer.accelerator.wait_for_everyone()
+        on_every_rank(partial(publish, staged, final), *resume.WRITE_ERRORS, runs=is_writer)
+    except Exception as error:
+        if not isinstance(error, resume.WRITE_ERRORS) and not any(sign in str(error) for sign in FULL_DISK):
+            raise
+        raise files.CheckpointError(
+            f"`{final}` cannot be written ({str(error).strip()}); earlier checkpoints are intact. Free space, check "
+            "that the directory is writable, and resume with `train(resume_from_checkpoint=True)`."
+        ) from error
+    finally:
+        if is_writer:
+            shutil.rmtree(staged.parent, ignore_errors=True)
     trainer._validity[final] = True
     record.forget(args.output_dir, rank, before=state.global_step)
     return final
 
 
-def _write_trainer_state(trainer: Any, directory: str, fsdp_state: dict[str, Any] | None) -> None:
+def _write_trainer_state(trainer: Any, directory: Path, fsdp_state: dict[str, Any] | None) -> None:
     """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
     if not trainer.is_deepspeed_enabled:
         optimizer = trainer.optimizer.state_dict() if fsdp_state is None else fsdp_state
-        torch.save(optimizer, os.path.join(directory, OPTIMIZER_NAME))
+        torch.save(optimizer, directory / OPTIMIZER_NAME)
     if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
-        torch.save(trainer.lr_scheduler.state_dict(), os.path.join(directory, SCHEDULER_NAME))
+        torch.save(trainer.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
     trainer.state.stateful_callbacks = stateful.stateful_callbacks
-    trainer.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+    trainer.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
 
 def _run_state(trainer: Any) -> dict[str, Tensor]:
@@ -84,30 +106,6 @@ def _run_state(trainer: Any) -> dict[str, Tensor]:
     }
     named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
     return {name: x.detach().cpu().contiguous() for name, x in named.items()}
-
-
-def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
-    """Restore this rank's progress from the tensors that [`write_checkpoint`] saved for it."""
-    parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
-    for key, x in tensors.items():
-        part, _, name = key.partition(".")
-        parts[part][name] = x
-    loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
-    trainer._tr_loss = torch.tensor(loss, device=trainer.accelerator.device)
-    trainer._total_loss_scalar = -loss  # the final mean is that of this `train()`
-    trainer._globalstep_last_logged, trainer._skipped = int(last_logged), int(skipped)
-    if parts["rollout"]:
-        trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
-    trainer._metrics["train"].load_state_dict(parts["metrics"])
-
-
-def check_checkpoint(trainer: Any, path: str) -> None:
-    """Raise [`CheckpointError`] unless a checkpoint has all files, and settings and inputs are the run's."""
-    files.check_settings(path, files.load_state(path).get("settings", {}), trainer.args, trainer._inputs)
-    needed = [TRAINER_STATE_NAME, *([] if trainer.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME])]
-    missing = [name for name in needed if not os.path.isfile(os.path.join(path, name))]
-    if missing:
-        raise files.CheckpointError(f"`{path}` lacks {', '.join(missing)}; resume from another checkpoint.")
 
 
 def save_after_error(trainer: Any, error: BaseException) -> None:
@@ -134,12 +132,7 @@ def settle_best_checkpoint(trainer: Any) -> None:
         try:
             on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=args.should_save)
         except resume.READ_ERRORS as error:
-            logger.warning(
-                "The best checkpoint `%s` cannot be used (%s); the model keeps the weights of the last step, and no "
-                "checkpoint is deleted for the best one.",
-                best,
-                error,
-            )
+            logger.warning("The best checkpoint cannot be used (%s); the model keeps its last weights.", error)
             state.best_model_checkpoint = best = None
     if best is not None and not os.path.samefile(Path(best).parent, args.output_dir):
         # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
