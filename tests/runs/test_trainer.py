@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.modeling import logprobs
 from trl_ppo_ext.ppo.updates import MicroBatch
-from trl_ppo_ext.rewards import ClassifierReward, RewardShaping
+from trl_ppo_ext.rewards import ClassifierReward
 
 
 class Steps(TrainerCallback):
@@ -168,24 +168,24 @@ def test_padding_ids_do_not_matter(off_policy):
 # ---- where rewards enter
 
 
-def test_scores_are_clipped_and_a_missing_eos_is_penalized(tmp_path, monkeypatch):
+def test_missing_eos_is_penalized(tmp_path):
     built = trainer(
         tmp_path,
         reward_funcs=lambda completions, **kwargs: [3.0] * len(completions),
         missing_eos_penalty=0.5,
+        kl_coef=0.0,
         max_completion_length=12,
         per_device_train_batch_size=16,
         max_steps=1,
     )
-    rollouts, shaped = rollouts_of(built), []
-    shape = RewardShaping.__call__
-    monkeypatch.setattr(RewardShaping, "__call__", lambda *args: shaped.append(shape(*args)) or shaped[-1])
+    rollouts = rollouts_of(built)
     built.train()
     samples = rollouts[0][1]
     ended = torch.tensor([ids[-1] == 1 for ids in samples.batch.completion_ids])
     assert 0 < ended.sum() < len(ended)
     assert torch.equal(samples.stopped, ended)
-    assert torch.equal(shaped[0], torch.where(ended, 3.0, 2.5))
+    objective = torch.where(ended, 3.0, 2.5).mean().item()
+    assert built.state.log_history[0]["objective"] == pytest.approx(objective)
 
 
 def test_rewards_get_columns_and_are_weighted(tmp_path):

@@ -139,9 +139,7 @@ class TransformersGenerator(Generator):
         config = copy(self.config)
         config.max_new_tokens = max_new_tokens
         with self.accelerator.autocast():
-            ids = self.actor_critic.sample(
-                *inputs, config, stopping_criteria=StoppingCriteriaList(criteria), **options
-            )
+            ids = self.actor_critic.sample(*inputs, config, **options)
         completions = ids[:, inputs[0].shape[1] :].tolist()
         for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]

@@ -74,6 +74,24 @@ def test_adding_returns_new_moments_and_keeps_the_old():
     assert tuple(moments) == before
 
 
+class AppleTensor(torch.Tensor):
+    """Tensor as on an Apple GPU, which has no float64."""
+
+    device = torch.device("mps")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return out
+
+
+def test_moments_need_no_float64_on_apple_gpus():
+    x, mask = (values.as_subclass(AppleTensor) for values in (torch.tensor([1.0, 2.0, 6.0]), torch.ones(3)))
+    assert tuple(Moments().add(x, mask)) == (3.0, 3.0, 14.0)
+
+
 # ---- state
 
 
