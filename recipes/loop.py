@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.episodes.transformers import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
-from trl_ppo_ext.modeling.critics import Units, rewards_so_far
+from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
 from trl_ppo_ext.ppo.advantages import DECAY, in_units, of_critic
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Rollout
@@ -26,7 +26,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
     """Train an adapter on rollouts of all prompts (texts); `reward` scores a list of completions."""
     # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads its states.
     policy = get_peft_model(model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    roles = ActorCritic(policy, normalize_values=True, side_length=length)
+    roles = ActorCritic(policy, new_critic(policy, is_normalized=True, length=length))
     trained = [list(roles.policy_parameters().values()), list(roles.critic_parameters().values())]
     groups = zip(trained, (learning_rate, roles.value_head.learning_rate))
     optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0)

@@ -14,7 +14,7 @@ from torch import Tensor, float64, tensor
 from transformers import TrainingArguments
 
 from ..config import PPOConfig
-from ..distributed import set_weights, uses_fsdp
+from ..distributed import uses_fsdp
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import (
     ADAPTER_CONFIG,
@@ -25,7 +25,7 @@ from ..modeling.adapter_files import (
     save_adapter,
     write_weights,
 )
-from ..modeling.adapters import check_fit, load_adapter_weights
+from ..modeling.adapters import load_adapter_weights
 
 STATE = "ppo_state.json"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -119,10 +119,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     head = actor_critic.value_head
     if head is not None:
         with _weights_of(directory, VALUE_HEAD) as saved:
-            weights = head.without_moments(saved)
-            tensors = head.state_dict(keep_vars=True)
-            check_fit(tensors, weights)
-            set_weights(tensors, weights)
+            head.load_saved(saved)
     folders = {actor_critic.policy_adapter: directory, actor_critic.critic_adapter: f"{directory}/{CRITIC_FOLDER}"}
     for name, folder in folders.items():
         if name is not None:

@@ -15,6 +15,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerBase,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.cache_utils import DynamicLayer
@@ -152,11 +153,13 @@ class TransformersGenerator(Generator):
         config, width = copy(self.config), inputs[0].shape[1]
         config.max_new_tokens = max_new_tokens
         criterion = _Criterion(bar, self.stop_strings, inputs[0], max_new_tokens)
-        options: dict[str, Any] = {"synced_gpus": True} if self.in_step else {}
+        options: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([criterion])}
+        if self.in_step:
+            options["synced_gpus"] = True
         if cache is not None:
             options["past_key_values"] = cache
         with self.accelerator.autocast():
-            ids = self.actor_critic.sample(*inputs, config, [criterion], **options)
+            ids = self.actor_critic.sample(*inputs, config, **options)
         completions = ids[:, width:].tolist()
         if self.stop_strings is not None:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]

@@ -33,16 +33,10 @@ def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor
     set_weights(parameters, weights)
 
 
-def parameter_names(policy: PeftModel, name: str) -> dict[str, str]:
-    """Map the names of an adapter's weights in a file to their names in the model."""
-    names = {id(parameter): key for key, parameter in policy.named_parameters()}
-    return {key: names[id(parameter)] for key, parameter in adapter_weights(policy, name).items()}
-
-
 def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     """Parameters of an adapter by their names in the model."""
-    saved = set(parameter_names(policy, name).values())
-    return {key: parameter for key, parameter in policy.named_parameters() if key in saved}
+    parameters = {id(x): (key, x) for key, x in policy.named_parameters()}
+    return dict(parameters[id(x)] for x in adapter_weights(policy, name).values())
 
 
 def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:

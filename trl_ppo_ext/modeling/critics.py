@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..distributed import set_weights
+from .adapters import check_fit
+
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
@@ -55,32 +58,29 @@ def rewards_so_far(rewards: Tensor, mask: Tensor, units: Units, is_known: bool) 
 
 
 class ValueHead(nn.Linear):
-    """Linear head in float32 that starts at zero, so that a new critic predicts the mean return.
+    """Linear head in float32 that starts at zero, so that a new critic predicts the mean return."""
 
-    Attributes:
-        learning_rate (`float`, *optional*): Learning rate of the critic; that of the policy if it is `None`.
-        is_normalized (`bool`): Whether it predicts in units of the returns; else in those of the rewards.
-        saved_moments (`dict[str, Tensor]`): Moments that its file holds, with which a run begins.
-    """
-
-    learning_rate: float | None = None
+    learning_rate: float | None = None  # that of the policy
 
     def __init__(self, hidden_size: int, is_normalized: bool, device: torch.device):
         super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-        self.is_normalized = is_normalized
-        self.saved_moments: dict[str, Tensor] = {}
+        self.is_normalized = is_normalized  # it predicts in units of the returns; else in those of the rewards
+        self.saved_moments: dict[str, Tensor] = {}  # in its file, with which a run begins
 
     def units(self, returns: Any) -> Units:
         """Units in which it predicts, after returns with these moments."""
         return Units.of(returns) if self.is_normalized else Units()
 
-    def without_moments(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of a saved critic. Its moments are kept aside; one without any predicts in the unit of rewards."""
+    def load_saved(self, saved: dict[str, Tensor]) -> None:
+        """Load a saved critic, and keep its moments aside; one without any predicts in the unit of rewards."""
         self.saved_moments = {name: saved[name] for name in MOMENTS if name in saved}
         self.is_normalized = bool(self.saved_moments)
-        return {name: x for name, x in saved.items() if name not in MOMENTS}
+        tensors = self.state_dict(keep_vars=True)
+        weights = {name: x for name, x in saved.items() if name not in MOMENTS}
+        check_fit(tensors, weights)
+        set_weights(tensors, weights)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Outputs `[tokens, 1]` of states `[tokens, hidden]`."""
@@ -124,3 +124,12 @@ class SideCritic(ValueHead):
         """Outputs `[tokens, 1]` of what was [`read`]."""
         gate, up = self.inputs(hidden.to(self.inputs.weight.dtype)).chunk(2, 1)
         return super().forward(nn.functional.silu(gate) * up)
+
+
+def new_critic(policy: Any, is_normalized: bool, length: int | None = None) -> ValueHead:
+    """Critic on the last states of a policy; with the maximum `length` of completions, a side network."""
+    output, config = policy.get_output_embeddings(), policy.config.get_text_config()
+    width = getattr(output, "in_features", config.hidden_size)  # smaller in OPT-350m
+    if length is None:
+        return ValueHead(width, is_normalized, policy.device)
+    return SideCritic(width, config.hidden_size, config.num_hidden_layers, length, is_normalized, policy.device)

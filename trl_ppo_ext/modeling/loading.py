@@ -10,6 +10,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
@@ -17,16 +18,9 @@ from transformers.utils import CONFIG_NAME, logging
 from ..config import PPOConfig
 from ..redaction import shortened
 from .actor_critic import ActorCritic
-from .adapter_files import check_same_base, read_adapter_config, read_critic
-from .adapters import (
-    adapter_parameters,
-    adapter_weights,
-    add_adapter,
-    check_fit,
-    load_adapter_weights,
-    parameter_names,
-)
-from .critics import ValueHead
+from .adapter_files import ADAPTER_CONFIG, check_same_base, read_adapter_config, read_critic
+from .adapters import adapter_parameters, adapter_weights, add_adapter, load_adapter_weights
+from .critics import new_critic
 
 logger = logging.get_logger(__name__)
 
@@ -50,89 +44,58 @@ def check_model_arguments(
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
-        raise TypeError(
-            f"`model` must be a model id or path, a `PreTrainedModel`, or a `PeftModel`, got {type(model).__name__}."
-        )
+        needed = "a model id or path, a `PreTrainedModel`, or a `PeftModel`"
+        raise TypeError(f"`model` must be {needed}, got {type(model).__name__}.")
     if isinstance(model, str):
-        if os.path.isfile(os.path.join(model, "adapter_config.json")):
-            raise ValueError(
-                f"`model={model!r}` is a saved adapter; pass its base as `model`, and this path as `peft_config` "
-                "(`adapter_name_or_path` in a config file): the adapter then starts the policy."
-            )
+        if os.path.isfile(os.path.join(model, ADAPTER_CONFIG)):
+            remedy = "pass its base as `model`, and this path as `peft_config` (`adapter_name_or_path`)"
+            raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
-            raise ValueError(
-                f"`{name}` needs a `model` that is a string, got a loaded {type(model).__name__}; pass the model's "
-                "id, or load it with these settings yourself."
-            )
+            given = f"got a loaded {type(model).__name__}; pass the model's id, or load it with these settings"
+            raise ValueError(f"`{name}` needs a `model` that is a string, {given}.")
         if model.get_output_embeddings() is None:
-            raise ValueError(
-                f"`model` must be a causal language model with an output projection, got {type(model).__name__}; load "
-                "it with `AutoModelForCausalLM`."
-            )
+            needed = f"a causal language model with an output projection, got {type(model).__name__}"
+            raise ValueError(f"`model` must be {needed}; load it with `AutoModelForCausalLM`.")
     if not isinstance(peft_config, PeftConfig | str | None):
-        raise TypeError(
-            "`peft_config` must be a `PeftConfig`, such as `LoraConfig(r=16)`, or the path or id of a saved adapter, "
-            f"got {type(peft_config).__name__}."
-        )
-    _check_adapter(_starting_config(model, peft_config))
-
-
-def _has_injected_adapter(model: Any) -> bool:
-    """Check for an adapter that transformers loaded into the model, as `from_pretrained` of a saved adapter does."""
-    return not isinstance(model, PeftModel) and getattr(model, "_hf_peft_config_loaded", False)
+        needed = "a `PeftConfig`, or the path or id of a saved adapter"
+        raise TypeError(f"`peft_config` must be {needed}, got {type(peft_config).__name__}.")
+    config = _starting_config(model, peft_config)
+    if config is not None:
+        _check_adapter(config)
 
 
 def _starting_config(model: Any, peft_config: Any) -> Any:
     """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
-    if isinstance(model, PeftModel) or _has_injected_adapter(model):
+    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
         if peft_config is not None:
-            raise ValueError(
-                "`peft_config` must be None when `model` has an adapter, which starts the policy. To start a new "
-                "adapter pass the base model (`merge_and_unload()` of a `PeftModel` keeps what its adapter learned)."
-            )
+            remedy = "to start a new one, pass the base model"
+            raise ValueError(f"`peft_config` must be None when `model` has an adapter; {remedy}.")
         return model.peft_config[model.active_adapter if isinstance(model, PeftModel) else model.active_adapters()[0]]
     if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise ValueError(
-            "`model` holds the adapters of another trainer or `PeftModel`, which a new adapter would overwrite. Pass "
-            "that `PeftModel` to continue its adapter, call its `unload()` to discard it, or load the base anew."
-        )
+        raise ValueError("`model` holds the adapters of another trainer; pass its `PeftModel`, or `unload()` it.")
     if isinstance(peft_config, str):
         config = read_adapter_config(peft_config)
         if config is None:
             raise ValueError(f"`peft_config={peft_config!r}` has no adapter_config.json; name a saved adapter.")
-        trained_on, base = config.base_model_name_or_path, getattr(model, "name_or_path", model)
-        if trained_on:
+        if trained_on := config.base_model_name_or_path:
             remedy = "If the weights are the same, pass a `PeftModel` with the adapter as `model`."
-            check_same_base(peft_config, trained_on, base, remedy)
+            check_same_base(peft_config, trained_on, getattr(model, "name_or_path", model), remedy)
         return config
     if (initial := getattr(peft_config, "init_lora_weights", True)) not in (True, "gaussian"):
-        raise ValueError(
-            f"`init_lora_weights={initial!r}` changes the base or starts away from it, so the reference would not be "
-            "your model; use True or 'gaussian'."
-        )
+        raise ValueError(f"`init_lora_weights={initial!r}` changes the base, the reference; use True or 'gaussian'.")
     return peft_config
 
 
-def _check_adapter(peft_config: Any) -> None:
-    if peft_config is None:
-        return
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            f"`peft_config` must put the adapter into the layers, got {peft_config.peft_type}, which adds virtual "
-            "tokens; use `LoraConfig`."
-        )
-    if getattr(peft_config, "alora_invocation_tokens", None):
-        raise ValueError(
-            "`alora_invocation_tokens` must be None: an activated LoRA runs only after these tokens, so it would "
-            "train nothing in other prompts; use a plain `LoraConfig`."
-        )
-    if (bias := getattr(peft_config, "bias", "none")) != "none":
-        raise ValueError(
-            f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared by the reference and "
-            "all other adapters."
-        )
+def _check_adapter(config: Any) -> None:
+    if config.is_prompt_learning:
+        given = f"got {config.peft_type}, which adds virtual tokens"
+        raise ValueError(f"`peft_config` must put the adapter into the layers, {given}; use `LoraConfig`.")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise ValueError(f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared.")
 
 
 def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
@@ -158,12 +121,9 @@ def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
     except (OSError, HFValidationError, HTTPError) as error:
         wrong = isinstance(error, RepositoryNotFoundError | HFValidationError | OfflineModeIsEnabled)
         if wrong or type(error).__name__ == "ConnectError":  # of httpx or httpx2, whichever the Hub's client uses
-            cause = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"`{argument}` must be a directory or a model on the Hub that can be read, got {name!r} "
-                f"({shortened(cause, 160)}); check its spelling and the connection. Offline, use one that was fetched "
-                f"before (`hf download {name}`); for a private one, log in (`hf auth login`)."
-            ) from None
+            cause = shortened((str(error) or type(error).__name__).splitlines()[0], 160)
+            given = f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth login`)"
+            raise ValueError(f"`{argument}` must be a directory or a model on the Hub, {given}.") from None
 
 
 def load_base(
@@ -189,10 +149,8 @@ def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
     """Raise a `ValueError` for weights that the files lack: `from_pretrained` draws them at random."""
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
-        raise ValueError(
-            f"`{model_id}` must be {needed}, but its files lack {len(missing)} weights, which would be random: "
-            f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}; use another checkpoint."
-        )
+        wrong = f"its files lack {len(missing)} weights, which would be random: {', '.join(missing[:4])}"
+        raise ValueError(f"`{model_id}` must be {needed}, but {wrong}; use another checkpoint.")
 
 
 def _prepare_modules(model: nn.Module) -> None:
@@ -218,7 +176,7 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         policy = model
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
-    elif _has_injected_adapter(model):
+    elif getattr(model, "_hf_peft_config_loaded", False):  # by `from_pretrained` of a saved adapter
         policy = _wrap(model)
     else:
         is_trained, config = False, peft_config or default_peft_config()
@@ -227,12 +185,13 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
                 logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
         policy = get_peft_model(model, config)
     try:
-        parameter_names(policy, policy.active_adapter)
+        adapter_parameters(policy, policy.active_adapter)
     except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"The adapter must consist of its trained weights, but {policy.active_peft_config.peft_type} saves other "
-            "tensors, too. Use `LoraConfig`, or `save_projection=False` if the config has it."
-        ) from error
+        wrong = f"{policy.active_peft_config.peft_type} saves other tensors, too"
+        raise ValueError(f"An adapter must consist of its trained weights, but {wrong}; use `LoraConfig`.") from error
+    if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
+        remedy = "Remove `lm_head` from `target_modules` and `modules_to_save`."
+        raise ValueError(f"The adapter must not be on the output projection (`lm_head`). {remedy}")
     return policy, is_trained
 
 
@@ -263,13 +222,11 @@ def load_actor_critic(
         model = load_base(model, args, quantization_config, torch.device(device))
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if not hasattr(base, base.base_model_prefix):
-        raise ValueError(
-            f"{type(base).__name__} must have the attribute `{base.base_model_prefix}` (its `base_model_prefix`), "
-            "from which hidden states are read; use a model whose class has it."
-        )
+        needed = f"the attribute `{base.base_model_prefix}` (its `base_model_prefix`)"
+        raise ValueError(f"{type(base).__name__} must have {needed}; use a model whose class has it.")
 
     # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
-    reference = critic_adapter = head = files = None
+    reference = critic_adapter = saved_head = files = None
     policy, is_trained = _adapt(model, peft_config)
     config = policy.peft_config[policy.active_adapter]
     if is_trained:
@@ -279,7 +236,7 @@ def load_actor_critic(
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
     critic, start = args.critic, args.critic_init
     if start is not None:
-        head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
+        saved_head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
     if critic == "adapter":
         critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
@@ -290,39 +247,26 @@ def load_actor_critic(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     _prepare_modules(policy)
-    side_length = args.max_completion_length if critic == "side" else None
-    actor_critic = ActorCritic(
-        policy,
-        reference,
-        critic != "none",
-        critic_adapter,
-        args.critic_options.backprop,
-        bool(args.normalize_values),
-        side_length,
-    )
 
-    if head is not None:
+    # 3. the critic's head
+    length = args.max_completion_length if critic == "side" else None
+    head = None if critic == "none" else new_critic(policy, bool(args.normalize_values), length)
+    if head is not None and saved_head is not None:
         try:
             if critic_adapter is not None and files is not None:
                 load_adapter_weights(policy, critic_adapter, files.weights)
-            value_head = cast(ValueHead, actor_critic.value_head)
-            head = value_head.without_moments(head)
-            check_fit(value_head.state_dict(), head)
-            value_head.load_state_dict(head)
+            head.load_saved(saved_head)
         except ValueError as error:
             raise ValueError(f"The critic of `critic_init={start!r}` does not fit the model: {error}") from None
-    return actor_critic
+    return ActorCritic(policy, head, reference, critic_adapter, args.critic_options.backprop)
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
-    """Raise a `ValueError` if a given optimizer lacks a trained weight, or the scheduler is of another optimizer."""
+    """Raise an error if a given optimizer lacks a trained weight, or the scheduler is of another optimizer."""
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
     missing = [name for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present]
     if missing and optimizer is not None:
-        raise ValueError(
-            f"`optimizers` must hold all weights that are trained, but `{missing[-1]}` and {len(missing) - 1} others "
-            "are missing, which the trainer creates itself. Set `optim`, `optim_args`, `learning_rate` and "
-            "`critic_learning_rate` instead, or override `create_optimizer` in a subclass."
-        )
+        wrong = f"`{missing[-1]}` and {len(missing) - 1} others are missing"
+        raise ValueError(f"`optimizers` must hold all trained weights, but {wrong}; set `optim` and `learning_rate`.")

@@ -18,8 +18,7 @@ def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
 def test_critic_predicts_in_the_units_that_its_file_has(has_moments):
     head = ValueHead(8, not has_moments, torch.device("cpu"))
     moments = {"returns": torch.tensor([4.0, 2.0, 16.0])} if has_moments else {}
-    weights = head.without_moments(dict(head.state_dict()) | moments)
-    head.load_state_dict(weights)
+    head.load_saved(dict(head.state_dict()) | moments)
     assert head.is_normalized is has_moments and head.saved_moments.keys() == moments.keys()
     assert head.units(Moments(1.0, 2.0, 9.0)) == (Units(2.0, 3.0) if has_moments else Units())
 
