@@ -152,7 +152,7 @@ def served_base(actor_critic: ActorCritic, args: Any) -> str:
             "and set `vllm_kwargs={'base_model': ...}` to that directory (or to any base by its name), or, with "
             "vLLM's plugin for bitsandbytes, set `generation_kwargs={'quantization': 'bitsandbytes'}`."
         )
-    written = dequantized_from(path) if path and is_quantized and os.path.isdir(path) else None
+    written = dequantized_from(path) if path and is_quantized else None
     if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
         raise ValueError(
             f"`vllm_kwargs['base_model']` was written by `trl-ppo dequantize` from other 4-bit weights (of "

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -41,9 +36,9 @@ def public_name(base: str) -> str:
 
 
 def dequantized_from(path: str) -> dict[str, Any] | None:
-    """Base and quantization of a checkpoint that `trl-ppo dequantize` wrote; `None` for others."""
-    file = find_file(path, DEQUANTIZED)
-    return None if file is None else json.loads(Path(file).read_text())
+    """Base and quantization of a directory that `trl-ppo dequantize` wrote; `None` for others."""
+    file = Path(path, DEQUANTIZED)
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 class AdapterFiles(NamedTuple):
@@ -61,13 +56,11 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
         return local if os.path.isfile(local) else None
     try:
         return hf_hub_download(path, name, subfolder=folder or None)
-    except (LocalEntryNotFoundError, HFValidationError, RepositoryNotFoundError) as error:
-        raise ValueError(
-            f"`{path}` must be a directory, or a repository on the Hub that can be reached ({error}); check the path "
-            "and the connection."
-        ) from None
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         return None
+    except (OSError, HFValidationError) as error:
+        needed = "a directory, or a repository on the Hub that can be reached"
+        raise ValueError(f"`{path}` must be {needed} ({error}); check the path and the connection.") from None
 
 
 def _damaged(file: str, error: Exception) -> ValueError:
@@ -88,8 +81,7 @@ def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
     if config_file is None:
         return None
     try:
-        with open(config_file) as stream:
-            return PeftConfig.from_peft_type(**json.load(stream))
+        return PeftConfig.from_peft_type(**json.loads(Path(config_file).read_text()))
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(config_file, error) from error
 
@@ -102,8 +94,8 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
         raise ValueError(
-            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base, which policy "
-            "and reference share. Train it with `bias='none'`, or merge a reward into its base and pass that model."
+            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base of all roles. "
+            "Train it with `bias='none'`, or merge a reward into its base and pass that model."
         )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
@@ -119,10 +111,8 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
     """Raise an error for an adapter or a critic that was trained on another base."""
     same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base))
     if not (base and same):
-        raise ValueError(
-            f"`{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base is "
-            f"{base or 'without a name'!r}; an adapter works only on its own base. {remedy}"
-        )
+        names = f"{trained_on or 'a base without a name'!r}, the policy's base is {base or 'without a name'!r}"
+        raise ValueError(f"`{path}` was trained on {names}; it works only on its own base. {remedy}")
 
 
 def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
@@ -133,21 +123,15 @@ def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
 def read_critic(
     path: str, critic: str, base: str, label: int | None = None
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
-    """Read the value head that `critic_init` names, and the critic's adapter if it has one.
-
-    A directory (or Hub repository) with a value head is a critic of ours: of a checkpoint, or of `pretrain-critic`.
-    One with an adapter and a score head is a reward adapter; its adapter and head are copied.
-    """
+    """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
     if head_file is not None:
-        # 1. a critic of ours
+        # 1. a critic of a checkpoint, or of `pretrain-critic`
         head = read_weights(head_file)
         kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
-            raise ValueError(
-                f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is {critic!r}; set "
-                f"`critic={kind!r}`, or pretrain one of the other kind."
-            )
+            kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
+            raise ValueError(f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another.")
         if kind == "adapter":
             files = read_adapter(path, CRITIC_FOLDER)
             check_same_base(path, files.config.base_model_name_or_path, base, _OTHER_BASE)
@@ -156,34 +140,25 @@ def read_critic(
         if policy_config is not None:  # the policy next to the head names the base
             check_same_base(path, policy_config.base_model_name_or_path, base, _OTHER_BASE)
         elif (numbers_file := find_file(path, CRITIC_NUMBERS)) is not None:
-            with open(numbers_file) as stream:
-                check_same_base(path, json.load(stream).get("base_model"), public_name(base), _OTHER_BASE)
+            trained_on = json.loads(Path(numbers_file).read_text()).get("base_model")
+            check_same_base(path, trained_on, public_name(base), _OTHER_BASE)
         return head, None
 
     # 2. a reward adapter, of whose score head one row becomes the value head
     reward = None if read_adapter_config(path) is None else read_adapter(path)
     if reward is None or "weight" not in reward.head:
-        raise ValueError(
-            f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head; name a directory "
-            "that `trl-ppo pretrain-critic` or PPOTrainer wrote, or a reward adapter."
-        )
+        wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
+        raise ValueError(f"`critic_init={path!r}` {wrong}; `trl-ppo pretrain-critic` writes the former.")
     if critic != "adapter":
-        raise ValueError(
-            f"`critic_init={path!r}` is a reward adapter: its score head fits only its own adapter. Set "
-            "`critic='adapter'`."
-        )
+        wrong = "is a reward adapter: its score head fits only its own adapter"
+        raise ValueError(f"`critic_init={path!r}` {wrong}; set `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
     rows, row = len(reward.head["weight"]), label or 0
     if (rows > 1 and label is None) or not 0 <= row < rows:
-        raise ValueError(
-            f"The score head of `critic_init={path!r}` has {rows} labels, and `reward_label` is {label}; pick one of "
-            f"0 to {rows - 1}."
-        )
+        given = f"has {rows} labels, and `reward_label` is {label}"
+        raise ValueError(f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}.")
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward
-
-
-# ---- writing ----
 
 
 def write_weights(tensors: dict[str, Tensor], path: str) -> None:
@@ -196,18 +171,13 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[st
     """Write an adapter as PEFT does, with these weights by parameter name."""
     tensors = adapter_weights(policy, name, weights)
     if not tensors:
-        raise ValueError(
-            "The policy has no adapter any more, because `merge_and_unload()` or `unload()` removed it; call "
-            "`save_model()` before, or save the model that they return."
-        )
+        cause, remedy = "`merge_and_unload()` or `unload()` removed it", "call `save_model()` before them"
+        raise ValueError(f"The policy has no adapter any more, because {cause}; {remedy}, or save what they return.")
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True
     config.save_pretrained(output_dir)
     write_weights(tensors, os.path.join(output_dir, ADAPTER_WEIGHTS))
-
-
-# ---- digests ----
 
 
 def digest_of_weights(tensors: Iterable[Tensor]) -> str:
