@@ -139,19 +139,15 @@ class Sequences:
         """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
         on_device = index.to(self.prompt_ids.device, non_blocking=True)
         lengths = self.completion_lengths[index]
-        selected = {
-            "completion_ids": self.completion_ids[on_device, : int(lengths.max())],
-            "completion_lengths": lengths,
-        }
+        width = int(lengths.max())
+        selected = {"completion_ids": self.completion_ids[on_device, :width], "completion_lengths": lengths}
         if self.earned is not None:
-            selected["earned"] = self.earned[on_device, : int(lengths.max())]
+            selected["earned"] = self.earned[on_device, :width]
         if self.sampled is not None:
-            selected["sampled"] = self.sampled[index, : int(lengths.max())]
-        prompts = {"": (self.prompt_ids, self.prompt_lengths)}
-        if self.critic_prompt_ids is not None and self.critic_prompt_lengths is not None:
-            prompts["critic_"] = self.critic_prompt_ids, self.critic_prompt_lengths
-        for prefix, (ids, lengths) in prompts.items():
-            lengths = lengths[index]
-            selected[f"{prefix}prompt_ids"] = ids[on_device, ids.shape[1] - int(lengths.max()) :]
-            selected[f"{prefix}prompt_lengths"] = lengths
+            selected["sampled"] = self.sampled[index, :width]
+        for kind in ("prompt", "critic_prompt"):
+            ids, lengths = getattr(self, f"{kind}_ids"), getattr(self, f"{kind}_lengths")
+            if ids is not None:
+                selected[f"{kind}_lengths"] = lengths[index]
+                selected[f"{kind}_ids"] = ids[on_device, ids.shape[1] - int(lengths[index].max()) :]
         return Sequences(**selected)

@@ -11,9 +11,7 @@ from datasets.exceptions import DatasetGenerationError
 from ..redaction import sentence
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_REMEDY = (
-    "Name a dataset on the Hub (with its config, if it has several), a .json, .jsonl or .parquet file, or a directory."
-)
+_REMEDY = "Name a dataset on the Hub (and its config), a .json, .jsonl or .parquet file, or a directory."
 
 
 def load_splits(

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import reprlib
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
@@ -25,8 +24,6 @@ logger = logging.get_logger(__name__)
 
 PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's column has these names
 TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
-_SHORT = reprlib.Repr()  # reads only the ends of long values
-_SHORT.maxstring = _SHORT.maxother = 160
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
@@ -38,7 +35,7 @@ class PromptError(ValueError):
 
 def described(prompt: Any) -> str:
     """One line of a prompt, for an error message."""
-    return shortened(_SHORT.repr(prompt), 200)
+    return shortened(repr(prompt), 200)
 
 
 def message_text(message: dict[str, Any]) -> str:
@@ -105,7 +102,7 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str, **kwargs: Any) -> Any:
+def _map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str) -> Any:
     """Add the columns of token ids that a function returns for each row; its errors name the row."""
 
     # the version invalidates what another one cached: `datasets` identifies `encode` by its name
@@ -115,76 +112,53 @@ def map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: 
         except PromptError as error:
             raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
 
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(encode_numbered, with_indices=True, **kwargs)
+    progress = {"desc": f"Tokenizing {name}"} if isinstance(dataset, Dataset) else {}
     with PartialState().main_process_first():  # one process fills the cache, the others read it
-        return dataset.map(encode_numbered, with_indices=True, desc=f"Tokenizing {name}", **kwargs)
+        return dataset.map(encode_numbered, with_indices=True, **progress)
 
 
 def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
     if limit < 1:
-        raise PromptError(
-            f"{max_completion_length=} leaves no room for a prompt in the model's context of {context_length} tokens; "
-            "lower it."
-        )
+        context = f"the model's context of {context_length} tokens"
+        raise PromptError(f"{max_completion_length=} leaves no room for a prompt in {context}; lower it.")
     return min(limit, max_prompt_length or limit)
 
 
 def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
-        raise TypeError(
-            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
-            f"{type(dataset).__name__}."
-        )
+        needed = "a `datasets.Dataset`, an `IterableDataset` or a list of dicts"
+        raise TypeError(f"`{name}` must be {needed}, got {type(dataset).__name__}.")
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise PromptError(
-            f"`{name}` has a transform (`set_transform`), which runs when rows are read, but prompts are tokenized "
-            "before; use `dataset.map`, or drop it (`dataset.reset_format()`)."
-        )
+        raise PromptError(f"`{name}` has a transform (`set_transform`), which tokenizing skips; use `dataset.map`.")
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        raise PromptError(
-            f'`{name}` needs a column "prompt" (text, or a list of chat messages), got {sorted(columns)}; '
-            '`dataset.rename_column("question", "prompt")` renames one.'
-        )
+        remedy = '`dataset.rename_column("question", "prompt")` renames one'
+        needed = 'needs a column "prompt" (text, or a list of chat messages)'
+        raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
     if critic_prompt is not None and critic_prompt not in columns:
-        raise PromptError(
-            f"`{name}` needs the column {critic_prompt!r} of `critic_kwargs['prompt']`, got {sorted(columns)}."
-        )
+        needed = f"the column {critic_prompt!r} of `critic_kwargs['prompt']`"
+        raise PromptError(f"`{name}` needs {needed}, got {sorted(columns)}.")
     for column in {*REWARD_ARGUMENTS} & {*columns}:
-        raise PromptError(
-            f"`{name}` has a column {column!r}, but reward functions have an argument of that name; rename it "
-            f'(`dataset.rename_column("{column}", "my_{column}")`), or drop it.'
-        )
+        wrong = f"has a column {column!r}, but reward functions have an argument of that name"
+        raise PromptError(f"`{name}` {wrong}; rename it (`dataset.rename_column`), or drop it.")
     for column in {"image", "images"} & {*columns}:
-        raise PromptError(
-            f"`{name}` has a column {column!r}, but images are not supported: the policy would answer without seeing "
-            f"them. To train on the text, drop it (`dataset.remove_columns({column!r})`)."
-        )
+        remedy = f"drop it (`dataset.remove_columns({column!r})`) to train on the text"
+        raise PromptError(f"`{name}` has a column {column!r}, but images are not supported; {remedy}.")
 
 
-def _ids_of(
-    prompt: Any,
-    row: dict,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: dict[str, Any] | None,
-    limit: int = sys.maxsize,
-) -> list[int]:
+def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> list[int]:
+    """Token ids of a row's prompt, or of what its critic reads, with these keyword arguments of the chat template."""
     is_text = isinstance(prompt, str)
-    if is_text and chat_template_kwargs:
+    if is_text and kwargs:
         raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
-    template_kwargs = {} if is_text else row_template_kwargs(row, chat_template_kwargs)
+    template_kwargs = {} if is_text else row_template_kwargs(row, kwargs)
     ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
     if not ids:
         raise PromptError("The prompt is empty; drop it, or give it at least one token.")
-    if len(ids) > limit:
-        raise PromptError(
-            f"The critic's prompt has {len(ids)} tokens, but its context has room for {limit}; shorten it."
-        )
     return ids
 
 
@@ -217,9 +191,8 @@ def tokenize_prompts(
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
-    change = "lower `max_completion_length`"
     if limit == max_prompt_length:
-        room, change = f"{max_prompt_length=}", "raise `max_prompt_length`"
+        room = f"{max_prompt_length=}"
     room_for_critic = prompt_limit(max_completion_length, context_length, None)
     kinds: set[type] = set()  # of the prompts so far
 
@@ -228,26 +201,24 @@ def tokenize_prompts(
         prompt = row.get("prompt")
         ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
         if vocab_size is not None and max(ids) >= vocab_size:
-            raise PromptError(
-                f"The prompt has the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}, but the "
-                f"model has {vocab_size} tokens; use the model's tokenizer, or train a resized embedding first."
-            )
+            token = f"the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}"
+            raise PromptError(f"The prompt has {token}, but the model has {vocab_size} tokens; use its tokenizer.")
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
             raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")
         if len(ids) > limit and overlong == "error":
-            raise PromptError(
-                f"The prompt has {len(ids)} tokens, but {room}. Set `overlong_prompts` to 'truncate' or 'drop', "
-                f"shorten it, or {change}."
-            )
+            remedy = "Set `overlong_prompts` to 'truncate' or 'drop', or shorten it."
+            raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
         encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
         if critic_prompt is not None:
-            encoded[CRITIC_PROMPT_IDS] = _ids_of(
-                row.get(critic_prompt), row, tokenizer, chat_template_kwargs, room_for_critic
-            )
+            ids = _ids_of(row.get(critic_prompt), row, tokenizer, chat_template_kwargs)
+            if len(ids) > room_for_critic:
+                given = f"The critic's prompt has {len(ids)} tokens"
+                raise PromptError(f"{given}, but its context has room for {room_for_critic}; shorten it.")
+            encoded[CRITIC_PROMPT_IDS] = ids
         return encoded
 
-    rows = map_rows(dataset, encode_row, f"`{name}`")
+    rows = _map_rows(dataset, encode_row, f"`{name}`")
     if overlong != "drop":
         return rows
 
