@@ -42,16 +42,12 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
 
 def _check_processes(num_gpus: int, world_size: int) -> None:
     if num_gpus > 1:
-        raise ValueError(
-            f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; start one process per GPU with "
-            "`accelerate launch`, or choose one GPU with CUDA_VISIBLE_DEVICES=0."
-        )
+        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+        raise ValueError(f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; {remedy}.")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > world_size:
-        raise ValueError(
-            f"{started} processes were started, but the world size is {world_size}: each would train by itself. Set "
-            "`use_cpu=True` if there is no GPU; otherwise start one process per GPU (`accelerate launch`)."
-        )
+        given = f"{started} processes were started, but the world size is {world_size}"
+        raise ValueError(f"{given}; set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`).")
 
 
 def check_trainer_arguments(
@@ -82,14 +78,12 @@ def check_trainer_arguments(
     check_model_arguments(model, args, quantization_config, peft_config)
     processing_classes = reward_processing_classes or None
     check_reward_arguments(reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards)
-    sharded = uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3)
-    if args.generation_backend == "vllm" and sharded:
-        raise ValueError(
-            "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM "
-            "loads; use DDP, or ZeRO-1 or 2."
-        )
-    if args.generation_backend == "vllm" and environments.rollout_func is not None:
-        raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
+    if args.generation_backend == "vllm":
+        if uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3):
+            wrong = "is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads"
+            raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
+        if environments.rollout_func is not None:
+            raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     others = ["environments"] if environments.has_instances else []
@@ -109,21 +103,19 @@ def load_tokenizer(
     kwargs = hub_kwargs(args)
     if isinstance(model, str):
         check_available("model", model, kwargs)
-    tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
-    if isinstance(model, str):
         config, generation_config = AutoConfig.from_pretrained(model, **kwargs), None
         with suppress(OSError):  # a model need not have one
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
     else:
         config, generation_config = model.config, model.generation_config
+    tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
     text_config, stops = config.get_text_config(), args.stop_token_ids
     vocab_size = text_config.vocab_size
     if any(not 0 <= token < vocab_size for token in stops or []):
         raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
     if tokenizer.pad_token_id >= vocab_size:
-        raise ValueError(
-            f"The pad token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the model has "
-            f"{vocab_size} tokens; set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}: padding is masked."
-        )
+        given = f"The pad token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}"
+        remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}: padding is masked"
+        raise ValueError(f"{given}, but the model has {vocab_size} tokens; {remedy}.")
     return tokenizer, getattr(text_config, "max_position_embeddings", None), vocab_size

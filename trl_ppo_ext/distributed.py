@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -17,10 +17,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from .config import PPOConfig
 from .redaction import shortened
-
-if TYPE_CHECKING:
-    from .config import PPOConfig
 
 T = TypeVar("T")
 DEEPSPEED = Version("0.19.8")  # skips steps with a non-finite gradient in every dtype
@@ -61,17 +59,12 @@ def forget_evaluation(trainer: Any) -> None:
     trainer.model.__dict__.pop("forward", None)  # autocast around it
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Check if this rank holds only a shard of a parameter (ZeRO-3, FSDP)."""
-    return hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
-
-
 @contextmanager
 def gathered(parameters: Iterable[Any], changed: bool = False) -> Iterator[None]:
     """Gather parameters that ZeRO-3 has sharded; with `changed`, rank 0's writes reach all. All ranks must enter.
 
-    Modules gather their own parameters when they are called; this is for parameters used from outside. Under FSDP such
-    code runs inside a registered forward method, where parameters are unsharded.
+    For parameters used from outside of their module. Under FSDP such code runs inside a registered forward method,
+    where parameters are unsharded.
     """
     # within the forward of a module that uses it, a parameter is gathered already, and released by that forward
     sharded = [x for x in parameters if hasattr(x, "ds_id") and (changed or x.ds_status.name != "AVAILABLE")]
@@ -102,17 +95,16 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
 
 
-def check_deepspeed(args: "PPOConfig") -> None:
+def check_deepspeed(args: PPOConfig) -> None:
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
     plugin, installed = args.deepspeed_plugin, version("deepspeed")
     config = plugin.hf_ds_config.config
     if args.critic_learning_rate is not None and "optimizer" in config:
         raise ValueError("`critic_learning_rate` needs the trainer's optimizer; remove DeepSpeed's `optimizer`.")
     if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
-        raise ValueError(
-            "DeepSpeed would apply NaN or inf gradients without ZeRO, or with `check_grad_overflow` False; set ZeRO's "
-            "`stage` to 1, 2 or 3 and remove that setting, or use DDP, which equals stage 0."
-        )
+        cause = "without ZeRO, or with `check_grad_overflow` False"
+        remedy = "set ZeRO's `stage` to 1, 2 or 3 and remove that setting, or use DDP"
+        raise ValueError(f"DeepSpeed would apply NaN or inf gradients {cause}; {remedy}.")
     if Version(installed) < DEEPSPEED:
         raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
     if args.fp16:
@@ -120,10 +112,8 @@ def check_deepspeed(args: "PPOConfig") -> None:
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
     if steps := args.critic_options.warmup_steps:
-        raise ValueError(
-            f"`critic_kwargs={{'warmup_steps': {steps}}}` is not supported with DeepSpeed, which takes the step "
-            "within the backward; use a `critic_init` (`trl-ppo pretrain-critic` trains one), or DDP."
-        )
+        setting = f"`critic_kwargs={{'warmup_steps': {steps}}}`"
+        raise ValueError(f"{setting} is not supported with DeepSpeed; use a `critic_init`, or DDP.")
 
 
 def skip_deepspeed_step(loss: Tensor, outputs: Tensor) -> Tensor:
@@ -144,48 +134,46 @@ def loading_unsharded() -> Iterator[None]:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-def uses_fsdp(args: "PPOConfig") -> bool:
+def uses_fsdp(args: PPOConfig) -> bool:
     """Check if the config or the launcher enables FSDP; on CPUs Accelerate itself does not see it."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def _fsdp_plugin(args: "PPOConfig") -> FullyShardedDataParallelPlugin:
+def _fsdp_plugin(args: PPOConfig) -> FullyShardedDataParallelPlugin:
     settings = args.fsdp_plugin_args or {}
     default = 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)
-    if int(settings.get("fsdp_version", default)) != 2:
+    if int(settings.get("fsdp_version", default)) != 2:  # its plugin needs a GPU
         raise ValueError(
-            "FSDP1 and FSDP for XLA are unsupported: log-probs use the output projection from outside. Set "
-            "`fsdp_version: 2` in Accelerate's file (`fsdp_config={'version': 2}` in the config), use DeepSpeed's "
-            "ZeRO-3, or DDP with a 4-bit base."
+            "FSDP1 and FSDP for XLA are unsupported. Set `fsdp_version: 2` in Accelerate's file (`fsdp_config="
+            "{'version': 2}` in the config), use DeepSpeed's ZeRO-3, or DDP with a 4-bit base."
         )
     return FullyShardedDataParallelPlugin(**settings)
 
 
-def check_fsdp(args: "PPOConfig", optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
+def check_fsdp(args: PPOConfig, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
     """Raise a `ValueError` for settings that do not work with FSDP2."""
     plugin, optim = _fsdp_plugin(args), args.optim
+    wraps_otherwise = plugin.auto_wrap_policy != transformer_auto_wrap_policy
+    names_layers = bool(plugin.transformer_cls_names_to_wrap or plugin.ignored_modules)
+    keeps_base, lazy = not plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading
+    offloads, recomputes = isinstance(plugin.cpu_offload, CPUOffloadPolicy), plugin.activation_checkpointing
+    is_quantized = quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})
+    optimizers = ", ".join(map(repr, FSDP_OPTIMIZERS))
     unsupported = {
-        "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP: FSDP must shard each layer by itself, or every "
-        "forward would gather the whole base.": plugin.auto_wrap_policy != transformer_auto_wrap_policy,
-        "`fsdp_transformer_layer_cls_to_wrap` and `fsdp_ignored_modules` are unsupported: FSDP shards the layers that "
-        "the model names; remove them.": bool(plugin.transformer_cls_names_to_wrap or plugin.ignored_modules),
-        "`fsdp_reshard_after_forward: false` would keep the whole base on every rank; set it true, or use DDP.": (
-            not plugin.reshard_after_forward
-        ),
-        "`fsdp_cpu_ram_efficient_loading` would leave adapters without weights on all ranks but the first; set it "
-        "false.": plugin.cpu_ram_efficient_loading,
-        "`fsdp_offload_params` is unsupported; set it false, and lower `per_device_train_batch_size` if memory is "
-        "short.": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP, to shard each layer by itself.": wraps_otherwise,
+        "`fsdp_transformer_layer_cls_to_wrap` and `fsdp_ignored_modules` are unsupported; remove them.": names_layers,
+        "`fsdp_reshard_after_forward: false` would keep the whole base on every rank; set it true.": keeps_base,
+        "`fsdp_cpu_ram_efficient_loading` leaves adapters without weights on all ranks but one; set it false.": lazy,
+        "`fsdp_offload_params` is unsupported; set it false.": offloads,
         "`fsdp_activation_checkpointing` would recompute layers without the adapter they ran with; set it false, and "
-        "`gradient_checkpointing=True` in the config.": plugin.activation_checkpointing,
+        "`gradient_checkpointing=True` in the config.": recomputes,
         "`parallelism_config` is unsupported with FSDP; remove it.": args.parallelism_config is not None,
         "`fp16=True` is unsupported with FSDP; use `bf16`.": args.fp16,
-        "`optimizers` must be empty with FSDP, which replaces the parameters; choose with `optim`.": (
-            optimizer is not None
+        "`optimizers` must be empty with FSDP, which replaces the parameters; set `optim`.": optimizer is not None,
+        f"`optim={str(getattr(optim, 'value', optim))!r}` is untested on sharded weights; use one of {optimizers}.": (
+            optim not in FSDP_OPTIMIZERS
         ),
-        f"`optim={str(getattr(optim, 'value', optim))!r}` is untested on sharded parameters; use one of "
-        f"{', '.join(map(repr, FSDP_OPTIMIZERS))}, or ZeRO-3.": optim not in FSDP_OPTIMIZERS,
-        QUANTIZED: quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}),
+        QUANTIZED: is_quantized,
     }
     for message, applies in unsupported.items():
         if applies:
@@ -198,10 +186,8 @@ def enable_fsdp_on_cpu(trainer: Any) -> None:
     if trainer.is_fsdp_enabled or not uses_fsdp(args):
         return
     if state.distributed_type != DistributedType.MULTI_CPU:
-        raise ValueError(
-            "FSDP needs several processes to shard over, got one; start them with `accelerate launch --num_processes "
-            "N`, or disable FSDP."
-        )
+        remedy = "start them with `accelerate launch --num_processes N`, or disable FSDP"
+        raise ValueError(f"FSDP needs several processes to shard over, got one; {remedy}.")
     state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(args)
     trainer.is_fsdp_enabled = True
 
@@ -209,17 +195,14 @@ def enable_fsdp_on_cpu(trainer: Any) -> None:
 def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
     """Shard a model over the ranks, in place: each layer of its base by itself, then the rest.
 
-    A layer is gathered while it runs, and the rest (embeddings, output projection, value head) while the model does.
     Parameters keep their dtypes: autocast does what it does under DDP, and gradients are averaged in float32.
     """
     if any(not parameter.is_floating_point() for parameter in base.parameters()):
         raise ValueError(QUANTIZED)
     layers = [module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())]
     if not layers:
-        raise ValueError(
-            f"{type(base).__name__} must name its layers (`_no_split_modules`) to be sharded by FSDP; use DeepSpeed's "
-            "ZeRO-3, or DDP."
-        )
+        needed = "must name its layers (`_no_split_modules`) to be sharded by FSDP"
+        raise ValueError(f"{type(base).__name__} {needed}; use DeepSpeed's ZeRO-3, or DDP.")
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for module in [*reversed(layers), model]:  # nested modules first
