@@ -1,5 +1,6 @@
 """PPO as a [`~transformers.Trainer`]: collect a rollout, then epochs of minibatches."""
 
+import json
 import math
 import os
 import shutil
@@ -144,24 +145,13 @@ class PPOTrainer(Trainer):
         reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
-        check_trainer_arguments(
-            model,
-            reward_list,
-            monitor_list,
-            args,
-            train_dataset,
-            reward_tokenizers,
-            optimizers[0],
-            quantization_config,
-            peft_config,
-            eval_dataset,
-            environments,
-        )
+        given = model, reward_list, monitor_list, args, train_dataset, reward_tokenizers, optimizers[0]
+        check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments)
         check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
-            create = partial(hub.create_repository, args)
-            distributed.on_every_rank(create, hub.PushError, runs=args.process_index == 0)
+            is_main = args.process_index == 0
+            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
@@ -192,10 +182,7 @@ class PPOTrainer(Trainer):
 
         # 3. Load one base with its adapters, and the rewards.
         if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
-            logger.warning(
-                "PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16 on every "
-                "linear layer except the output projection."
-            )
+            logger.warning("PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16.")
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         check_optimizers(*optimizers, actor_critic)
@@ -205,20 +192,11 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
-        datasets = {"train_dataset": train_dataset}
-        self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, datasets)
+        self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, train_dataset)
 
         # 4. Set up the Trainer.
-        super().__init__(
-            model=actor_critic,
-            args=args,
-            data_collator=Rows,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer
+        super().__init__(*parts, callbacks=callbacks, optimizers=optimizers)
         set_seed(args.seed, device_specific=True)  # ranks must not sample with the same noise
         distributed.enable_fsdp_on_cpu(self)
         if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
@@ -233,8 +211,7 @@ class PPOTrainer(Trainer):
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
-        parts = actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator
-        self.roles = Roles(*parts, sampler)
+        self.roles = Roles(actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler)
         self.run_state = RunState(args.kl_coef, args.entropy_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
@@ -245,17 +222,16 @@ class PPOTrainer(Trainer):
         self.tools = environments.tools
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
-        self.run_log = RunLog(model_id, [x.name for x in rewards], [x.name for x in monitors], self.plan)
+        self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
-        self._tokens_since_log, self._last_log = 0, time.perf_counter()
         self.signals, self.preempted = resume.StopSignals(), False
-        self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
+        self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
 
     @property
@@ -311,13 +287,7 @@ class PPOTrainer(Trainer):
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: MicroBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: MicroBatch, *args: Any, **kwargs: Any) -> Tensor:
         """PPO's loss of a micro-batch: its share of the optimizer step's loss, times the number of ranks."""
         # DDP averages gradients over ranks; the denominator is global already
         loss = self.updates.loss(model, inputs) * self.accelerator.num_processes
@@ -373,15 +343,7 @@ class PPOTrainer(Trainer):
 
     # ---- data ----
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> DataLoader:
+    def _get_dataloader(self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """Dataloader of rows to evaluate, or of numbers of rows to train on.
 
         A batch of numbers is a rollout's prompts on one rank, repeated for its micro-batches.
@@ -392,10 +354,9 @@ class PPOTrainer(Trainer):
                 dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
             if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
                 dataset = list(dataset)
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, dataloader_key=dataloader_key)
+            return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
-        plan, max_steps = self.plan, self.args.max_steps
 
         def steps() -> tuple[int, int]:
             step, last = self.state.global_step, self.state.max_steps
@@ -404,31 +365,25 @@ class PPOTrainer(Trainer):
             return last if step and ended else step, last  # a run that was stopped early is not continued
 
         if isinstance(dataset, IterableDataset):
-            if max_steps < 1:
-                raise ValueError("`max_steps` must be set for a streaming `train_dataset`, whose length is unknown.")
-            self._train_rows = StreamedRows(dataset, plan.prompts)
-            num_rows = -(-max_steps // plan.optimizer_steps) * plan.prompts
-            sampler = RolloutSampler(num_rows, plan, False, 0, steps)
+            self._train_rows = StreamedRows(dataset, self.plan.prompts)
+            numbers = range(-(-self.args.max_steps // self.plan.optimizer_steps) * self.plan.prompts)
         else:
-            self._train_rows, num_rows = dataset, len(dataset)
-            sampler = RolloutSampler(num_rows, plan, self.args.shuffle_dataset, self.args.prompt_seed, steps)
-        return super()._get_dataloader(
-            cast(Dataset, range(num_rows)), description, plan.completions_per_process, lambda _: sampler, True
-        )
+            self._train_rows, numbers = dataset, range(len(dataset))
+        shuffles = self.args.shuffle_dataset and not isinstance(dataset, IterableDataset)
+        sampler = RolloutSampler(len(numbers), self.plan, shuffles, self.args.prompt_seed, steps)
+        kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
+        return super()._get_dataloader(cast(Dataset, numbers), description, is_training=True, **kwargs)
 
     # ---- evaluation and logging ----
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[None, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: Rows, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
         """Sample and score, and add to the metrics."""
         gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
             num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
-        self._samples["eval"] = sample(
-            self.roles, inputs, self.run_state, self._metrics["eval"], self.state, num_valid
-        )
+        metrics = self._metrics["eval"]
+        self._samples["eval"] = sample(self.roles, inputs, self.run_state, metrics, self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -475,23 +430,19 @@ class PPOTrainer(Trainer):
         first saves a checkpoint of the last optimizer step, which a note of the exception names.
         """
         if self.train_dataset is None:
-            raise ValueError(
-                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, or set `max_steps` "
-                "if an environment writes the prompts."
-            )
+            needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
+            raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
         self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
-        words = {"true": True, "false": False, "none": None}  # of a command line
-        resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+        source = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
         with resume.locked(output_dir, is_writer):
-            if resume_from_checkpoint:
-                checkpoint, self._resumed = resume.find_checkpoint(self, resume_from_checkpoint)
+            if source:
+                checkpoint, self._resumed = resume.find_checkpoint(self, source)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
-                resume.check_directory(output_dir, is_writer, begin_anew=resume_from_checkpoint is False)
+                resume.check_directory(output_dir, is_writer, begin_anew=source is False)
             if not in_place:  # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)
@@ -550,15 +501,14 @@ class PPOTrainer(Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
-        metrics, run_state = self._metrics["train"].state_dict(), self.run_state
-        skipped, stopped_early, tokens = self._skipped, self.updates.stopped_early, state.num_input_tokens_seen
+        metrics, run_state, skipped = self._metrics["train"].state_dict(), self.run_state, self._skipped
+        stopped_early, tokens = self.updates.stopped_early, state.num_input_tokens_seen
 
         def return_to_step() -> None:
             restore_random_state()
-            self._tr_loss, self.state.num_input_tokens_seen = loss, tokens
+            self._tr_loss, self.run_state, self._skipped = loss, run_state, skipped
+            self.updates.stopped_early, self.state.num_input_tokens_seen = stopped_early, tokens
             self._metrics["train"].load_state_dict(metrics)
-            self.run_state = run_state
-            self._skipped, self.updates.stopped_early = skipped, stopped_early
 
         self._return_to_step = return_to_step
 
@@ -600,19 +550,17 @@ class PPOTrainer(Trainer):
     def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
         os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights, self.run_state.critic)
-        settings = files.run_settings(self.args) | self._inputs
-        files.save_state({"run": self.run_state.to_json(), "settings": settings}, directory)
+        state = {"run": self.run_state.to_json(), "settings": files.run_settings(self.args) | self._inputs}
+        Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
         self.processing_class.save_pretrained(directory)
         self._card(final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        args, final = self.args, save.write_checkpoint(self)
-        if final is None:
-            return
-        if args.should_save:
-            rotate(final, args.save_total_limit, self.state.best_model_checkpoint, self._validity)
-        if args.push_to_hub:
+        final = save.write_checkpoint(self)
+        if final is not None and self.args.should_save:
+            rotate(final, self.args.save_total_limit, self.state.best_model_checkpoint, self._validity)
+        if final is not None and self.args.push_to_hub:
             hub.push_in_background(self, str(final))
 
     def _card(self, output_dir: str, **metadata: Any) -> Any:
@@ -620,7 +568,7 @@ class PPOTrainer(Trainer):
             files.run_settings(self.args),
             self.actor_critic.config._name_or_path or None,
             self.hub_model_id or os.path.abspath(output_dir),
-            [reward.name for reward in self.roles.rewards],
+            self.reward_func_names,
             self.state.log_history,
             self.state.global_step,
             self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
@@ -628,13 +576,11 @@ class PPOTrainer(Trainer):
             **provenance(self.actor_critic, self.eval_dataset) | metadata,
         )
 
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **metadata: Any
-    ) -> None:
-        """Write the model card of the run to its output directory; `metadata` are further fields of the card."""
+    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields) -> None:
+        """Write the model card of the run to its output directory; `fields` are further metadata of the card."""
         if self.is_world_process_zero():
-            metadata |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            self._card(self.args.output_dir, **metadata).save(os.path.join(self.args.output_dir, "README.md"))
+            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            self._card(self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
 
     push_to_hub = hub.push_run
 
@@ -661,10 +607,6 @@ class _StepCallback(TrainerCallback):
         best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         if os.path.isdir(best):  # the run may have been moved or copied
             state.best_model_checkpoint = best
-
-    def on_predict(self, args, state, control, metrics, **kwargs) -> None:
-        """Forget the samples of `predict`, which does not log."""
-        self.trainer._samples.pop("eval", None)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""

@@ -91,7 +91,7 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
 
 
-def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
+def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
     """The latest checkpoint that passes verification. Damaged ones are kept, with a warning."""
     restore_replaced(output_dir)
     candidates = checkpoints(output_dir)
@@ -100,11 +100,10 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path | None:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
     if candidates:
-        raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; the latest is "
-            f"{candidates[0].name}. Start again in another directory, or restore one of them."
-        )
-    return None
+        remedy = "start again in another directory, or restore one of them"
+        raise CheckpointError(f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; {remedy}.")
+    remedy = "call `train()` without `resume_from_checkpoint`, or name one"
+    raise CheckpointError(f"`{output_dir}` has no checkpoint to resume from; {remedy}.")
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:

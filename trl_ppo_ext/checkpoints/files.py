@@ -2,9 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -51,17 +51,6 @@ def check_target(directory: str, base: str) -> None:
 
 
 # ---- adapters and critic ----
-
-
-@contextmanager
-def _weights_of(directory: str, file: str) -> Iterator[dict[str, Tensor]]:
-    """Read the weights of a file; a `ValueError` within the context then names the file."""
-    try:
-        yield load_file(os.path.join(directory, file))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} does not fit the model: {error} It belongs to another base model or another `peft_config`."
-        ) from None
 
 
 def _critic_kind(actor_critic: ActorCritic) -> str:
@@ -116,15 +105,19 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
             f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; set "
             f"`critic={saved_kind!r}`."
         )
-    head = actor_critic.value_head
-    if head is not None:
-        with _weights_of(directory, VALUE_HEAD) as saved:
-            head.load_saved(saved)
-    folders = {actor_critic.policy_adapter: directory, actor_critic.critic_adapter: f"{directory}/{CRITIC_FOLDER}"}
+    loads: dict[str, Callable] = {}
+    if actor_critic.value_head is not None:
+        loads[VALUE_HEAD] = actor_critic.value_head.load_saved
+    folders = {actor_critic.policy_adapter: "", actor_critic.critic_adapter: CRITIC_FOLDER}
     for name, folder in folders.items():
         if name is not None:
-            with _weights_of(folder, ADAPTER_WEIGHTS) as weights:
-                load_adapter_weights(actor_critic.policy, name, weights)
+            loads[os.path.join(folder, ADAPTER_WEIGHTS)] = partial(load_adapter_weights, actor_critic.policy, name)
+    for file, load in loads.items():
+        try:
+            load(load_file(os.path.join(directory, file)))
+        except ValueError as error:
+            remedy = "It belongs to another base model or another `peft_config`."
+            raise CheckpointError(f"{file} does not fit the model: {error} {remedy}") from None
 
 
 # ---- state and settings ----
@@ -144,13 +137,8 @@ NOT_COMPARED = set(
 )
 
 
-def save_state(state: dict[str, Any], output_dir: str) -> None:
-    """Write the run's state besides weights: running reward statistics, coefficients, settings."""
-    Path(output_dir, STATE).write_text(json.dumps(state, indent=2))
-
-
 def load_state(directory: str) -> dict[str, Any]:
-    """Read the state written by [`save_state`]."""
+    """Read the run's state besides weights: running reward statistics, coefficients, settings."""
     return json.loads(Path(directory, STATE).read_text())
 
 
@@ -158,10 +146,8 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     """Settings that determine the course of a run, as JSON."""
     own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
     values, deepspeed = args.to_dict(), args.deepspeed_plugin
-    values |= {
-        "critic_kwargs": asdict(args.critic_options),
-        "vllm_kwargs": {"base_model": args.vllm_options.base_model},
-    }
+    values["critic_kwargs"] = asdict(args.critic_options)
+    values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
     settings = {name: values[name] for name in sorted(own | set(TRAINER_SETTINGS)) if name in values}
     settings["num_processes"] = args.world_size
     settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage

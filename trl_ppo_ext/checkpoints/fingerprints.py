@@ -25,9 +25,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _rows(dataset: Any) -> str | None:
-    if dataset is None:
-        return None
+def _rows(dataset: Any) -> str:
     columns = sorted(set(dataset.column_names or ()) - TOKEN_COLUMNS)
     if isinstance(dataset, IterableDataset):  # its rows are not read ahead
         return f"stream of {', '.join(columns)}"
@@ -49,9 +47,9 @@ def fingerprints(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: dict[str, Any] | None,
     rewards: list,
-    datasets: dict[str, Any],
+    train_dataset: Any,
 ) -> dict[str, Any]:
-    """Names and fingerprints of models, tokenizer, rewards and datasets, as JSON. All ranks must call it."""
+    """Names and fingerprints of models, tokenizer, rewards and rows, as JSON. All ranks must call it."""
     policy, config = actor_critic.policy, actor_critic.config
     quantization: Any = getattr(config, "quantization_config", None)
     values = {
@@ -67,5 +65,5 @@ def fingerprints(
     for prefix, name in adapters.items():
         fields = policy.peft_config[name].to_dict() if name is not None else {}
         values |= {f"{prefix}.{key}": value for key, value in fields.items() if value and key not in _NOT_COMPARED}
-    values |= {name: _rows(dataset) for name, dataset in datasets.items()}
+    values["train_dataset"] = None if train_dataset is None else _rows(train_dataset)
     return json.loads(json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))

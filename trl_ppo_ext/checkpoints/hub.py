@@ -45,8 +45,8 @@ class PushError(RuntimeError):
 
 
 @contextmanager
-def push_errors(repo: str, folder: str | None, token: str | None) -> Iterator[None]:
-    """Turn any error into a [`PushError`] with a remedy, without tokens and signed URLs."""
+def push_errors(repo: str, folder: str | None, token: str | None, when: str | None = None) -> Iterator[None]:
+    """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and signed URLs."""
     try:
         yield
     except Exception as error:
@@ -59,11 +59,12 @@ def push_errors(repo: str, folder: str | None, token: str | None) -> Iterator[No
         remedy = next((REMEDIES[x] for x in statuses if x in REMEDIES), "Check the connection to the Hub")
         kept = f"Nothing was trained for it yet. {remedy}."
         if folder is not None:
-            kept = (
-                f"Nothing is lost: all files are in `{folder}`. {remedy}, and call `trainer.push_to_hub()` again, or "
-                f"`hf upload {repo} {folder}`; large files that arrived are not sent twice."
-            )
-        raise PushError(f"`{repo}` was not pushed to the Hub ({shortened(reason)}). {kept}") from None
+            again = "call `trainer.push_to_hub()` again; large files that arrived are not sent twice"
+            kept = f"Nothing is lost: all files are in `{folder}`. {remedy}, and {again}."
+        message = f"`{repo}` was not pushed to the Hub ({shortened(reason)}). {kept}"
+        if when is None:
+            raise PushError(message) from None
+        logger.warning("The push of %s failed; training continues. %s", when, message)
 
 
 def _repository(args: PPOConfig) -> str:
@@ -72,9 +73,8 @@ def _repository(args: PPOConfig) -> str:
 
 def create_repository(args: PPOConfig) -> None:
     """Create the run's repository if it does not exist, before models are loaded."""
-    token, repo = args.hub_token, _repository(args)
-    with push_errors(repo, None, token):
-        create_repo(repo, token=token, private=args.hub_private_repo, exist_ok=True)
+    with push_errors(_repository(args), None, args.hub_token):
+        create_repo(_repository(args), token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(
@@ -121,11 +121,10 @@ def push_run(
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
-    args = trainer.args
+    args, state, repo = trainer.args, trainer.state, trainer.hub_model_id
     strategy, folder, token, revision = args.hub_strategy, args.output_dir, args.hub_token, args.hub_revision
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return  # other processes have no repository
-    state, repo = trainer.state, trainer.hub_model_id
     # 1. skip the push while an earlier one is in progress
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
         for copy_of_killed_run in Path(folder).glob(f"{PUSHING}*"):
@@ -135,25 +134,22 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         return
     when = f"step {state.global_step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(state.epoch)}"
 
-    @contextmanager
-    def failure_as_warning() -> Iterator[None]:
-        try:
-            with push_errors(repo, folder, token):
-                yield
-        except PushError as error:
-            logger.warning("The push of %s failed; training continues. %s", when, error)
-
     def push(copy: TemporaryDirectory, place: str | None) -> None:
         message = f"Training in progress, {when}"
-        with copy, failure_as_warning():
+        with copy, push_errors(repo, folder, token, when):
             _upload(repo, f"{copy.name}/run", message, token, revision)
             if place is not None:
                 _upload(repo, f"{copy.name}/checkpoint", f"{message}, checkpoint", token, revision, place)
 
-    with failure_as_warning():
+    with push_errors(repo, folder, token, when):
         trainer.callback_handler.on_push_begin(args, state, trainer.control)
-        # 2. copy files: `save_model` would gather sharded weights, which needs all processes
-        _copy_saved(Path(checkpoint_folder), Path(folder))
+        # 2. copy what `save_model` writes: it would gather sharded weights, which needs all processes
+        for file in (*_WEIGHTS, STATE, "README.md"):  # weights that are missing are of another kind of critic
+            source, target = Path(checkpoint_folder, file), Path(folder, file)
+            target.unlink(missing_ok=True)
+            if source.is_file():
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
         trainer.processing_class.save_pretrained(folder)
         _write_report(folder)
         # 3. upload a copy, because the run overwrites and deletes its files meanwhile
@@ -162,7 +158,7 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         shutil.copytree(folder, f"{copy.name}/run", ignore=lambda at, names: skip(at, names) if at == folder else ())
         places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
         if strategy in places:
-            shutil.copytree(checkpoint_folder, f"{copy.name}/checkpoint", copy_function=_link)
+            shutil.copytree(checkpoint_folder, f"{copy.name}/checkpoint")
         trainer.push_in_progress.jobs.append(run_as_future(push, copy, places.get(strategy)))
 
 
@@ -184,28 +180,12 @@ def _upload(
 
 
 def _write_report(output_dir: str) -> None:
-    """Write the report of the run so far; without it, the push continues."""
+    """Write the report of the run so far, if it has a log; without it, the push continues."""
     from ..tracking.report import write_report  # imports plots
 
     if not os.path.isfile(os.path.join(output_dir, RUN_LOG)):
-        return  # no run log
+        return
     try:
         write_report(output_dir, os.path.join(output_dir, REPORT))
     except Exception as error:  # a report must not end a push
         logger.warning("The report of the run cannot be written, and is not pushed: %s", error)
-
-
-def _copy_saved(checkpoint: Path, folder: Path) -> None:
-    """Copy the files that `save_model` writes, without the tokenizer's; delete those of another kind of critic."""
-    for file in (*_WEIGHTS, STATE, "README.md"):
-        (folder / file).unlink(missing_ok=True)
-        if (checkpoint / file).is_file():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / file, folder / file)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)  # nothing writes to a published checkpoint any more
-    except OSError:  # the disk has no links
-        shutil.copyfile(source, target)

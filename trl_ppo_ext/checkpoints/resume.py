@@ -27,7 +27,7 @@ from .files import CheckpointError, check_settings, load_state
 logger = logging.get_logger(__name__)
 
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
-STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # the last is missing on Windows
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -42,10 +42,8 @@ def run_state_file(rank: int) -> str:
 class StopSignals:
     """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a repeated signal (after 1 s) ends the process."""
 
-    def __init__(self):
-        self.received: int | None = None
-        self.at = 0.0
-        self._before: dict[int, Any] = {}
+    received: int | None = None
+    at = 0.0
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.received is not None:
@@ -54,19 +52,14 @@ class StopSignals:
                 signal.raise_signal(number)
             return
         self.received, self.at = number, time.monotonic()
-        logger.warning(
-            "%s: the run saves a checkpoint after this optimizer step and exits with code %d. Send the signal again, "
-            "after a second, to exit at once.",
-            signal.Signals(number).name,
-            PREEMPTED,
-        )
+        then = f"saves a checkpoint after this optimizer step and exits with code {PREEMPTED}"
+        logger.warning("%s: the run %s. To exit at once, send it again.", signal.Signals(number).name, then)
         for descriptor in (1, 2):  # writing to a closed terminal would end the run before it has saved
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            # `None` is a handler that was not set from Python
+        for number, handler in self._before.items():  # `None` was not set from Python
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
@@ -76,10 +69,8 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python allows handlers only in the main thread
             return
-        numbers = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
-        before = {number: signal.getsignal(number) for number in numbers}
         # an ignored signal stays ignored, such as SIGHUP under `nohup`
-        self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+        self._before = {x: signal.getsignal(x) for x in STOPPING if signal.getsignal(x) != signal.SIG_IGN}
         for number in self._before:
             signal.signal(number, self._handle)
         try:
@@ -98,16 +89,12 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
             os.makedirs(output_dir, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout:
-            raise CheckpointError(
-                f"Another run is training in `{output_dir}`, and both would mix their checkpoints; set another "
-                "`output_dir`, or end that run."
-            ) from None
+            remedy = "set another `output_dir`, or end that run"
+            raise CheckpointError(f"Another run is training in `{output_dir}`; {remedy}.") from None
         except (OSError, NotImplementedError) as error:
             if not os.access(output_dir, os.W_OK):
-                raise CheckpointError(
-                    f"`output_dir` must be a directory that can be written, got `{output_dir}` ({error}); use another "
-                    "one, or the run could not be saved."
-                ) from None
+                message = f"`output_dir` must be a directory that can be written, got `{output_dir}` ({error})"
+                raise CheckpointError(f"{message}; use another one.") from None
             logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
 
     on_every_rank(acquire, CheckpointError, runs=is_writer)
@@ -125,9 +112,9 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
         earlier = checkpoints(output_dir)
         if not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
             raise CheckpointError(
-                "`output_dir` must have no checkpoints of an earlier run, which a new run would mix with its own, got "
-                f"{earlier[0].name} in `{output_dir}`; use another directory, `train(resume_from_checkpoint=True)` to "
-                "continue that run, or `train(resume_from_checkpoint=False)` to begin anew and move them aside."
+                f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} in `{output_dir}`; "
+                "use another directory, `resume_from_checkpoint=True` to continue that run, or "
+                "`resume_from_checkpoint=False` to begin anew and move them aside."
             )
         if earlier:
             aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
@@ -147,17 +134,11 @@ def find_checkpoint(trainer: Any, resume_from: str | bool) -> tuple[str, dict[st
     args, rank = trainer.args, trainer.accelerator.process_index
 
     def find() -> str:
-        if resume_from is not True:
-            restore_replaced(Path(str(resume_from)).parent)
-            verify(str(resume_from))
-            return str(resume_from)
-        path = latest_valid_checkpoint(args.output_dir)
-        if path is None:
-            raise CheckpointError(
-                f"`{args.output_dir}` has no checkpoint to resume from; call `train()` without "
-                "`resume_from_checkpoint`, or name one."
-            )
-        return os.path.join(args.output_dir, path.name)
+        if resume_from is True:
+            return str(latest_valid_checkpoint(args.output_dir))
+        restore_replaced(Path(str(resume_from)).parent)
+        verify(str(resume_from))
+        return str(resume_from)
 
     def read() -> dict[str, Tensor]:
         check_settings(directory, load_state(directory).get("settings", {}), args, trainer._inputs)
