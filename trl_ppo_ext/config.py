@@ -318,6 +318,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
             self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
         self.uses_reference = self.kl_coef != 0
+        self.reward_kl = self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
         self.trains_entropy = self.entropy_coef != 0 or self.entropy_target is not None
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
@@ -363,11 +364,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     def uses_deepspeed(self) -> bool:
         """Whether the config or the launcher enables DeepSpeed."""
         return self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-
-    @property
-    def reward_kl(self) -> Literal["k1", "k2", "k3", "exact"] | None:
-        """Estimator of the KL in the rewards."""
-        return self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
 
     @property
     def loss_settings(self) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class ActorCritic(nn.Module):
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
 
     @torch.no_grad()

@@ -81,7 +81,7 @@ def test_scores_may_be_numbers_of_any_kind(scores):
         ({"a": 1, "b": 2, "c": 3}, "a dict"),
         ((x for x in (1.0, 2.0, 3.0)), "a generator"),
     ],
-    ids=repr,
+    ids=lambda x: type(x).__name__ if not isinstance(x, str) else x,
 )
 def test_invalid_scores_fail_by_the_name_of_the_reward(scores, message):
     with pytest.raises(RewardError, match=rf"`politeness` returned {message}"):

@@ -1,0 +1,32 @@
+"""One default iteration runs through few files: what a reader must hold in mind."""
+
+import sys
+from pathlib import Path
+
+from runs_of_tiny import trainer
+
+import trl_ppo_ext
+
+PACKAGE = Path(trl_ppo_ext.__file__).parent
+
+
+def test_default_iteration_runs_through_fourteen_files(tmp_path):
+    run, files = trainer(tmp_path, max_steps=8), set()
+    training_step = run.training_step
+
+    def note(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.add(path.relative_to(PACKAGE).as_posix())
+
+    def traced(*args, **kwargs):
+        sys.setprofile(note)
+        try:
+            return training_step(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    run.training_step = traced
+    run.train()
+    assert {"trainer.py", "ppo/rollouts.py", "ppo/advantages.py", "ppo/updates.py", "episodes/play.py"} <= files
+    assert len(files) <= 14, sorted(files)
