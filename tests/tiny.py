@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and datasets, built from configs: nothing is downloaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import trl
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    TrainerState,
 )
 
 from trl_ppo_ext import PPOConfig
@@ -113,6 +115,20 @@ def config(output_dir, **kwargs):
         "learning_rate": 1e-3,
     }
     return PPOConfig(str(output_dir), **(defaults | kwargs))
+
+
+def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
+    """What a model card reads of a trainer after three steps."""
+    config = LlamaConfig(name_or_path=base_model)
+    policy = SimpleNamespace(peft_config={"policy": peft_config}, get_base_model=lambda: None)
+    return SimpleNamespace(
+        args=args,
+        actor_critic=SimpleNamespace(config=config, policy=policy, policy_adapter="policy", reference_adapter=None),
+        hub_model_id=adapter,
+        reward_func_names=rewards,
+        state=TrainerState(global_step=3, log_history=history),
+        eval_dataset=None,
+    )
 
 
 def length_reward(completion_ids, **kwargs):

@@ -34,7 +34,7 @@ from .arguments import as_list, check_trainer_arguments, check_unknown_arguments
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .checkpoints.fingerprints import fingerprints
-from .checkpoints.model_card import model_card, provenance
+from .checkpoints.model_card import model_card
 from .config import PPOConfig
 from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .episodes import Environments, build_player, record
@@ -115,7 +115,6 @@ class PPOTrainer(Trainer):
 
     # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the Trainer must not divide
     loss_is_scaled_for_ga = True
-    aux_loss_enabled = False  # as GRPOTrainer's; the router of a mixture of experts is frozen
 
     def __init__(
         self,
@@ -207,7 +206,6 @@ class PPOTrainer(Trainer):
         self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
-        self._skipped = 0  # optimizer steps in a row
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
@@ -229,6 +227,7 @@ class PPOTrainer(Trainer):
         self.add_callback(self.run_log)
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step = True, False, 0
+        self._skipped = 0  # optimizer steps in a row
         self.signals, self.preempted = resume.StopSignals(), False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
@@ -553,7 +552,7 @@ class PPOTrainer(Trainer):
         state = {"run": self.run_state.to_json(), "settings": files.run_settings(self.args) | self._inputs}
         Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
         self.processing_class.save_pretrained(directory)
-        self._card(final_directory).save(os.path.join(directory, "README.md"))
+        model_card(self, final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
@@ -563,24 +562,11 @@ class PPOTrainer(Trainer):
         if final is not None and self.args.push_to_hub:
             hub.push_in_background(self, str(final))
 
-    def _card(self, output_dir: str, **metadata: Any) -> Any:
-        return model_card(
-            files.run_settings(self.args),
-            self.actor_critic.config._name_or_path or None,
-            self.hub_model_id or os.path.abspath(output_dir),
-            self.reward_func_names,
-            self.state.log_history,
-            self.state.global_step,
-            self.actor_critic.policy.peft_config[self.actor_critic.policy_adapter],
-            self.actor_critic.reference_adapter is not None,
-            **provenance(self.actor_critic, self.eval_dataset) | metadata,
-        )
-
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields) -> None:
         """Write the model card of the run to its output directory; `fields` are further metadata of the card."""
         if self.is_world_process_zero():
             fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            self._card(self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
+            model_card(self, self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
 
     push_to_hub = hub.push_run
 

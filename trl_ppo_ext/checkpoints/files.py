@@ -44,10 +44,8 @@ class CheckpointError(ValueError):
 def check_target(directory: str, base: str) -> None:
     """Raise a `ValueError` if an adapter would be saved into the base's own directory."""
     if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
-        raise ValueError(
-            f"`output_dir` must not be the base model's own directory, got `{directory}`: with an adapter in it the "
-            "base could not be loaded any more; use another directory."
-        )
+        needed = "must not be the base model's own directory, which could not be loaded with an adapter in it"
+        raise ValueError(f"`output_dir` {needed}, got `{directory}`; use another one.")
 
 
 # ---- adapters and critic ----
@@ -101,10 +99,8 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         saved_kind = kind_of_critic(load_file(head_file), has_adapter)
     if saved_kind != kind:
         missing = f" (it has no {VALUE_HEAD})" if saved_kind == "none" else ""
-        raise CheckpointError(
-            f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; set "
-            f"`critic={saved_kind!r}`."
-        )
+        needed = f"must be {saved_kind!r} to resume from `{directory}`{missing}"
+        raise CheckpointError(f"`critic` {needed}, got {kind!r}; set `critic={saved_kind!r}`.")
     loads: dict[str, Callable] = {}
     if actor_critic.value_head is not None:
         loads[VALUE_HEAD] = actor_critic.value_head.load_saved
@@ -155,9 +151,7 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(
-    directory: str, saved: dict[str, Any], args: PPOConfig, inputs: dict[str, Any] | None = None
-) -> None:
+def check_settings(directory: str, saved: dict, args: PPOConfig, inputs: dict[str, Any] | None = None) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
     current = run_settings(args) | (inputs or {})
     was, now = _processes(current | saved), _processes(current)
@@ -167,10 +161,8 @@ def check_settings(
     changed = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
     if changed and not args.resume_with_changed_settings:
         listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in changed)
-        raise CheckpointError(
-            f"`{directory}` was saved under other settings, and the run would differ from the interrupted one: "
-            f"{listed}. Restore them, or set `resume_with_changed_settings=True`."
-        )
+        remedy = "Restore them, or set `resume_with_changed_settings=True`."
+        raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}")
 
 
 def _processes(settings: dict[str, Any]) -> str:

@@ -121,10 +121,11 @@ def push_run(
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
-    args, state, repo = trainer.args, trainer.state, trainer.hub_model_id
+    args = trainer.args
     strategy, folder, token, revision = args.hub_strategy, args.output_dir, args.hub_token, args.hub_revision
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return  # other processes have no repository
+    state, repo = trainer.state, trainer.hub_model_id
     # 1. skip the push while an earlier one is in progress
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
         for copy_of_killed_run in Path(folder).glob(f"{PUSHING}*"):

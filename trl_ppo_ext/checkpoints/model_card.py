@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -14,11 +13,10 @@ from urllib.parse import quote
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from peft import PeftConfig
 
 from ..arguments import as_list
-from ..modeling import ActorCritic
 from ..tracking.run_log import package_versions
+from .files import run_settings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 METRICS = (
@@ -48,34 +46,19 @@ def is_hub_id(name: str | None) -> bool:
     return False
 
 
-def provenance(actor_critic: ActorCritic, eval_dataset: Any) -> dict[str, Any]:
-    """The base's architecture and the datasets of a run: `architecture` and `splits` of [`model_card`]."""
-    text, name = actor_critic.config.get_text_config(), type(actor_critic.policy.get_base_model()).__name__
-    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
-    # by their role, since the Hub's index merges results of one split
-    evaluated = {f"eval_{key}_": key for key in eval_dataset} if isinstance(eval_dataset, dict) else {"eval_": "eval"}
-    return {"architecture": f"{name}, {sizes}", "splits": {"": "train", **evaluated}}
-
-
-def model_card(
-    settings: dict[str, Any],
-    base_model: str | None,
-    adapter: str,
-    rewards: list[str],
-    log_history: list[dict[str, float]],
-    step: int,
-    peft_config: PeftConfig,
-    started_from_adapter: bool = False,
-    architecture: str = "",
-    splits: Mapping[str, str] = {"": "train"},
-    **metadata: Any,
-) -> ModelCard:
-    """Build the card of a trained adapter; it contains no path of this machine."""
+def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
+    """Build the card of a run, as saved in a directory; it contains no path of this machine."""
+    actor_critic, evaluated = trainer.actor_critic, trainer.eval_dataset
+    policy, config, rewards = actor_critic.policy, actor_critic.config, trainer.reward_func_names
+    settings, peft_config = run_settings(trainer.args), policy.peft_config[actor_critic.policy_adapter]
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    base_model = metadata.pop("finetuned_from", base_model) or ""
+    base_model = metadata.pop("finetuned_from", config._name_or_path) or ""
+    adapter = trainer.hub_model_id or os.path.abspath(output_dir)
     on_hub, adapter_on_hub = is_hub_id(base_model), is_hub_id(adapter)
     shown = adapter if adapter_on_hub else os.path.basename(os.path.normpath(adapter))
     model_name = metadata.pop("model_name", shown.split("/")[-1])
+    text, kind = config.get_text_config(), type(policy.get_base_model()).__name__
+    sizes = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, vocabulary {text.vocab_size}"
 
     # 1. datasets, under any name that the Trainer and TRL use
     fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
@@ -83,7 +66,10 @@ def model_card(
     datasets = [name for name in dict.fromkeys(names) if is_hub_id(name)]
 
     # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN
-    logged = {name: value for entry in log_history for name, value in entry.items()}
+    # by their role, since the Hub's index merges results of one split
+    named = evaluated if isinstance(evaluated, dict) else {}
+    splits = {"": "train"} | ({f"eval_{name}_": name for name in named} or {"eval_": "eval"})
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
     metrics = [(prefix, name) for prefix in splits for name in names if prefix + name in logged]
     results = [
@@ -123,16 +109,16 @@ def model_card(
         base_name=_text(base_model),
         base_link=quote(base_model),
         on_hub=on_hub,
-        architecture=_text(architecture),
+        architecture=_text(f"{kind}, {sizes}"),
         adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),
         adapter_on_hub=adapter_on_hub,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=str(getattr(peft_config.peft_type, "value", peft_config.peft_type)),
-        reference="a frozen copy of the adapter it started from" if started_from_adapter else "adapter off",
+        reference="a frozen copy of the adapter it started from" if actor_critic.reference_adapter else "adapter off",
         critic=settings["critic"],
         normalized=settings["normalize_values"],
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(prefix + name): f"{logged[prefix + name]:.4g}" for prefix, name in metrics},
-        step=step,
+        step=trainer.state.global_step,
         versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
     )

@@ -93,8 +93,8 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
             raise CheckpointError(f"Another run is training in `{output_dir}`; {remedy}.") from None
         except (OSError, NotImplementedError) as error:
             if not os.access(output_dir, os.W_OK):
-                message = f"`output_dir` must be a directory that can be written, got `{output_dir}` ({error})"
-                raise CheckpointError(f"{message}; use another one.") from None
+                needed = "must be a writable directory"
+                raise CheckpointError(f"`output_dir` {needed}, got `{output_dir}` ({error}); use another.") from None
             logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
 
     on_every_rank(acquire, CheckpointError, runs=is_writer)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig
-from tiny import config, length_reward, llama, prompts, tokenizer
+from tiny import config, length_reward, llama, prompts, run_with_a_card, tokenizer
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 
 IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
@@ -102,7 +101,8 @@ def test_card_metadata_hold_metrics_in_the_form_of_the_hub(base, tmp_path):
 
 def card(tmp_path, base_model="org/base", adapter="me/run", history=(), **metadata):
     lora = LoraConfig(r=4, target_modules="all-linear")
-    return model_card(run_settings(config(tmp_path)), base_model, adapter, ["r"], list(history), 3, lora, **metadata)
+    run = run_with_a_card(config(tmp_path), base_model, adapter, ["r"], list(history), lora)
+    return model_card(run, str(tmp_path), **metadata)
 
 
 def test_card_lists_nan_metrics_in_the_table_only(tmp_path):

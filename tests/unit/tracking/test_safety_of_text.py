@@ -12,10 +12,9 @@ import yaml
 from peft import LoraConfig
 from rich.console import Console
 from runs_of_tiny import trainer
-from tiny import config, length_reward, llama, prompts, tokenizer
+from tiny import config, length_reward, llama, prompts, run_with_a_card, tokenizer
 
 from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
-from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
@@ -268,7 +267,7 @@ def card(tmp_path, text, **settings):
     lora = LoraConfig(r=4, target_modules=text)
     history = [{f"rewards/{text}/mean": 1.0, "reward": 2.0}]
     metadata = {"tags": [text], "model_name": text, "license": text}
-    return str(model_card(run_settings(args), text, text, [text], history, 3, lora, **metadata))
+    return str(model_card(run_with_a_card(args, text, text, [text], history, lora), str(tmp_path), **metadata))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
