@@ -22,16 +22,9 @@ def with_answers():
 RUNS = {
     "head": {"logging_steps": 2},  # metrics from before the checkpoint are logged after it
     "rewards so far": SIDE | {"reward_funcs": reward_per_token},
-    "running statistics": {"normalize_rewards": True, "reward_baseline": "reference", "kl_target": 0.5},
-    "privileged critic": {"critic": "adapter", "critic_prompt": "answer", "dataset": with_answers()},
-    "trust in values": SIDE
-    | {
-        "advantage_estimator": "auto",
-        "mask_truncated_completions": True,
-        "num_generations": 4,
-        "value_loss_weights": "prompt_std",
-        "value_range": [0, 9],
-    },
+    "running statistics": {"normalize_rewards": True, "kl_target": 0.5},
+    "privileged critic": {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}, "dataset": with_answers()},
+    "truncated": SIDE | {"mask_truncated_completions": True},
     "turns": {"environment_factory": Echo, "reward_funcs": None, "stop_token_ids": [*range(16, 32)]},
 }
 

@@ -48,9 +48,7 @@ def needs_target(completions, target, **kwargs):
 NAN = float("nan")
 OUT_OF_RANGE = {
     "temperature": (0, -1.0),
-    **dict.fromkeys(
-        ["repetition_penalty", "cliprange", "cliprange_value", "reward_clip_range", "reward_timeout"], (0.0,)
-    ),
+    **dict.fromkeys(["repetition_penalty", "cliprange", "cliprange_value", "reward_timeout"], (0.0,)),
     **dict.fromkeys(["kl_coef", "vf_coef", "missing_eos_penalty"], (-0.1,)),
     "top_k": (-1,),
     "top_p": (0.0, 1.1),
@@ -234,7 +232,7 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
     [
         (0, {}, {}, "NaN or inf gradients.*`stage`"),
         (2, {"bf16": {"check_grad_overflow": False}}, {}, "`check_grad_overflow`.*`stage`"),
-        (2, {}, {"value_warmup_steps": 3}, "`value_warmup_steps=3`.*`critic_init`"),
+        (2, {}, {"critic_kwargs": {"warmup_steps": 3}}, "`critic_kwargs={'warmup_steps': 3}`.*`critic_init`"),
         (2, {}, {"fp16": True}, "`fp16=True`.*`bf16`"),
         (2, {"scheduler": {}}, {}, "`scheduler`.*`lr_scheduler_type`"),
         (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, "`critic_learning_rate`.*`optimizer`"),

@@ -10,7 +10,7 @@ from tiny import WORDS, config, llama, prompts
 
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
-from trl_ppo_ext.ppo.guards import NonFiniteGuard
+from trl_ppo_ext.ppo.guards import stand_ins
 from trl_ppo_ext.sequences import Sequences
 
 SECRETS = [[20, 21], [22, 23, 24], [25]]
@@ -55,12 +55,8 @@ def test_rows_keep_their_critic_prompts():
 
 
 def test_stand_in_of_an_excluded_row_has_none_of_its_critic_prompt():
-    guard = NonFiniteGuard(0, lambda x: x, lambda x: x)
-    stand_ins = guard.stand_ins(privileged(), torch.tensor([False, True, False]))
-    read = [
-        row[mask.bool()].tolist()
-        for row, mask in zip(stand_ins.for_critic.input_ids, stand_ins.for_critic.attention_mask)
-    ]
+    given = stand_ins(privileged(), torch.tensor([False, True, False]), torch.clone).for_critic
+    read = [row[mask.bool()].tolist() for row, mask in zip(given.input_ids, given.attention_mask)]
     assert read == [SECRETS[0] + COMPLETIONS[0], PROMPTS[0][:2], SECRETS[2] + COMPLETIONS[2]]
 
 

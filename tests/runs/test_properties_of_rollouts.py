@@ -1,9 +1,9 @@
 """Invariants of advantages, coefficients and batches on the cases that hypothesis generates."""
 
+import itertools
 import math
 from functools import cache
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,34 +14,26 @@ from properties import GARBAGE, batches, close, property_test, seeds
 from tiny import config
 from torch.utils.data import BatchSampler
 
-from trl_ppo_ext import ppo_math
-from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import RolloutSampler
+from trl_ppo_ext.ppo.advantages import in_units, of_critic, of_groups, whitened
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (
-    AdaptiveEntropy,
-    AdaptiveKL,
+    Moments,
+    adapt_entropy_coef,
+    adapt_kl_coef,
     dr_grpo_advantages,
+    explained_variance,
     grpo_advantages,
+    length_adaptive_lambda,
     rloo_advantages,
     token_rewards,
 )
 from trl_ppo_ext.ppo.metrics import Metrics
-from trl_ppo_ext.ppo.rollouts import Rollout, RolloutCollector
+from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import Updates
 from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----
-
-ARGS = {"gamma": 1.0, "lam": 0.95, "critic_options": CriticOptions(), "num_generations": 2}
-ONE_RANK = SimpleNamespace(gather=lambda x: x, process_index=0)
-
-
-def collecting(**settings):
-    """As much of a collector as advantages need."""
-    args = SimpleNamespace(**ARGS | settings)
-    rest = {"normalizer": None, "value_trust": None, "_values_after": lambda samples: None}
-    return SimpleNamespace(args=args, accelerator=ONE_RANK, **rest)
 
 
 @property_test
@@ -66,22 +58,21 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, width = 2 * groups, 1 if single else 5
     mask = torch.rand(rows, width, generator=generator) < 0.5
-    rewards, values = torch.full((rows, width), score), torch.zeros(rows, width)
-    for alpha in (None, 0.05):
-        collector = collecting(critic_options=CriticOptions(lam_length_alpha=alpha))
-        _, advantages, returns = RolloutCollector._gae(collector, rewards, values, mask, None, Metrics())
-        white = ppo_math.whiten(advantages, mask)
-        assert advantages.isfinite().all() and returns.isfinite().all() and white.isfinite().all()
-        assert (white[~mask] == 0).all()
-        assert ppo_math.explained_variance(values, returns, mask).isfinite()
+    rewards, outputs = torch.full((rows, width), score), torch.zeros(rows, width)
+    for lam, normalized in itertools.product((0.95, length_adaptive_lambda(mask, 0.05)), (False, True)):
+        result, seen = of_critic(rewards, outputs, mask, Moments(), normalized, 1.0, lam, 0.95)
+        scaled, white = in_units(result, seen, mask), whitened(result, mask)
+        assert all(
+            x.isfinite().all() for x in (result.advantages, result.returns, scaled.advantages, white.advantages)
+        )
+        assert (white.advantages[~mask] == 0).all()
+        assert explained_variance(result.values, result.returns, mask).isfinite()
     counted = torch.rand(rows, generator=generator) < 0.5
     scores = torch.full((rows,), score)
     for estimator in ("grpo", "dr_grpo", "rloo"):
-        grouped = RolloutCollector._over_groups(collecting(), estimator, scores, counted)
-        assert (grouped == 0).all()
-    failed = scores.masked_fill(~counted, math.nan)
-    reinforced = RolloutCollector._over_groups(collecting(), "reinforce", failed, counted)
-    assert torch.equal(reinforced, scores * counted)
+        assert not of_groups(estimator, scores[:, None], counted, 2).advantages.any()
+    failed = scores.masked_fill(~counted, math.nan)[:, None]
+    assert torch.equal(of_groups("reinforce", failed, counted, 2).advantages[:, 0], scores * counted)
 
 
 @pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
@@ -109,12 +100,10 @@ measurements = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([math.nan, 
 @property_test
 @given(st.floats(1e-4, 10), st.floats(1e-3, 100), measurements)
 def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, measured):
-    coefficient = AdaptiveKL(value, target, horizon=100)
     for kl in measured:
-        before = coefficient.value
-        coefficient.update(kl, 64)
-        ratio = coefficient.value / before
-        assert 0 < coefficient.value < math.inf and 1 - 0.2 * 0.64 - 1e-9 <= ratio <= 1 + 0.2 * 0.64 + 1e-9
+        before, value = value, adapt_kl_coef(value, kl, target, 100, 64)
+        ratio = value / before
+        assert 0 < value < math.inf and 1 - 0.2 * 0.64 - 1e-9 <= ratio <= 1 + 0.2 * 0.64 + 1e-9
         if math.isfinite(kl):
             assert (ratio >= 1) if kl > target else (ratio <= 1)
         else:
@@ -124,13 +113,13 @@ def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, mea
 @property_test
 @given(st.floats(0, 1), st.floats(0, 5), measurements)
 def test_adaptive_entropy_stays_between_zero_and_one(value, target, measured):
-    coefficient = AdaptiveEntropy(value, target)
     for entropy in measured:
-        before = coefficient.value
-        coefficient.update(entropy, 1)
-        assert math.isfinite(entropy) or coefficient.value == before
-        assert 0 <= coefficient.value <= 1
-        assert not math.isfinite(entropy) or entropy <= target or coefficient.value == 0
+        before, value = value, adapt_entropy_coef(value, entropy, target)
+        assert 0 <= value <= 1
+        if math.isfinite(entropy):
+            assert value >= before if entropy <= target else value <= before
+        else:
+            assert value == before
 
 
 # ---- batches ----

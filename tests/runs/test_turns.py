@@ -375,7 +375,7 @@ def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
         assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
         starts = episode.starts
         assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]
-        assert [turn["value"] for turn in turns[::2]] == rollout.old_values[row, starts].tolist()
+        assert [turn["value"] for turn in turns[::2]] == samples.values[row, starts].tolist()
         assert [turn["advantage"] for turn in turns[::2]] == rollout.advantages[row, starts].tolist()
         assert sum(turn["reward"] for turn in turns[::2]) == logged["score"]
 

@@ -251,7 +251,7 @@ class ActorCritic(nn.Module):
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             projected = head(hidden)
         if not torch.equal(projected, logits):
             change = "changes its logits after the output projection (a cap or a scale)"

@@ -533,6 +533,6 @@ def adapt_entropy_coef(value: float, measured: float, target: float, step: float
 
     Source: https://huggingface.co/papers/2505.22312
     """
-    if measured < target:
+    if -math.inf < measured < target:
         return min(value + step, max(1.0, value))  # a target may be out of reach
     return max(value - step, 0.0) if target < measured < math.inf else value

@@ -53,12 +53,6 @@ def test_saved_adapter_loads_with_plain_peft_without_this_package(base, tmp_path
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), expected, atol=1e-3)
 
 
-def test_save_model_deletes_the_average_of_an_earlier_run(base, tmp_path):
-    for ema_decay in (0.5, None):
-        PPOTrainer(base, length_reward, config(tmp_path, ema_decay=ema_decay), prompts()).save_model()
-        assert (tmp_path / "ema" / "adapter_model.safetensors").exists() == (ema_decay is not None)
-
-
 def test_adapter_with_another_name_loads_with_plain_peft(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), adapter_name="mine")
