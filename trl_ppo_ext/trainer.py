@@ -140,7 +140,6 @@ class PPOTrainer(Trainer):
         model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
-        self._base_model = model_id
         reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
@@ -343,10 +342,7 @@ class PPOTrainer(Trainer):
     # ---- data ----
 
     def _get_dataloader(self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """Dataloader of rows to evaluate, or of numbers of rows to train on.
-
-        A batch of numbers is a rollout's prompts on one rank, repeated for its micro-batches.
-        """
+        """Rows to evaluate, or numbers of rows to train on: a rollout's prompts, repeated for its micro-batches."""
         if not is_training:
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             if not any(dataset is x for x in sets):  # those were tokenized by the constructor
@@ -463,14 +459,12 @@ class PPOTrainer(Trainer):
             signal.raise_signal(self.signals.received)
         return output
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> tuple[nn.Module, DataLoader]:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any) -> Any:
         prepare = super()._prepare_for_training
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             distributed.forget_evaluation(self)
-            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
-        return distributed.prepare_sharded(self, partial(prepare, max_steps, train_dataloader), resume_from_checkpoint)
+            return prepare(max_steps, train_dataloader, checkpoint)
+        return distributed.prepare_sharded(self, partial(prepare, max_steps, train_dataloader), checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
@@ -486,14 +480,12 @@ class PPOTrainer(Trainer):
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete.
-
-        After the last step of an epoch this waits until the epoch ends, or a checkpoint would lack what is due then.
-        """
+        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
         self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
         step, state = self.state.global_step, self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
-        # the Trainer calls this after every step, and again at the end of an epoch
+        # the Trainer calls this after every step, and again at the end of an epoch, and the last step waits for that:
+        # a checkpoint would lack what is due then
         first_at_step, self._last_step = step != self._last_step, step
         due = not ends if first_at_step else ends or not self.preempted
         if due and step > self._initial_global_step:  # otherwise the run had ended already
@@ -539,7 +531,7 @@ class PPOTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save adapters, critic, tokenizer and model card."""
         output_dir = output_dir or self.args.output_dir
-        files.check_target(output_dir, self._base_model)
+        files.check_target(output_dir, self.actor_critic.config._name_or_path)
         weights = self.actor_critic.trained_weights()  # all ranks gather them
         if self.args.should_save:
             self._write_model(output_dir, output_dir, weights)

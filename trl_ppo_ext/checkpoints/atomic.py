@@ -107,13 +107,11 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:
-    """Delete checkpoints beyond `limit`, damaged and old ones first, never the latest or the best.
-
-    `validity` caches the result of verification, which reads every byte.
-    """
+    """Delete checkpoints beyond `limit`, damaged and old ones first, never the latest or the best."""
     candidates = checkpoints(latest.parent)
     if limit is None or limit <= 0 or len(candidates) <= limit:  # as in the Trainer
         return
+    # a cache: verification reads every byte
     validity |= {path: find_damage(path) is None for path in candidates if path not in validity}
     kept = {latest.resolve(), Path(best or latest).resolve()}
     others = [path for path in candidates if path.resolve() not in kept]

@@ -16,12 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
-from ..config import LOCK, PPOConfig
-from ..episodes.record import ANSWERS
-from ..episodes.vllm import SERVED
+from ..config import PPOConfig
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
-from .atomic import REPLACED, STAGING
 from .files import ADAPTER, CRITIC_FILES, STATE
 from .resume import EARLIER
 
@@ -29,10 +26,9 @@ logger = logging.get_logger(__name__)
 
 _WEIGHTS = [*ADAPTER, *CRITIC_FILES["adapter"]]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
-# names in the run's folder that are not pushed: checkpoints, answers of tools, adapters for vLLM, input of
-# `trl-ppo report`, and the arguments that another Trainer has pickled, which hold the token
-CHECKPOINTS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", STAGING, REPLACED)
-NOT_PUSHED = ("_*", *CHECKPOINTS, f"{PUSHING}*", ANSWERS, SERVED, LOCK, RUN_LOG, TRAINING_ARGS_NAME)
+# names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo report`, and the arguments
+# that another Trainer has pickled, which hold the token
+NOT_PUSHED = ("_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", RUN_LOG, TRAINING_ARGS_NAME)
 REMEDIES = {
     401: "The token is missing or invalid: log in with `hf auth login`, or set HF_TOKEN or `hub_token`",
     403: "The token has no write access: grant it, or set another repository in `hub_model_id`",
@@ -104,7 +100,7 @@ def push_run(
     if not trainer.is_world_process_zero():
         return None
     tags = [*as_list(metadata.get("tags")), *as_list(getattr(trainer.model, "model_tags", None))]
-    trainer.create_model_card(**{"model_name": trainer.hub_model_id.split("/")[-1]} | metadata | {"tags": tags})
+    trainer.create_model_card(**metadata | {"tags": tags})
     # 3. upload, after the pushes of checkpoints
     trainer._finish_current_push()
 

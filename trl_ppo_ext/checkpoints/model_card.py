@@ -38,11 +38,11 @@ def _text(text: Any) -> str:
     return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
 
 
-def is_hub_id(name: str | None) -> bool:
+def is_hub_id(name: str) -> bool:
     """Return `True` if a name is an id on the Hub, and not the path of a directory."""
     with suppress(HFValidationError):
-        validate_repo_id(name or "")
-        return not os.path.exists(name or "")
+        validate_repo_id(name)
+        return not os.path.exists(name)
     return False
 
 
@@ -65,8 +65,8 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     names = [name for field in fields for name in as_list(metadata.pop(field, None))]
     datasets = [name for name in dict.fromkeys(names) if is_hub_id(name)]
 
-    # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN
-    # by their role, since the Hub's index merges results of one split
+    # 2. the metrics as they were logged last, in a table and in the Hub's `model-index`, which has no place for NaN.
+    # Their split is their role, since the index merges results of one split.
     named = evaluated if isinstance(evaluated, dict) else {}
     splits = {"": "train"} | ({f"eval_{name}_": name for name in named} or {"eval_": "eval"})
     logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}

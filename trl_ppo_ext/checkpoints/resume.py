@@ -127,10 +127,7 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
 
 
 def find_checkpoint(trainer: Any, resume_from: str | bool) -> tuple[str, dict[str, Tensor]]:
-    """Find and verify a checkpoint that fits the run, on all ranks; return its path and this rank's run state.
-
-    `resume_from` is a path, or `True` for the latest valid checkpoint.
-    """
+    """Find a valid checkpoint (a path, or `True` for the latest) on all ranks; return it and this rank's run state."""
     args, rank = trainer.args, trainer.accelerator.process_index
 
     def find() -> str:

@@ -55,7 +55,16 @@ def write_checkpoint(trainer: Any) -> Path | None:
             raise OSError("this rank does not see the directory; all ranks must share a disk")
         if is_writer:
             trainer._write_model(str(staged), str(final), weights)
-            _write_trainer_state(trainer, staged, fsdp_state)
+            # the Trainer's own state, in its files
+            if not trainer.is_deepspeed_enabled:
+                optimizer = trainer.optimizer.state_dict() if fsdp_state is None else fsdp_state
+                torch.save(optimizer, staged / OPTIMIZER_NAME)
+            if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+                torch.save(trainer.lr_scheduler.state_dict(), staged / SCHEDULER_NAME)
+            callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+            stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
+            state.stateful_callbacks = stateful.stateful_callbacks
+            state.save_to_json(str(staged / TRAINER_STATE_NAME))
         trainer._save_scaler(str(staged))
         trainer._save_rng_state(str(staged))
         save_file(_run_state(trainer), staged / resume.run_state_file(rank))
@@ -81,19 +90,6 @@ def write_checkpoint(trainer: Any) -> Path | None:
     trainer._validity[final] = True
     record.forget(args.output_dir, rank, before=state.global_step)
     return final
-
-
-def _write_trainer_state(trainer: Any, directory: Path, fsdp_state: dict[str, Any] | None) -> None:
-    """Write optimizer, scheduler, and the Trainer's own state, as the Trainer does."""
-    if not trainer.is_deepspeed_enabled:
-        optimizer = trainer.optimizer.state_dict() if fsdp_state is None else fsdp_state
-        torch.save(optimizer, directory / OPTIMIZER_NAME)
-    if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
-        torch.save(trainer.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
-    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-    stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
-    trainer.state.stateful_callbacks = stateful.stateful_callbacks
-    trainer.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
 
 def _run_state(trainer: Any) -> dict[str, Tensor]:
