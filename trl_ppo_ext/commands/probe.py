@@ -71,7 +71,6 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
     changes = {
         "gamma": 0.0,
-        "lam_critic": 1.0,
         "advantage_estimator": "rebn",
         "whiten_advantages": False,
         "advantage_level": "token",
