@@ -168,7 +168,7 @@ class MemoryEstimate:
         # 2. Sampling: a cache that is copied layer by layer for every token, and copies of the logits
         cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
         copied = cache / (2 * base.layers) * (length - 1)  # a layer's keys
-        sampling = max(copied, sampled * base.vocabulary * (width + 12 + (16 if args.top_p < 1 else 0)))
+        sampling = max(copied, sampled * base.vocabulary * (width + 24 + (16 if args.top_p < 1 else 0)))
         generate: list[dict[str, float]] = [
             {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt), "autocast copies": copies},
             {"KV cache": cache * length, "sampling": sampling + base.dequantized, "autocast copies": copies},

@@ -7,14 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.embed import json_item
-from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
-from bokeh.models.annotations import Span
-from bokeh.plotting import figure
 from pandas import Series
 
 from .advice import TOO_HIGH, UNEXPLAINED
-from .reading import Run, smooth
+from .reading import INSTALL, Run, smooth
+
+try:
+    from bokeh.embed import json_item
+    from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
+    from bokeh.models.annotations import Span
+    from bokeh.plotting import figure
+except ImportError as error:
+    raise ImportError(f"A report needs an extra ({error}); run {INSTALL}.") from error
 
 
 class Panel(NamedTuple):

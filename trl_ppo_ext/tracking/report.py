@@ -53,7 +53,7 @@ def render(run: Run) -> str:
 
         from .plots import draw_all
     except ImportError as error:
-        raise ValueError(f"A report needs bokeh, which cannot be imported ({error}); run `{INSTALL}`.") from error
+        raise ValueError(f"A report needs bokeh, which cannot be imported; run {INSTALL}.") from error
     loader = PackageLoader("trl_ppo_ext.tracking")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
