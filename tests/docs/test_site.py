@@ -28,7 +28,7 @@ def test_site_builds_strictly(site):
 
 def test_reference_shows_docstrings(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "kl_placement" in text and "[`" not in text and "*optional*" not in text
+    assert "PPOTrainer" in text and "reward_funcs" in text and "[`" not in text and "*optional*" not in text
 
 
 def test_pages_load_nothing_from_other_hosts(site):

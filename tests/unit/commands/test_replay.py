@@ -86,7 +86,7 @@ def test_replay_of_a_completion_has_its_value_and_advantage(tmp_path):
     seen = rollouts_of(built)
     built.train()
     rollout, samples = seen[-1]
-    value, advantage = rollout.old_values[1, 0].item(), rollout.advantages[1, 0].item()
+    value, advantage = samples.values[1, 0].item(), rollout.advantages[1, 0].item()
     score = samples.scored.totals[1].item()
     expected = f"completion  reward {score:.4g}  value {value:.4g}  advantage {advantage:.4g}\n"
     assert expected in replay(str(tmp_path), 1)
