@@ -156,7 +156,7 @@ def test_tables_of_episodes_have_a_number_per_turn(tmp_path, monkeypatch):
         lists = {name: [json.loads(cell) for cell in table[f"turn_{name}"]] for name in names}
         for row, episode in enumerate(samples.batch.episodes):
             assert lists["rewards"][row] == [reward for _, reward in episode.rewards]
-            assert lists["values"][row] == samples.tokens.values[row, episode.starts].tolist()
+            assert lists["values"][row] == samples.values[row, episode.starts].tolist()
     assert len(seen) == 2
 
 
@@ -200,7 +200,7 @@ def test_wandb_must_not_log_the_model(monkeypatch):
 def test_an_optimizer_made_before_is_refused_by_what_it_lacks(tmp_path):
     base = llama()
     optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"`value_head.inputs.bias` and 31 others are missing.*`optim`"):
+    with pytest.raises(ValueError, match=r"lacks `value_head.inputs.bias` and 31 others.*`optim`"):
         PPOTrainer(
             base,
             length_reward,
