@@ -115,8 +115,6 @@ def train(
         "entropy_coef": 0.01,
         "normalize_rewards": True,
         "max_grad_norm": 0.0,  # DeepSpeed clips the gradients of policy and critic together
-        "critic": "head",
-        "normalize_values": False,  # their default depends on DeepSpeed
     }
     rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]
     trainer = (PTXTrainer if ptx else PPOTrainer)(

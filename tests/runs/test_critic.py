@@ -300,6 +300,7 @@ def test_warm_up_trains_only_the_critic(tmp_path, settings):
     recorder, decay, epsilon, rate = Recorder(), 0.1, 1e-5, 1e-3
     built = trainer(
         tmp_path,
+        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
         callbacks=[recorder],
         value_warmup_steps=3,
         weight_decay=decay,

@@ -35,7 +35,7 @@ CONFIGURATIONS = {
     "value head": {"critic": "head", "normalize_values": False},
     "critic adapter, checkpointing": {"critic": "adapter", "gradient_checkpointing": True},
     "no critic": {"critic": "none", "num_generations": 2},
-    "reward model": {"reward_funcs": "classifier"},
+    "reward model": {"reward_funcs": "classifier", "critic": "head", "normalize_values": False},
     "shared prompts": {"num_generations": 4},
     "bf16, flash attention, modules_to_save": {"bf16": True, "peft_config": LORA},
 }

@@ -16,16 +16,15 @@ from simulation import compile_guard
 ROLLOUT = {
     "transformers.py:_generate_batch": 1,  # sampled tokens
     "scoring.py:score_all": 1,  # failed rewards over all ranks
-    "guards.py:find_nonfinite": 1,  # completions that are not finite
-    "metrics.py:log_reward_hacking": 1,  # completions that occurred before
-    "updates.py:_start": 1,  # optimizer steps without a token
+    "rollouts.py:sample": 1,  # completions that are not finite
+    "metrics.py:log_hacking": 1,  # completions that occurred before
+    "updates.py:start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
-WITH_CRITIC = {"rollouts.py:_scaled": 1}  # unit of the advantages
-FURTHER = {
-    "reward model": {"model.py:score": 1},
-    "defaults": {"scoring.py:update": 2},  # moments of the returns and of the rewards
-}
+# unit of the advantages; moments of the rewards and of the returns, in the first rollout before and after its values
+WITH_CRITIC = {"advantages.py:in_units": 1, "math.py:add": 3}
+PLAIN = {"advantages.py:whitened": 1, "math.py:add": 2}
+OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"model.py:score": 1}}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
@@ -52,7 +51,7 @@ def test_iteration_stays_on_one_device_and_waits_as_listed(results, name):
     result = results[name]
     assert "error" not in result, result["error"]
     assert result["without_gradient"] == []
-    assert result["rollout"] == ROLLOUT | (WITH_CRITIC if name != "no critic" else {}) | FURTHER.get(name, {})
+    assert result["rollout"] == ROLLOUT | OF_CRITIC.get(name, WITH_CRITIC)
     assert result["updates"] == {key: n * result["optimizer_steps"] for key, n in UPDATE.items()}
     assert sum(result["rollout"].values()) <= 10
     assert sum(result["updates"].values()) <= 3 * result["micro_batches"]
