@@ -375,7 +375,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             "aggregation": "sequence_sum" if self.loss_aggregation == "constant" else self.loss_aggregation,
             "ratio_level": self.importance_sampling_level,
             "kl_estimator": self.kl_estimator if in_loss else None,
-        } | {name: getattr(self, name) for name in ("dual_clip", "vf_coef", "cliprange_value")}
+            "dual_clip": self.dual_clip,
+            "vf_coef": self.vf_coef,
+            "cliprange_value": self.cliprange_value,
+        }
 
     @property
     def filters(self) -> dict[str, Any]:

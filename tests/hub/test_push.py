@@ -28,7 +28,8 @@ inner = built.actor_critic
 text = built.processing_class("A prompt, and what was written so far", return_tensors="pt").input_ids
 inner.policy.set_adapter("critic") if inner.critic_adapter else None
 with torch.no_grad():
-    seen["values"] = inner.value_head(inner.trunk(input_ids=text).last_hidden_state.float())[..., 0]
+    outputs = inner.value_head(inner.trunk(input_ids=text).last_hidden_state.float())[..., 0]
+seen["values"] = inner.value_head.units(built.run_state.returns).values(outputs)
 inner.policy.set_adapter(inner.policy_adapter)
 """
 

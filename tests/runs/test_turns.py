@@ -222,15 +222,15 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
 
 
-def test_turns_need_no_cache_of_a_replaced_generate(tmp_path):
+def test_turns_need_no_cache_of_a_replaced_sampler(tmp_path):
     run = echo_trainer(tmp_path)
     seen = []
 
-    def replaced(input_ids, **kwargs):
+    def replaced(input_ids, *args, **kwargs):
         seen.append(input_ids.tolist())
         return torch.cat([input_ids, torch.full((len(input_ids), 2), 17)], 1)
 
-    run.actor_critic.policy.generate = replaced
+    run.actor_critic.sample = replaced
     turns = run.roles.player.generator.conversation()
     assert turns([[4], [5]], 2, [0, 1]) == [[17], [17]]
     assert turns([[4, 17, 6, 7], [5, 17, 6]], 2, [0, 1]) == [[17], [17]]
