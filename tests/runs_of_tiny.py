@@ -29,9 +29,10 @@ def rollouts_of(built, seen=None):
     """Record every rollout that a trainer collects."""
     seen, start = [] if seen is None else seen, built.updates.start
 
-    def recording(rollout, *args):
-        seen.append((rollout, built._samples.get("train")))
-        return start(rollout, *args)
+    def recording(rollout, step, *loaded):
+        if not loaded:  # from a checkpoint
+            seen.append((rollout, built._samples["train"]))
+        return start(rollout, step, *loaded)
 
     built.updates.start = recording
     return seen
