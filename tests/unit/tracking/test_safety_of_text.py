@@ -12,7 +12,7 @@ import yaml
 from peft import LoraConfig
 from rich.console import Console
 from runs_of_tiny import trainer
-from tiny import config, length_reward, llama, prompts, run_with_a_card, tokenizer
+from tiny import config, length_reward, prompts, run_with_a_card
 
 from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
 from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
@@ -28,14 +28,6 @@ from trl_ppo_ext.tracking.completions import LONGEST, MOST_TURNS, limited_turns,
 from trl_ppo_ext.tracking.report import write_report
 
 SECRET = "hf_aVerySecretToken1234"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("base")
-    llama().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 # ---- secrets ----
