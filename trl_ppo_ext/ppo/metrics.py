@@ -152,7 +152,7 @@ def log_hacking(
     all_sum: Reduction,
     gather: Reduction,
 ) -> None:
-    """Log signs of reward hacking: length, repetition, disagreement, monitors."""
+    """Log signs of reward hacking: length, repetition, monitors."""
     correlation = ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
     metrics.mean("reward/length_correlation", correlation)
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
@@ -162,11 +162,6 @@ def log_hacking(
     everyone, counts = gather(local).cpu().unbind(1)
     everyone = everyone[counts.bool()]
     metrics.mean("completions/repeated_ratio", 1 - len(everyone.unique()) / max(len(everyone), 1))
-    if scored.rewards.shape[1] > 1:
-        applies = (~scored.rewards.isnan()).sum(1)
-        mean = scored.rewards.nanmean(1, keepdim=True)
-        squares = ((scored.rewards - mean) ** 2).nansum(1) / (applies - 1).clamp(min=1)
-        metrics.mean("rewards/disagreement", squares.sqrt(), valid & (applies > 1))
     for name, scores in monitors.items():
         applies = valid & ~scores.isnan()
         metrics.mean(f"monitor/{name}/mean", scores, applies)
