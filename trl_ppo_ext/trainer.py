@@ -47,8 +47,7 @@ from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, log_completions, print_completions
-from .tracking.run_log import RunLog
-from .tracking.terminal import Terminal
+from .tracking.run_log import RunLog, Terminal
 
 logger = logging.get_logger(__name__)
 
@@ -220,7 +219,7 @@ class PPOTrainer(Trainer):
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)
-        self.terminal = Terminal(self.plan)
+        self.terminal = Terminal(self.plan, args.disable_tqdm)
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
@@ -442,7 +441,6 @@ class PPOTrainer(Trainer):
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
-            self.terminal.checkpoint = checkpoint
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)

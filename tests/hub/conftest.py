@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from tiny import config, length_reward, llama, prompts, tokenizer
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.tracking import plots
+from trl_ppo_ext.tracking import report
 
-draw_all, plots.draw_all = plots.draw_all, lambda run, marks: {}  # the plots of a report take seconds
+draw_all, report.draw_all = report.draw_all, lambda curves: {}  # the plots of a report take seconds
 
 def make(folder, base="base", critic="head", r=8, **settings):
     lora = LoraConfig(r=r, target_modules="all-linear")

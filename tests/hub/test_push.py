@@ -60,8 +60,8 @@ def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader,
     client.run(f"tokenizer().push_to_hub('me/base-{critic}', token={TOKEN!r})")
     client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
     folder = train(client, repo, base=f"me/base-{critic}", critic=critic, r=64)
-    client.run("plots.draw_all, without_plots = draw_all, plots.draw_all")
-    client.run("built.push_to_hub(dataset='me/prompts')\nplots.draw_all = without_plots")
+    client.run("report.draw_all, without_plots = draw_all, report.draw_all")
+    client.run("built.push_to_hub(dataset='me/prompts')\nreport.draw_all = without_plots")
     client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}{VALUES}save_file(seen, 'trained-{critic}')")
 
     files = hub.repositories[f"me/{repo}"].files

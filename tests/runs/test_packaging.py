@@ -161,7 +161,7 @@ def test_package_imports_without_optional_dependencies(tmp_path):
     assert {"bokeh", "deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
     names -= {"httpx2"}  # the Hub's own client needs it
     # the clients themselves, and what draws
-    of_extras = {"rewards.http": "judge", "episodes.vllm_server": "vllm", "tracking.plots": "report"}
+    of_extras = {"rewards.http": "judge", "episodes.vllm_server": "vllm", "tracking.report": "report"}
     everything = sorted(set(modules()) - {f"trl_ppo_ext.{name}" for name in of_extras})
     program = (
         "import importlib, sys\n"

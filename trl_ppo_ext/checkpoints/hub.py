@@ -178,11 +178,11 @@ def _upload(
 
 def _write_report(output_dir: str) -> None:
     """Write the report of the run so far, if it has a log; without it, the push continues."""
-    from ..tracking.report import write_report  # imports plots
-
     if not os.path.isfile(os.path.join(output_dir, RUN_LOG)):
         return
     try:
+        from ..tracking.report import write_report  # imports bokeh, an extra
+
         write_report(output_dir, os.path.join(output_dir, REPORT))
     except Exception as error:  # a report must not end a push
         logger.warning("The report of the run cannot be written, and is not pushed: %s", error)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             options = parser(command).parse_args(argv)
             options.run(options)
-    except (ValueError, OSError) as error:  # wrong arguments, a missing model, a port in use
+    except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
         print(f"trl-ppo {command}: error: {printable(redacted(' '.join(str(error).split())))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,7 +4,6 @@ import argparse
 import os
 
 from ..tracking.reading import REPORT
-from ..tracking.report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,5 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     """Write the report."""
+    from ..tracking.report import write_report  # imports bokeh, an extra
+
     path = write_report(options.run_dir, getattr(options, "output", os.path.join(options.run_dir, REPORT)))
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

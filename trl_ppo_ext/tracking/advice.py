@@ -26,8 +26,8 @@ class Trend:
     """Start and end of a curve, and its noise: with too few points NaN, which makes every comparison false."""
 
     def __init__(self, curve: Series | None):
-        values = Series(dtype=float) if curve is None else curve.dropna()
-        self.values = values = values.iloc[: len(values) if len(values) >= FEWEST else 0]
+        values = Series(dtype=float) if curve is None or len(curve) < FEWEST else curve
+        self.values = values
         self.smooth = smooth(values)
         enough = len(values) >= FEWEST_TREND
         fifth = max(len(values) // (5 if enough else 2), 1)  # of a short curve its half
@@ -60,13 +60,11 @@ class Advice(NamedTuple):
     seen: str  # the symptom in numbers
     remedy: str
     step: int | None  # where it starts
-    metrics: tuple[str, ...]  # curves that show it
 
 
 TRUNCATED = "Raise `max_completion_length`, set `missing_eos_penalty`, or exclude them (`mask_truncated_completions`)."
 SMALLER_STEPS = "Lower `learning_rate` or `num_ppo_epochs`, or set `target_kl`."
 EXCLUDED = "Find out what excludes completions: failing rewards, or `mask_truncated_completions` if none emits EOS."
-UNEXPLAINED = 0.1  # explained variance below which a critic is of no use
 # metric, level that its end must stay below, title, remedy
 TOO_HIGH = (
     ("completions/clipped_ratio", 0.25, "Many completions are truncated", TRUNCATED),
@@ -99,7 +97,7 @@ def _monitors(run: Run) -> Iterator[Advice]:
         if kl.rises:
             title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
             seen += f" and the KL rises to {number(kl.end)}"
-        yield Advice(title, f"{seen}.", remedy, step, (name, "reward", "kl_per_completion"))
+        yield Advice(title, f"{seen}.", remedy, step)
 
 
 def _failures(run: Run) -> Iterator[Advice]:
@@ -109,7 +107,7 @@ def _failures(run: Run) -> Iterator[Advice]:
             failures = run.curves[name][run.curves[name] > 0]
             if len(failures):
                 seen = f"`{name}` adds up to {failures.sum():.0f}: the first at step {failures.index[0]}."
-                yield Advice(title, seen, remedy, int(failures.index[0]), (name,))
+                yield Advice(title, seen, remedy, int(failures.index[0]))
 
 
 def _trends(run: Run) -> list[Advice]:
@@ -123,14 +121,13 @@ def _trends(run: Run) -> list[Advice]:
         if applies:
             known = [(name, of(name)) for name in metrics if len(of(name).values)]
             moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
-            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step, metrics))
+            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step))
 
     reward, spread, entropy, kl = map(of, ("reward", "reward_std", "entropy", "kl_per_completion"))
     length, correlation = of("completions/mean_length"), of("reward/length_correlation")
     repeated, explained = of("completions/repeated_ratio"), of("value/explained_variance")
     enough = len(reward.values) >= FEWEST_FLAT
     equal, negative = 1e-6 * max(reward.scale, 1.0), -max(4 * kl.error, 0.05)
-    times = [f"time/{phase}" for phase in ("score", "generate", "forward", "update")]
     parts = fnmatch.filter(run.curves, "rewards/*/mean")
 
     remedy = "Give it more weight in `reward_weights`."
@@ -164,7 +161,7 @@ def _trends(run: Run) -> list[Advice]:
     remedy = "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it."
     rule(collapses, title, remedy, "completions/repeated_ratio", step=step)
 
-    fails = explained.end < UNEXPLAINED and len(explained.values) >= FEWEST_FLAT
+    fails = explained.end < 0.1 and len(explained.values) >= FEWEST_FLAT
     remedy = "Raise `critic_learning_rate`, run `trl-ppo pretrain-critic`, or set `critic='none'`."
     rule(fails, "The critic does not predict the returns", remedy, "value/explained_variance")
 
@@ -178,19 +175,12 @@ def _trends(run: Run) -> list[Advice]:
     is_flat = enough and not (reward.falls or reward.rises) and abs(kl.end) < 0.05
     remedy = "Raise `learning_rate`, or lower `kl_coef`."
     rule(is_flat, "The policy hardly changes", remedy, "reward", "kl_per_completion")
-
-    waits = of(times[0]).end >= max(sum(of(name).end for name in times[1:]), 1e-9)
-    remedy = (
-        "Make reward functions that wait `async`, load reward models in 4-bit (`reward_quantization`), raise "
-        "`per_device_reward_batch_size`, or serve the rewards from another GPU."
-    )
-    rule(waits, "Scoring takes most of the time", remedy, *times)
     return advice
 
 
 def advise(run: Run) -> list[Advice]:
     """Apply all rules. A remedy shows the current value of each setting that it names."""
-    settings = run.trainer_config | run.config
+    settings = run.start["trainer_config"] | run.start["config"]
 
     def with_value(match: re.Match) -> str:
         value = settings.get(match[1])
@@ -199,16 +189,3 @@ def advise(run: Run) -> list[Advice]:
     curves = [*_monitors(run), *_trends(run)] if run.rollouts >= FEWEST else []
     advice = [*curves, *_failures(run)]
     return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
-
-
-def verdict(run: Run, advice: list[Advice]) -> str:
-    """One sentence on the health of a run."""
-    if titles := [item.title for item in advice if not item.metrics[0].startswith("time/")]:  # a slow run is healthy
-        return f"Needs attention: {'; '.join(titles)}."
-    if run.rollouts < FEWEST:
-        return f"Too early to judge: {run.rollouts} of at least {FEWEST} rollouts."
-    reward = Trend(run.curves.get("reward"))
-    if not reward.rises:
-        return "No curve shows a known problem, but the reward does not rise clearly, or not yet."
-    rise = f"{number(reward.start)} → {number(reward.end)}"
-    return f"Healthy: no curve shows a known problem, and the reward rises {rise}."

@@ -118,15 +118,11 @@ def _column(values: list) -> list:
 
 
 def completions_table(samples: Samples, rewards: list[str], monitors: list[str], step: int) -> DataFrame:
-    """Prompts, completions and scores of this process; of episodes also lists with a number per turn of the policy."""
+    """Prompts, completions and scores of this process."""
     prompts, completions = samples.batch.prompts, samples.batch.completions
     columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
     scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
-    turns = [[turn for turn in turns if turn["role"]] for turns in turns_of(samples)]
-    credit = {f"turn_{x}s": [[turn[x] for turn in row if turn[x] is not None] for row in turns] for x in CREDIT}
-    credit = {name: lists for name, lists in credit.items() if any(lists)}
-    named = [*scores, ("score", samples.scored.totals.tolist()), *credit.items(), *samples.extra.items()]
-    for name, values in named:
+    for name, values in [*scores, ("score", samples.scored.totals.tolist()), *samples.extra.items()]:
         while name in columns:  # a reward with the name of another column
             name = f"{name}_"
         columns[name] = _column(list(values))

@@ -1,59 +1,158 @@
 """The report of a run: one HTML file with plots, advice, completions and settings that needs no network."""
 
-import json
+import glob
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from pandas import json_normalize
+from pandas import Series
 
-from .advice import Trend, advise, number, verdict
-from .reading import CREDIT, INSTALL, MAIN_METRICS, Run, Sheet, read_run
+from .advice import FEWEST, advise, number
+from .reading import CREDIT, read_run, smooth
 
-ROOM = 1_500_000  # bytes of completions per page
-MOST_SHEETS = 40
+try:
+    from bokeh.embed import json_item
+    from bokeh.models import ColumnDataSource, DataRange1d, HoverTool
+    from bokeh.plotting import figure
+    from bokeh.resources import Resources
+except ImportError as error:
+    raise ImportError(f'A report needs an extra ({error}); run pip install "trl_ppo_ext[report]".') from error
+
+
+class Panel(NamedTuple):
+    """A plot of some metrics."""
+
+    title: str
+    metrics: tuple[str, ...]  # names or patterns, which match evaluations too
+    hint: str = ""  # what to look for
+
+
+SECTIONS = {  # metrics that are not in these panels get a plot each, unless they are 0 throughout
+    "Reward": (
+        Panel("Reward", ("reward",), "Should rise."),
+        Panel("Objective", ("objective",), "The shaped score minus the KL penalty, which PPO maximizes. Should rise."),
+        Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
+        Panel("Monitored rewards", ("monitor/*/mean",), "Never optimized. If they fall, the reward is hacked."),
+        Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 there is nothing to learn."),
+    ),
+    "Distance from the reference": (
+        Panel("KL per completion", ("kl_per_completion",), "In nats. Starts at 0 and should grow slowly."),
+        Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
+        Panel("Coefficients", ("kl_coef", "entropy_coef"), "`kl_target` and `entropy_target` adapt them."),
+        Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
+    ),
+    "Is the reward hacked?": (
+        Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
+        Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
+        Panel("Repeated completions", ("completions/repeated_ratio",), "If it rises, one answer fits every prompt."),
+    ),
+    "Updates": (
+        Panel("Clipped tokens", ("clip_ratio/*",), "Share of tokens whose gradient is clipped: usually below 0.2."),
+        Panel("KL of an update", ("approx_kl",), "Distance from the sampling policy: usually below 0.02."),
+        Panel("Ratio", ("ratio/mean", "ratio/max"), "New over old probability. The mean stays near 1."),
+        Panel("Gradient norm", ("grad_norm", "value/grad_norm"), "Of policy and critic, before clipping."),
+    ),
+    "Critic": (
+        Panel("Value loss", ("loss/value",), "Should fall."),
+        Panel("Explained variance", ("value/explained_variance",), "Should rise toward 1. A constant reaches 0."),
+    ),
+    "Lengths": (
+        Panel("Length", ("completions/mean_length", "completions/min_length", "completions/max_length"), "In tokens."),
+        Panel("Truncated", ("completions/clipped_ratio",), "Share that reached `max_completion_length`."),
+    ),
+    "Speed": (
+        Panel("Time by phase", ("time/*",), "Seconds per rollout on each process."),
+        Panel("Tokens per second", ("tokens_per_second",), "Completion tokens of all processes."),
+    ),
+}
+# logged by the Trainer, or shown in another form
+NOT_DRAWN = re.compile(
+    r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
+    r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen"
+)
+FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
+MOST_DRAWN = 1_000  # points per curve
+MOST_SHEETS = 12  # of up to 60, so that the page stays small
+# the palette of Okabe and Ito, which color-blind readers can tell apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """True for a metric of training or of an evaluation that one of the patterns matches."""
+    return any(fnmatchcase(name, prefix + pattern) for pattern in patterns for prefix in ("", "eval_", "eval_*_"))
+
+
+def _trained(name: str, names: Iterable[str]) -> str:
+    """The training metric that an evaluation metric belongs to."""
+    evaluated = name.startswith("eval_")
+    return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
+
+
+def thinned(curve: Series, most: int = MOST_DRAWN) -> Series:
+    """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
+    if len(curve) <= most:
+        return curve
+    peaks = curve.groupby(np.arange(len(curve)) * (most // 2) // len(curve)).agg(["idxmin", "idxmax"])
+    return curve.loc[np.unique(peaks)]
+
+
+def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
+    """Draw a panel as Bokeh's JSON; None without data. Each metric has a color, and its evaluations are dashed."""
+    selected = list(dict.fromkeys(name for pattern in panel.metrics for name in curves if _matches(name, [pattern])))
+    metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
+    if not selected:
+        return None
+
+    # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
+    tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
+    plot = figure(height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", **tools)
+    plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo, plot.min_border_right = "above", True, None, 12
+    height = max(curves[name].abs().max() for name in selected)
+    plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
+
+    # 2. The lines: values and their moving average, or values with a mark at each.
+    legend = []
+    for name in selected:
+        color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
+        dash = "dashed" if name.startswith("eval_") else "solid"
+        legend.append((name, color, dash))
+        curve, tooltips = curves[name], [("step", "@step"), (name, "@y")]
+        drawn, smoothed = thinned(curve), smooth(curve) if len(curve) > FEW_POINTS else curve
+        columns = {"step": drawn.index, "y": drawn, "smooth": smoothed.loc[drawn.index]}
+        source = ColumnDataSource({key: np.asarray(x, np.float32) for key, x in columns.items()})
+        style: dict[str, Any] = {"source": source, "line_color": color, "line_dash": dash}
+        if len(curve) > FEW_POINTS:
+            tooltips.append(("smoothed", "@smooth"))
+            plot.line("step", "y", line_width=1, line_alpha=0.3, **style)
+        else:
+            plot.scatter("step", "y", size=5, color=color, source=source)
+        touched = plot.line("step", "smooth", line_width=2, **style)
+        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False))
+    return {"title": panel.title, "hint": panel.hint, "legend": legend, "item": json_item(plot)}
+
+
+def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
+    """Plots by section."""
+    patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
+    others = [name for name, curve in curves.items() if curve.any() and not _matches(name, patterns)]
+    others = [name for name in others if not NOT_DRAWN.fullmatch(name)]
+    others = list(dict.fromkeys(_trained(name, others) for name in others))
+    sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others)}
+    plots = {section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()}
+    return {section: [*filter(None, drawn)] for section, drawn in plots.items() if any(drawn)}
 
 
 def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Path:
     """Write the report of a run."""
-    path = Path(output)
-    page = render(read_run(directory))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-    return path
-
-
-def chosen_sheets(run: Run, room: float = ROOM) -> list[Sheet]:
-    """Completions that fit in `room` bytes: evenly over the steps, with the first and the last step."""
-    if not run.sheets:
-        return []
-    largest = max(len(escape(sheet.rows).encode(errors="replace")) for sheet in run.sheets)
-    count = min(len(run.sheets), MOST_SHEETS, max(int(room / largest), 2))
-    share = min(room / (count * largest), 1.0)  # of the rows, if even two sheets do not fit
-    sheets = [run.sheets[place] for place in np.linspace(0, len(run.sheets) - 1, count).round().astype(int)]
-    return [sheet._replace(rows=sheet.rows[: max(int(len(sheet.rows) * share), 1)]) for sheet in sheets]
-
-
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Settings as text; nested ones are named `outer.inner`."""
-    flat = json_normalize([settings]).astype(object).to_dict("records")[0]
-    return {name: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for name, x in flat.items()}
-
-
-def render(run: Run) -> str:
-    """Render the page of a run."""
-    try:
-        from bokeh.resources import Resources
-
-        from .plots import draw_all
-    except ImportError as error:
-        raise ValueError(f"A report needs bokeh, which cannot be imported; run {INSTALL}.") from error
+    run = read_run(directory)
     loader = PackageLoader("trl_ppo_ext.tracking")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
@@ -65,33 +164,20 @@ def render(run: Run) -> str:
     # Keys stay in Bokeh's order: an object is defined before it is referenced.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
-    # 1. Advice, and the steps to mark in the plots of a metric.
-    advice = advise(run)
-    marks = [(name, item.step) for item in advice if item.step is not None for name in item.metrics]
-
-    # 2. Start and end of the main metrics.
-    monitors = {name: f"monitored {name[8:-5]}" for name in run.curves if re.fullmatch(r"monitor/.+/mean", name)}
-    main = MAIN_METRICS | {"completions/clipped_ratio": "truncated"} | monitors
-    courses = {label: Trend(run.curves.get(name)) for name, label in main.items()}
-
-    # 3. Completions. The first, middle and last of training are open.
-    sheets = chosen_sheets(run)
-    trained = [sheet for sheet in sheets if not sheet.mode.startswith("eval")] or sheets
-    shown = [trained[place] for place in (0, (len(trained) - 1) // 2, -1)] if sheets else []
-
-    # 4. The page.
-    parts = {"PPO": run.config, "Trainer": run.trainer_config, "Environment": run.environment}
-    return environment.get_template("page.html").render(
+    # evenly over the steps, with the first and the last
+    places = np.linspace(0, len(run.sheets) - 1, min(len(run.sheets), MOST_SHEETS)).round().astype(int)
+    page = environment.get_template("page.html").render(
         run=run,
-        advice=advice,
-        verdict=verdict(run, advice),
-        courses={label: course for label, course in courses.items() if len(course.values)},
-        sections=draw_all(run, marks),
-        parts={heading: _settings(settings) for heading, settings in parts.items() if settings},
-        sheets=sheets,
-        shown=shown,
+        advice=advise(run),
+        fewest=FEWEST,
+        sections=draw_all(run.curves),
+        sheets=[run.sheets[place] for place in places],
         credit=CREDIT,
         bokeh=map(Markup, Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw),
         nonce=secrets.token_urlsafe(),  # the browser runs only scripts with it, and logged text cannot guess it
         now=datetime.now(UTC).timestamp(),
     )
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    return path

@@ -1,10 +1,11 @@
-"""The log that a run writes for `trl-ppo report`: JSON lines, appended by the main process."""
+"""Logs of the main process: JSON lines for `trl-ppo report`, and one line per log in the terminal."""
 
 import json
 import math
 import os
 import platform
 import re
+import shlex
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .. import __version__
@@ -21,6 +23,7 @@ from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened
+from .advice import number
 from .completions import as_text, limited, limited_turns, turns_of
 from .reading import RUN_LOG
 
@@ -30,10 +33,18 @@ ROWS = 16  # completions per entry
 LONGEST = 2_000  # characters of a prompt, a completion, or a cell of another column
 TIMES = 60  # entries with completions over a run, and as many for evaluation
 LONGEST_EPISODE = 8_000  # characters of all turns of an episode
-COLUMNS = 8  # columns added by reward functions
 PACKAGES = (
     "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub tokenizers"
 ).split()
+# label of each in the terminal
+MAIN_METRICS = {
+    "reward": "reward",
+    "kl_per_completion": "KL",
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+    "value/explained_variance": "critic",
+    "tokens_per_second": "tokens/s",
+}
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
@@ -63,8 +74,6 @@ def _json(value: Any) -> Any:
         return {str(name): _json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]
-    if hasattr(value, "item"):  # of a tensor or an array
-        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -88,10 +97,9 @@ class RunLog(TrainerCallback):
             return
         self._path, self._due = os.path.join(cast(str, args.output_dir), RUN_LOG), {}
         trainer_fields, settings = {field.name for field in fields(TrainingArguments)}, args.to_dict()
-        launch = {"device": args.device, "processes": args.world_size, "parallel_mode": args.parallel_mode.value}
         self._append(
             "run",
-            step=state.global_step,
+            state,
             max_steps=state.max_steps,
             model=self.model,
             rewards=self.rewards,
@@ -100,12 +108,12 @@ class RunLog(TrainerCallback):
             changed=args.changed_fields,
             config={name: value for name, value in settings.items() if name not in trainer_fields},
             trainer_config={name: value for name, value in settings.items() if name in trainer_fields},
-            environment=environment() | launch,
+            environment=environment(),
         )
 
     def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the metrics of the Trainer's log."""
-        self._append("metrics", step=state.global_step, metrics=logs)
+        self._append("metrics", state, metrics=logs)
         prefixes = (name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name))
         self._evaluated = next(prefixes, "eval")
 
@@ -129,25 +137,63 @@ class RunLog(TrainerCallback):
                 "kl": None if kls is None else kls[row],
                 "tokens": len(batch.completion_ids[row]),
                 "ended": stopped[row],
-                "extra": {name: _text(values[row]) for name, values in list(samples.extra.items())[:COLUMNS]},
+                "extra": {name: _text(values[row]) for name, values in samples.extra.items()},
             }
             for row, turns in enumerate(turns_of(samples, ROWS))
         ]
-        self._append("completions", step=step, mode=mode, rows=rows)
+        self._append("completions", state, mode=mode, rows=rows)
 
-    def _append(self, kind: str, **entry: Any) -> None:
+    def _append(self, kind: str, state: TrainerState, **entry: Any) -> None:
         if self._path is None:
             return
         try:
-            line = json.dumps(_json({"kind": kind, "time": time.time(), **entry}), default=shortened).encode() + b"\n"
+            entry = _json({"kind": kind, "time": time.time(), "step": state.global_step, **entry})
+            # an earlier run may have been killed while it wrote
+            begin = "\n" if kind == "run" and os.path.isfile(self._path) else ""
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            with open(self._path, "ab+") as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # the run was killed while it wrote
-                        line = b"\n" + line
-                file.write(line)
+            with open(self._path, "a") as file:
+                file.write(f"{begin}{json.dumps(entry, default=shortened)}\n")
         except Exception as error:  # a log must never end a run
             if not self._warned:
                 logger.warning("`%s` cannot be written, so the report will be incomplete: %s", RUN_LOG, error)
             self._warned = True
+
+
+class Terminal(ProgressCallback, PrinterCallback):
+    """Prints the plan of the run, and one line per log; both callbacks of transformers print every metric."""
+
+    def __init__(self, plan: BatchPlan, disable_tqdm: bool):
+        super().__init__()
+        self.plan, self.disable_tqdm = plan, disable_tqdm
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Print the plan, and begin the progress bar at the step that the run resumes from."""
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
+            bar = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
+            self.training_bar = tqdm(disable=self.disable_tqdm, **bar)
+
+    def on_prediction_step(self, *positional: Any, **kwargs: Any) -> None:
+        """Advance the progress bar of an evaluation."""
+        if not self.disable_tqdm:
+            super().on_prediction_step(*positional, **kwargs)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print the main metrics in one line."""
+        if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
+            return
+        prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "")
+        shown = {label: logs[prefix + name] for name, label in MAIN_METRICS.items() if prefix + name in logs}
+        # steps that collect no rollout have metrics of the update only
+        shown = shown or {name: logs[name] for name in ("loss", "grad_norm") if name in logs}
+        place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
+        cells = [f"{label} {number(value)}" for label, value in shown.items()]
+        tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
+
+    def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """End the progress bar, and name the command of the report, if the run has a log."""
+        super().on_train_end(args, state, control, **kwargs)
+        directory = cast(str, args.output_dir)
+        if state.is_world_process_zero and os.path.isfile(os.path.join(directory, RUN_LOG)):
+            tqdm.write(f"see `trl-ppo report {shlex.quote(directory)}`")

@@ -21,22 +21,16 @@ def uneven_batches():
         yield values.masked_fill(mask == 0, torch.nan), mask
 
 
-def test_mean_of_uneven_batches_averages_tokens():
+def test_mean_and_extremes_of_uneven_batches_are_over_tokens():
     metrics = Metrics()
     for values, mask in uneven_batches():
-        metrics.mean("x", values, mask)
-    everything = torch.cat([values[mask.bool()] for values, mask in uneven_batches()])
-    assert len(everything) == 18
-    assert metrics.compute(alone, alone) == {"x": pytest.approx(everything.mean().item(), rel=1e-6)}
-
-
-def test_extremes_are_over_all_tokens():
-    metrics = Metrics()
-    for values, mask in uneven_batches():
+        metrics.mean("mean", values, mask)
         metrics.maximum("largest", values, mask)
         metrics.minimum("smallest", values, mask)
     everything = torch.cat([values[mask.bool()] for values, mask in uneven_batches()])
-    assert metrics.compute(alone, alone) == {"largest": everything.max().item(), "smallest": everything.min().item()}
+    assert len(everything) == 18
+    expected = {"largest": everything.max().item(), "smallest": everything.min().item()}
+    assert metrics.compute(alone, alone) == expected | {"mean": pytest.approx(everything.mean().item(), rel=1e-6)}
 
 
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf])

@@ -1,23 +1,18 @@
 """The report reads every kind of log, draws every metric, and shows what a model wrote as text only."""
 
-import argparse
 import json
 import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 from test_run_log import run as tiny_run
 
-from trl_ppo_ext.commands import report
-from trl_ppo_ext.tracking import plots
-from trl_ppo_ext.tracking import report as page
-from trl_ppo_ext.tracking.reading import RUN_LOG, Run, Sheet, read_run
-from trl_ppo_ext.tracking.report import write_report
+from trl_ppo_ext.tracking.reading import RUN_LOG, read_run
+from trl_ppo_ext.tracking.report import MOST_SHEETS, NOT_DRAWN, write_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"><!-- "
@@ -25,12 +20,11 @@ SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\
 LOGGED = (
     "loss grad_norm learning_rate reward reward_std objective rewards/a/mean rewards/a/std rewards/b/mean "
     "rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion kl_coef entropy entropy_coef "
-    "completions/mean_length "
-    "completions/min_length completions/max_length completions/clipped_ratio completions/mean_terminated_length "
-    "completions/repeated_ratio reward/length_correlation rewards/disagreement loss/policy loss/value ratio/mean "
-    "ratio/max value/explained_variance value/clip_ratio value/weight value/grad_norm approx_kl stopped_early "
-    "clip_ratio/low_mean "
-    "clip_ratio/high_mean clip_ratio/region_mean time/generate time/score time/forward time/update tokens_per_second"
+    "completions/mean_length completions/min_length completions/max_length completions/clipped_ratio "
+    "completions/mean_terminated_length completions/repeated_ratio reward/length_correlation loss/policy loss/value "
+    "ratio/mean ratio/max value/explained_variance value/clip_ratio value/grad_norm approx_kl stopped_early "
+    "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean "
+    "time/generate time/score time/forward time/update tokens_per_second"
 ).split()
 
 
@@ -53,16 +47,8 @@ def turn(role, text, reward=None, value=None, advantage=None):
 
 
 def row(completion="yes", prompt="why", score=0.5):
-    scores = {"rewards": {"a": 1.0, "b": 0.0}, "monitors": {"judge": None}, "extra": {}}
-    return {
-        "prompt": prompt,
-        "turns": [turn("", completion, score)],
-        "score": score,
-        "kl": 0.1,
-        "tokens": 3,
-        "ended": True,
-        **scores,
-    }
+    scores = {"score": score, "rewards": {"a": 1.0, "b": 0.0}, "monitors": {"judge": None}, "kl": 0.1}
+    return scores | {"prompt": prompt, "turns": [turn("", completion, score)], "tokens": 3, "ended": True, "extra": {}}
 
 
 def write(directory, *entries, tail=""):
@@ -86,17 +72,12 @@ def long_run(directory, steps=1000, **kwargs):
 # ---- reading ----
 
 
-def test_unfinished_line_is_skipped_silently(tmp_path):
-    tail = json.dumps(metrics(3, reward=3.0))[:-9]
-    read = read_run(write(tmp_path / "run", begin(), metrics(1, reward=1.0), metrics(2, reward=2.0), tail=tail))
-    assert read.curves["reward"].values.tolist() == [1.0, 2.0]
-    assert read.notes == []
-
-
-def test_unreadable_lines_are_counted_and_skipped(tmp_path):
-    read = read_run(write(tmp_path / "run", begin(), metrics(1, reward=1.0), tail='{"cut": \n'))
-    assert read.curves["reward"].values.tolist() == [1.0]
-    assert len(read.notes) == 1 and "1 line(s)" in read.notes[0]
+def test_cut_lines_are_skipped(tmp_path):
+    """By a run that was killed while it wrote, or that is writing now."""
+    run = write(tmp_path / "run", begin(), metrics(1, reward=1.0), tail='{"cut": \n')
+    with open(run / RUN_LOG, "a") as file:
+        file.write(json.dumps(metrics(2, reward=2.0)) + "\n" + json.dumps(metrics(3, reward=3.0))[:-9])
+    assert read_run(run).curves["reward"].values.tolist() == [1.0, 2.0]
 
 
 def test_steps_after_a_resume_replace_earlier_ones(tmp_path):
@@ -104,8 +85,7 @@ def test_steps_after_a_resume_replace_earlier_ones(tmp_path):
     again = [metrics(step, reward=10.0 * step) for step in range(6, 8)]
     sheets_before = [completions(5, [row("kept")]), completions(8, [row("gone")])]
     read = read_run(write(tmp_path / "run", begin(), *first, *sheets_before, begin(5), *again))
-    assert read.curves["reward"].index.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert read.curves["reward"].values.tolist() == [1, 2, 3, 4, 5, 60, 70]
+    assert read.curves["reward"].to_dict() == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 60, 7: 70}
     assert read.curves["loss"].index.tolist() == [1, 2, 3, 4, 5]  # what lay after the resume is gone altogether
     assert [sheet.rows[0]["turns"][0]["text"] for sheet in read.sheets] == ["kept"]
     assert read.resumed_at == [5]
@@ -115,7 +95,7 @@ def test_new_run_replaces_an_earlier_one_in_its_directory(tmp_path):
     old = [begin(), metrics(1, reward=1.0), metrics(9, reward=9.0), completions(9, [row()])]
     read = read_run(write(tmp_path / "run", *old, begin(config={"kl_coef": 1.0}), metrics(1, reward=5.0)))
     assert read.curves["reward"].values.tolist() == [5.0] and not read.sheets and not read.resumed_at
-    assert read.config == {"kl_coef": 1.0}
+    assert read.start["config"] == {"kl_coef": 1.0}
 
 
 def test_empty_directory_raises_an_error_with_the_remedy(tmp_path):
@@ -152,24 +132,13 @@ class Tags(HTMLParser):
             self.text.append(data)
 
 
-def report_command(*argv):
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    report.main(parser.parse_args([*map(str, argv)]))
-
-
 def page_of(directory, output):
     return write_report(directory, output).read_text()
 
 
-def test_page_of_a_long_run_stays_under_5_mb(tmp_path):
-    run = long_run(tmp_path / "run")
-    assert write_report(run, tmp_path / "report.html").stat().st_size < 5e6
-
-
-def test_page_requests_nothing_from_the_network(tmp_path):
-    output = tmp_path / "new" / "there.html"
-    report_command(long_run(tmp_path / "run", steps=20), "--output", output)
+def test_page_of_a_long_run_is_small_and_requests_nothing_from_the_network(tmp_path):
+    output = write_report(long_run(tmp_path / "run"), tmp_path / "new" / "there.html")
+    assert output.stat().st_size < 5e6
     parsed = Tags(output.read_text())
     assert not {"link", "iframe", "img", "object", "base"} & {tag for tag, _ in parsed.tags}
     assert not [attrs for _, attrs in parsed.tags if "src" in attrs or not attrs.get("href", "#").startswith("#")]
@@ -179,24 +148,17 @@ def test_page_requests_nothing_from_the_network(tmp_path):
 
 
 def test_every_metric_is_drawn(tmp_path):
-    own = {
-        "my_metric": 1.0,
-        "eval_reward": 2.0,
-        "eval_other_reward": 2.0,
-        "rewards/a/failed": 0.0,
-        "skipped_steps": 1.0,
-    }
+    own = {"my_metric": 1.0, "eval_reward": 2.0, "eval_other_reward": 2.0, "rewards/a/failed": 0.0}
     read = read_run(write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(LOGGED, 1.0), **own)))
     shown = "".join(Tags(page_of(tmp_path / "run", tmp_path / "report.html")).text)
-    assert not [name for name in read.curves if plots.NOT_DRAWN.fullmatch(name)]
-    for name in read.curves.keys() - {"rewards/a/failed"}:
-        assert name in shown, name
+    assert not [name for name in read.curves if NOT_DRAWN.fullmatch(name)]
+    assert {name for name in read.curves if name not in shown} == {"rewards/a/failed"}
 
 
 def test_html_and_scripts_in_logs_show_as_text(tmp_path):
     name = f"judge{SCRIPT}"
     entries = [
-        begin(model=SCRIPT, config={"note": SCRIPT, SCRIPT: 1}),
+        begin(model=SCRIPT, config={"note": {"x": SCRIPT}, SCRIPT: 1}),
         metrics(1, **{f"monitor/{name}/mean": 1.0, SCRIPT: 1}),
     ]
     rows = [row(SCRIPT, prompt=SCRIPT) | {"monitors": {name: 1.0}, "extra": {SCRIPT: SCRIPT}}]
@@ -207,7 +169,7 @@ def test_html_and_scripts_in_logs_show_as_text(tmp_path):
     assert len(parsed.scripts) == len(plain.scripts)
     assert "img" not in {tag for tag, _ in parsed.tags}
     assert not [attrs for _, attrs in parsed.tags if any(key.startswith("on") for key in attrs)]
-    for text in (SCRIPT, f"{SCRIPT}: {SCRIPT}", f"monitored {name} ", place.name):
+    for text in (SCRIPT, f"{SCRIPT}: {SCRIPT}", f"monitored {name} ", place.name, f"{{'x': {SCRIPT!r}}}"):
         assert text in "".join(parsed.text)
 
 
@@ -238,79 +200,43 @@ def test_turns_of_episodes_show_apart_with_their_numbers(tmp_path):
     assert [parsed.text.count(word) for word in ("left", "right", SCRIPT, "alone")] == [1, 1, 3, 1]
 
 
-def test_completions_fit_their_room_with_first_and_last_step():
-    run = Run("a", sheets=[Sheet(step, "train", [row("<" * 1_000)] * 16) for step in range(1, 61)])
-    for room, fewest in ((300_000, 3), (30_000, 2)):
-        kept = page.chosen_sheets(run, room)
-        assert (kept[0].step, kept[-1].step) == (1, 60) and len(kept) >= fewest and all(sheet.rows for sheet in kept)
-        assert sum(len(page.escape(sheet.rows)) for sheet in kept) < room
+def test_completions_are_of_the_first_and_the_last_step(tmp_path):
+    sheets = [completions(step, [row()]) for step in range(1, 61)]
+    page = page_of(write(tmp_path / "run", begin(), *sheets), tmp_path / "report.html")
+    steps = [int(step) for step in re.findall(r"<summary>step (\d+)</summary>", page)]
+    assert (steps[0], steps[-1], len(steps)) == (1, 60, MOST_SHEETS) and "Nothing is logged yet" in page
 
 
-def test_page_begins_with_a_verdict(tmp_path):
-    for logs, failed, verdict in (
+def test_page_has_advice_or_says_that_there_is_none(tmp_path):
+    for logs, failed, expected in (
         (2, 0.0, "Too early to judge: 2 of at least 3 rollouts."),
-        (2, 1.0, "Needs attention: Non-finite gradients."),
-        (3, 0.0, "No curve shows a known problem, but the reward does not rise clearly, or not yet."),
-        (12, 0.0, "Healthy: no curve shows a known problem, and the reward rises 1.5 → 11.5."),
-        (12, 1.0, "Needs attention: Non-finite gradients."),
+        (2, 1.0, "Non-finite gradients"),
+        (3, 0.0, "No curve shows a known problem."),
     ):
         place = tmp_path / f"{logs} {failed}"
-        told = [metrics(step, reward=float(step), skipped_steps=failed) for step in range(1, logs + 1)]
-        parsed = Tags(page_of(write(place, begin(), *told), place / "report.html"))
-        assert verdict in parsed.text
+        logged = [metrics(step, reward=float(step), skipped_steps=failed) for step in range(1, logs + 1)]
+        assert expected in "".join(Tags(page_of(write(place, begin(), *logged), place / "report.html")).text)
 
 
-def test_page_begins_with_the_size_of_the_run(tmp_path):
+def test_page_shows_the_size_of_the_run_and_marks_changed_settings(tmp_path):
     plan = {"optimizer_steps": 4, "completions": 128}
     entries = [metrics(step, num_tokens=1e3 * step) | {"time": 2.0 + 100 * step} for step in (1, 10)]
-    again = [begin(8, plan=plan, time=5_000.0), metrics(12, num_tokens=12_345.0) | {"time": 5_100.0}]
+    config = {"config": {"kl_coef": 0.05, "gamma": 1.0}, "changed": ["gamma"]}
+    again = [begin(8, plan=plan, time=5_000.0, **config), metrics(12, num_tokens=12_345.0) | {"time": 5_100.0}]
     place = write(tmp_path / "run", begin(plan=plan), *entries, *again)
-    text = "".join(Tags(page_of(place, tmp_path / "report.html")).text)
-    assert "3 rollouts, 384 completions, 12,300 tokens in 0:18:21" in text  # the pause is not training
+    page = page_of(place, tmp_path / "report.html")
+    text = "".join(Tags(page).text)
+    assert "3 rollouts, 384 completions, 12,300 tokens in 0:03:21" in text  # without the pause, and step 10
+    assert re.findall(r'<tr class="changed"><th scope="row">(.*?)</th>', page) == ["gamma"]
 
 
-def test_changed_settings_are_marked(tmp_path):
-    config = {"kl_coef": 0.05, "gamma": 1.0, "inner": {"x": 1}}
-    place = write(tmp_path / "run", begin(config=config, changed=["gamma", "inner"]), metrics(1, reward=1.0))
-    marked = re.findall(r'<tr class="changed"><th scope="row">(.*?)</th>', page_of(place, tmp_path / "report.html"))
-    assert marked == ["gamma", "inner.x"]
-
-
-def test_plots_show_the_levels_of_advice(tmp_path):
-    names = ("approx_kl", "completions/clipped_ratio", "value/explained_variance", "reward", "objective")
-    drawn = plots.draw_all(read_run(write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(names, 1.0)))), [])
-    levels = {plot["title"]: plot["levels"] for section in drawn.values() for plot in section}
-    assert levels == {
-        "Reward": [], "Objective": [], "KL of an update": [0.05], "Explained variance": [0.1], "Truncated": [0.25]
-    }  # fmt: skip
-    (plot,) = [plot for section in drawn.values() for plot in section if plot["title"] == "Truncated"]
-    assert '"location": 0.25' in json.dumps(plot["item"])
-
-
-def test_missing_bokeh_is_reported_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bokeh.resources", None)
-    with pytest.raises(ValueError, match=r'pip install "trl_ppo_ext\[report\]"'):
-        write_report(write(tmp_path / "run", begin(), metrics(1, reward=1.0)), tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_report_of_a_real_run_has_its_parts(tmp_path, capsys):
+def test_report_of_a_real_run_has_its_parts(tmp_path):
     tiny_run(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=2)
-    report_command(tmp_path / "run")
-    assert str(tmp_path / "run" / "report.html") in capsys.readouterr().out
-    parsed = Tags((tmp_path / "run" / "report.html").read_text())
-    shown = "".join(parsed.text)
-    for text in (
-        "step 2 of 2",
-        "1 rollouts, 8 completions, ",
-        "monitor/parity/mean",
-        "eval_reward",
-        "max_completion_length",
-        "packages.torch",
-    ):
+    page = page_of(tmp_path / "run", tmp_path / "report.html")
+    shown = "".join(Tags(page).text)
+    for text in ("step 2 of 2", "1 rollouts, 8 completions, ", "monitor/parity/mean", "eval_reward", "packages"):
         assert text in shown
-    labels = re.findall(r"<summary>(step .*)</summary>", (tmp_path / "run" / "report.html").read_text())
-    assert labels == ["step 1", "step 2, evaluation"]
+    assert re.findall(r"<summary>(step .*)</summary>", page) == ["step 1", "step 2, evaluation"]
 
 
 # ---- in a browser ----

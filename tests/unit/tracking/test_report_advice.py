@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from pandas import Series
 
-from trl_ppo_ext.tracking.advice import Trend, advise, number, verdict
-from trl_ppo_ext.tracking.plots import thinned
+from trl_ppo_ext.tracking.advice import Trend, advise, number
 from trl_ppo_ext.tracking.reading import Run
+from trl_ppo_ext.tracking.report import thinned
 
 # ---- curves ----
 
@@ -29,21 +29,9 @@ def test_noise_neither_rises_nor_falls_nor_turns():
     assert wrong <= 3
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (2074.4, "2,070"),
-        (999.7, "1,000"),
-        (-1234567, "-1,230,000"),
-        (999.4, "999"),
-        (0.0123456, "0.0123"),
-        (0.0, "0"),
-        (1.5e12, "1.5e+12"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_numbers_have_three_digits_and_full_thousands(value, text):
-    assert number(value) == text
+def test_numbers_have_three_digits_and_full_thousands():
+    texts = {2074.4: "2,070", 999.7: "1,000", -1234567: "-1,230,000", 0.0123456: "0.0123", 0.0: "0", 1.5e12: "1.5e+12"}
+    assert {value: number(value) for value in texts} == texts
 
 
 # ---- advice: what must trigger a rule, and what must not ----
@@ -52,7 +40,6 @@ N = 100
 UP, DOWN, FLAT, ZERO = np.linspace(0, 1, N), np.linspace(1, 0, N), np.ones(N), np.zeros(N)
 PEAK = np.concatenate([np.linspace(0, 1, 60), np.linspace(1, 0.2, 40)])  # falls from step 60 on
 GOOD = {"reward": UP, "reward_std": FLAT, "kl_per_completion": 5 * UP, "entropy": 2 - UP}
-TIMES = {"time/generate": 5 * FLAT, "time/forward": FLAT, "time/update": 4 * FLAT}
 
 # title: (curves that must trigger it, curves near them that must not)
 CASES = {
@@ -60,7 +47,10 @@ CASES = {
         {"reward": UP, "monitor/judge/mean": PEAK, "kl_per_completion": 30 * UP},
         {"reward": UP, "monitor/judge/mean": UP, "kl_per_completion": 30 * UP},
     ),
-    "Over-optimization, both fall": (None, {"reward": PEAK, "monitor/judge/mean": PEAK, "kl_per_completion": 30 * UP}),
+    "The reward may be hacked": (
+        {"reward": UP, "monitor/judge/mean": PEAK},
+        {"reward": PEAK, "monitor/judge/mean": PEAK},  # both fall
+    ),
     "One reward is traded": (
         {"reward": UP, "rewards/a/mean": 2 * UP, "rewards/b/mean": DOWN},
         {"reward": UP, "rewards/a/mean": 2 * UP, "rewards/b/mean": FLAT},
@@ -69,10 +59,7 @@ CASES = {
         {"reward": UP, "completions/mean_length": 50 + 100 * UP, "reward/length_correlation": 0.6 * FLAT},
         {"reward": UP, "completions/mean_length": 50 + 100 * UP, "reward/length_correlation": -0.1 * FLAT},
     ),
-    "Many completions": (
-        {"completions/clipped_ratio": 0.6 * UP},
-        {"completions/clipped_ratio": 0.1 * FLAT},
-    ),
+    "Many completions": ({"completions/clipped_ratio": 0.6 * UP}, {"completions/clipped_ratio": 0.1 * FLAT}),
     "Entropy collapse": ({"entropy": 2 * DOWN + 0.05}, {"entropy": 2 - 0.6 * UP}),
     "Mode collapse": ({"completions/repeated_ratio": 0.4 * UP}, {"completions/repeated_ratio": 0.05 * UP}),
     "Updates move the policy too far": ({"approx_kl": 0.2 * UP}, {"approx_kl": 0.015 * FLAT}),
@@ -91,7 +78,6 @@ CASES = {
     "Negative KL": ({"kl_per_completion": -3 * UP}, {"kl_per_completion": 0.01 * np.sin(np.arange(N))}),
     "Non-finite gradients": ({"skipped_steps": (np.arange(N) == 40) * 2.0}, {"skipped_steps": ZERO}),
     "A reward failed": ({"rewards/a/failed": UP}, {"rewards/a/failed": ZERO}),
-    "Scoring takes most": (TIMES | {"time/score": 40 * FLAT}, TIMES | {"time/score": FLAT}),
 }
 
 
@@ -103,37 +89,34 @@ def synthetic(curves, noise=0.0):
         spread = np.ptp(values)
         return values + noise * spread * draw.normal(size=N) * (values != 0)
 
-    curves = {name: Series(noisy(values), steps) for name, values in curves.items()}
-    return Run("run", curves, config={"kl_coef": 0.05, "top_p": 0.9})
+    return run_of({name: Series(noisy(values), steps) for name, values in curves.items()})
+
+
+def run_of(curves, **plan):
+    start = {"config": {"kl_coef": 0.05, "top_p": 0.9}, "trainer_config": {}, "plan": plan}
+    return Run("run", start, curves, [], [], 0.0, 0.0)
 
 
 def matching(name, run):
-    """Advice with a title, which may be followed by a comma and the name of a case."""
-    return [advice for advice in advise(run) if advice.title.startswith(name.partition(",")[0])]
+    return [advice for advice in advise(run) if advice.title.startswith(name)]
 
 
-@pytest.mark.parametrize("name", [name for name, (must, _) in CASES.items() if must is not None])
-def test_symptom_triggers_advice_with_a_remedy(name):
+@pytest.mark.parametrize("name", CASES)
+def test_symptom_triggers_advice_and_a_harmless_curve_near_it_does_not(name):
+    symptom, harmless = CASES[name]
     for noise in (0.0, 0.03):
-        (advice,) = matching(name, synthetic(CASES[name][0], noise))
-        assert advice.title and "`" in advice.remedy and set(advice.metrics) & set(CASES[name][0])
-
-
-@pytest.mark.parametrize("name", [name for name, (_, must_not) in CASES.items() if must_not is not None])
-def test_harmless_curve_triggers_no_advice(name):
-    for noise in (0.0, 0.03):
-        assert matching(name, synthetic(CASES[name][1], noise)) == []
+        (advice,) = matching(name, synthetic(symptom, noise))
+        assert "`" in advice.remedy and any(f"`{metric}`" in advice.seen for metric in symptom)
+        assert matching(name, synthetic(harmless, noise)) == []
 
 
 def test_good_run_gets_no_advice():
-    assert advise(synthetic(GOOD)) == [] and advise(synthetic(GOOD, noise=0.1)) == []
-    assert advise(Run("run")) == []
+    assert advise(synthetic(GOOD)) == advise(synthetic(GOOD, noise=0.1)) == advise(run_of({})) == []
 
 
 def test_monitor_without_a_reward_gets_no_advice():
-    short = Series(np.ones(2), [1, 2])
     run = synthetic({"monitor/judge/mean": PEAK})
-    run.curves["reward"] = short
+    run.curves["reward"] = Series(np.ones(2), [1, 2])
     assert advise(run) == []
 
 
@@ -142,14 +125,12 @@ def test_over_optimization_names_the_turning_point_and_remedies():
     assert 55 <= advice.step <= 65
     assert f"stop at step {advice.step}" in advice.remedy and "Raise `kl_coef` (now 0.05)" in advice.remedy
     assert "KL rises to" in advice.seen
-    (advice,) = matching("The reward may be hacked", synthetic({"reward": UP, "monitor/judge/mean": PEAK}))
-    assert "kl_coef" not in advice.remedy
 
 
 def test_level_is_judged_from_the_third_rollout():
-    for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4, "completions": 8}, False)):
+    for points, plan, judged in ((2, {}, False), (3, {}, True), (8, {"optimizer_steps": 4}, False)):
         curve = Series(np.full(points, 0.9), np.arange(1, points + 1))
-        run = Run("run", {"reward": curve, "completions/clipped_ratio": curve}, plan=plan)
+        run = run_of({"reward": curve, "completions/clipped_ratio": curve}, **plan)
         assert [item.title for item in advise(run)] == ["Many completions are truncated"] * judged
 
 
@@ -157,11 +138,6 @@ def test_few_points_have_no_trend():
     for points in range(3, 10):
         goes = Trend(Series(np.linspace(0, 1, points)))
         assert goes.start < goes.end and not goes.rises and goes.turning_point() is None
-
-
-def test_slow_rewards_do_not_make_a_run_unhealthy():
-    run = synthetic(GOOD | TIMES | {"time/score": 40 * FLAT})
-    assert verdict(run, advise(run)).startswith("Healthy: ")
 
 
 def test_failures_are_summed_with_their_first_step():

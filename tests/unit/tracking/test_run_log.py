@@ -1,17 +1,18 @@
-"""The run log holds every metric and some completions, has no secrets, and never ends a run."""
+"""The run log holds every metric and some completions, has no secrets, and never ends a run; the terminal."""
 
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
-from transformers import TrainerControl, TrainerState
+from transformers import PrinterCallback, TrainerControl, TrainerState
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
@@ -25,16 +26,19 @@ def parity(completion_ids, **kwargs):
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def run(output_dir, resume=None, **kwargs):
-    args = config(output_dir, **kwargs)
+def trainer(output_dir, **kwargs):
     tools = {"processing_class": tokenizer(), "monitor_funcs": parity}
-    built = PPOTrainer(llama(), length_reward, args, prompts(), prompts(4), **tools)
+    return PPOTrainer(llama(), length_reward, config(output_dir, **kwargs), prompts(), prompts(4), **tools)
+
+
+def run(output_dir, resume=None, **kwargs):
+    built = trainer(output_dir, **kwargs)
     built.train(resume_from_checkpoint=resume)
     return built
 
 
 def lines(directory):
-    return [json.loads(line) for line in (directory / RUN_LOG).read_text().splitlines()]
+    return [json.loads(line) for line in (directory / RUN_LOG).read_text().splitlines() if line]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +54,9 @@ def finished(tmp_path_factory):
 def test_run_log_has_every_log_of_the_run(finished):
     place, first, again = finished
     entries = lines(place)
-    begun = [entry["step"] for entry in entries if entry["kind"] == "run"]
-    assert begun == [0, 2]
-    second = entries.index([entry for entry in entries if entry["kind"] == "run"][1])
+    begun = [index for index, entry in enumerate(entries) if entry["kind"] == "run"]
+    assert [entries[index]["step"] for index in begun] == [0, 2]
+    second = begun[1]
     for part, history in ((entries[:second], first.state.log_history), (entries[second:], again.state.log_history)):
         written = [entry["metrics"] | {"step": entry["step"]} for entry in part if entry["kind"] == "metrics"]
         assert len(written) >= 4 and written == history[-len(written) :]
@@ -71,12 +75,6 @@ def test_repeated_steps_count_once_with_the_later_value(finished):
     assert read.curves["loss"].iloc[2:].tolist() == [history[step]["loss"] for step in (3, 4)]
     keys = [sheet[:2] for sheet in read.sheets]
     assert keys == sorted(set(keys)) and (4, "eval") in keys
-
-
-def test_evaluations_between_logs_keep_completions_of_training(tmp_path):
-    run(tmp_path, eval_strategy="steps", eval_steps=1, logging_steps=2, logging_first_step=False, max_steps=2)
-    sheets = [(entry["step"], entry["mode"]) for entry in lines(tmp_path) if entry["kind"] == "completions"]
-    assert (2, "train") in sheets and (1, "eval") in sheets
 
 
 def test_completions_have_their_scores(finished):
@@ -103,20 +101,12 @@ def samples(rows=20, text="word", score=1.0):
     ids = [[4, 5]] * rows
     tokens = torch.zeros(rows, 2)
     episodes = [Episode("p", [4, 5], completion_ids=[4, 5], starts=[0], completion=text)] * rows
-    scored = Scored(
-        torch.full((rows, 1), score), torch.full((rows, 2), score / 2), torch.ones(rows).bool(), torch.zeros(rows, 1)
-    )
-    return Samples(
-        Sequences.from_token_ids(ids, ids, 0, torch.device("cpu")),
-        torch.ones(rows).bool(),
-        ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes),
-        scored,
-        torch.full((rows, 1), float("nan")),
-        {},
-        TokenScores(tokens + 1, ref_logprobs=tokens),
-        None,
-        None,
-    )
+    yes, monitored = torch.ones(rows).bool(), torch.full((rows, 1), float("nan"))
+    scored = Scored(torch.full((rows, 1), score), torch.full((rows, 2), score / 2), yes, torch.zeros(rows, 1))
+    batch = ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes)
+    sequences = Sequences.from_token_ids(ids, ids, 0, torch.device("cpu"))
+    scores = TokenScores(tokens + 1, ref_logprobs=tokens)
+    return Samples(sequences, yes, batch, scored, monitored, {}, scores, None, None)
 
 
 def opened(tmp_path, max_steps, main=True):
@@ -129,23 +119,25 @@ def opened(tmp_path, max_steps, main=True):
 
 def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     log, state, _ = opened(tmp_path, max_steps=10_000)
+    long = samples(text="x" * 5_000)
     for step in range(1, 10_001):
         state.global_step = step
-        log.completions(samples(text="x" * 5_000) if step % 100 == 1 or step > 9_990 else samples(), state, "train")
+        log.completions(long, state, "train")
     sheets = [entry for entry in lines(tmp_path / "run") if entry["kind"] == "completions"]
     assert TIMES - 2 <= len(sheets) <= TIMES + 2
     assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
     assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
-    texts = [row["turns"][0]["text"] for sheet in sheets for row in sheet["rows"]]
-    assert LONGEST < max(map(len, texts)) < LONGEST + 50
+    assert all(LONGEST < len(row["turns"][0]["text"]) < LONGEST + 50 for sheet in sheets for row in sheet["rows"])
 
 
 def test_completions_of_every_evaluation_set_are_logged(tmp_path):
-    args = config(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=1, num_mini_batches=1)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "logging_first_step": False}
+    args = config(tmp_path / "run", max_steps=2, **evaluated)
     sets = {"easy": prompts(2), "hard": prompts(3)}
     PPOTrainer(llama(), length_reward, args, prompts(), sets, processing_class=tokenizer()).train()
     sheets = {sheet[:2]: len(sheet.rows) for sheet in read_run(tmp_path / "run").sheets}
-    assert (sheets[2, "eval_easy"], sheets[2, "eval_hard"]) == (2, 3)
+    assert (sheets[1, "eval_easy"], sheets[2, "eval_hard"]) == (2, 3)
+    assert (2, "train") in sheets  # an evaluation before the log keeps them
 
 
 def test_nonfinite_numbers_become_null(tmp_path):
@@ -166,13 +158,14 @@ def test_only_the_main_process_writes_the_log(tmp_path):
     assert not (tmp_path / "run" / RUN_LOG).exists()
 
 
-def test_log_continues_after_an_unfinished_line(tmp_path):
-    log, state, args = opened(tmp_path, max_steps=2)
+def test_run_continues_the_log_after_an_unfinished_line(tmp_path):
+    opened(tmp_path, max_steps=2)
     with open(tmp_path / "run" / RUN_LOG, "a") as file:
         file.write('{"kind": "metrics", "st')
+    log, state, args = opened(tmp_path, max_steps=3)
     log.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
-    *_, cut, last = (tmp_path / "run" / RUN_LOG).read_text().splitlines()
-    assert cut.endswith('"st') and json.loads(last)["metrics"] == {"loss": 1.0}
+    read = read_run(tmp_path / "run")
+    assert read.start["max_steps"] == 3 and read.curves["loss"].tolist() == [1.0]
 
 
 def test_environment_has_versions_and_gpus_but_nothing_private(monkeypatch):
@@ -185,3 +178,54 @@ def test_environment_has_versions_and_gpus_but_nothing_private(monkeypatch):
     assert len(logged["gpus"]) == torch.cuda.device_count()
     for private in ("verysecret", str(Path.home()), platform.node(), os.getcwd()):
         assert private not in json.dumps(logged) or private == "/", private
+
+
+# ---- the terminal ----
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
+    run(tmp_path / "a run", **EVALUATED)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line[0] != "["]  # of DeepSpeed's import
+    assert [line.split(":")[0] for line in printed[:4]] == ["rollout", "updates", "run", "note"]
+    assert printed[0].startswith("rollout: 8 completions of 8 prompts")
+    assert "updates: 4 optimizer steps per rollout" in printed[1]
+    assert "max_steps=4 optimizer steps = 1 rollouts = 8 completions" in printed[2]
+    number = r"-?[\d.,e+-]+"
+    labels = ("reward", "KL", "entropy", "length", "critic", "tokens/s")
+    assert re.fullmatch("  ".join(["step 1/4", *(f"{label} {number}" for label in labels)]), printed[4])
+    for step in (2, 3, 4):  # they update on the same rollout
+        assert re.fullmatch(f"step {step}/4  loss {number}  grad_norm {number}", printed[3 + step])
+    assert re.match(f"step 4/4  eval  reward {number}  KL {number}", printed[8])
+    assert printed[9:] == [f"see `trl-ppo report '{tmp_path}/a run'`"]
+
+
+def test_first_rollout_is_logged_at_the_first_step(tmp_path):
+    history = run(tmp_path, logging_steps=3, max_steps=6).state.log_history
+    assert [entry["step"] for entry in history if "loss" in entry] == [1, 3, 6] and "reward" in history[0]
+    for settings in ({"logging_strategy": "no"}, {"logging_first_step": False}):
+        assert PPOConfig("out", use_cpu=True, **settings).logging_first_step is False
+
+
+def test_progress_bar_starts_at_the_resumed_step(tmp_path, capsys):
+    settings = {"save_strategy": "steps", "save_steps": 2, "disable_tqdm": False, **EVALUATED}
+    run(tmp_path, **settings)
+    assert "4/4" in capsys.readouterr().err
+    run(tmp_path, str(tmp_path / "checkpoint-2"), **settings)
+    shown = capsys.readouterr()
+    assert "| 2/4 [00:00<?" in shown.err and "4/4" in shown.err
+    assert "step 4/4" in shown.out and "{" not in shown.out
+
+
+def test_removing_the_printer_silences_the_terminal(tmp_path, capsys):
+    """As scripts for other trainers do."""
+    built = trainer(tmp_path)
+    built.remove_callback(PrinterCallback)
+    built.train()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("completions", "noted"), [(63, True), (64, False)])
+def test_small_rollout_gets_a_note(completions, noted):
+    assert ("generation_batch_size=128" in BatchPlan(completions).summary(10, 1.0)) == noted

@@ -125,44 +125,8 @@ def test_trackio_gets_metrics_and_tables_on_this_machine(tmp_path):
     tables = [row["completions"] for row in rows if "completions" in row]
     assert len(tables) == 2 and {table["_type"] for table in tables} == {"trackio.table"}
     first = tables[0]["_value"]
-    assert (
-        len(first) == 4 and first[0]["note"].startswith("<script>") and first[0]["score"] == first[0]["length_reward"]
-    )
-
-
-class Echo:
-    """Environment that rewards the first of two turns."""
-
-    def reset(self, row, seed):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        return " w1", float(self.turns == 1), self.turns == 2
-
-
-def test_tables_of_episodes_have_a_number_per_turn(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("trl_ppo_ext.trainer.log_completions", lambda _, samples, *args: seen.append(samples))
-    settings = {"max_completion_length": 16, "stop_token_ids": [*range(16, 32)], "num_completions_to_print": 0}
-    given = {"processing_class": tokenizer(), "environment_factory": Echo, "eval_dataset": prompts(2)}
-    args = config(tmp_path, max_steps=2, num_ppo_epochs=1, log_completions=True, **settings)
-    built = PPOTrainer(llama(), None, args, prompts(), **given)
-    built.train()
-    built.evaluate()
-    for samples, names in zip(seen, (["rewards", "values", "advantages"], ["rewards", "values"])):
-        table = completions.completions_table(samples, ["Echo"], [], 1)
-        assert list(table)[5:] == [f"turn_{name}" for name in names]
-        lists = {name: [json.loads(cell) for cell in table[f"turn_{name}"]] for name in names}
-        for row, episode in enumerate(samples.batch.episodes):
-            assert lists["rewards"][row] == [reward for _, reward in episode.rewards]
-            assert lists["values"][row] == samples.values[row, episode.starts].tolist()
-    assert len(seen) == 2
-
-
-def test_no_tracker_is_imported_that_is_not_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(completions, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    run(tmp_path, "none").train()
+    assert len(first) == 4 and first[0]["note"].startswith("<script>")
+    assert first[0]["score"] == first[0]["length_reward"]
 
 
 @pytest.mark.parametrize("on", ["log_completions", "main process"])
@@ -186,40 +150,19 @@ def test_a_tracker_whose_run_has_not_begun_is_left_alone(monkeypatch):
 def test_wandb_must_not_log_the_model(monkeypatch):
     """It would upload the base, and arguments with the token in them."""
     monkeypatch.setattr(completions, "get_available_reporting_integrations", lambda: ["wandb"])
-    for value, refused in {"end": True, "checkpoint": True, "false": False, "": False}.items():
-        monkeypatch.setenv("WANDB_LOG_MODEL", value)
-        if refused:
-            with pytest.raises(ValueError, match=f"WANDB_LOG_MODEL={value}.*push_to_hub"):
-                completions.check_trackers(["wandb"])
-        else:
-            completions.check_trackers(["wandb"])
+    monkeypatch.setenv("WANDB_LOG_MODEL", "false")
+    completions.check_trackers(["wandb"])
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     completions.check_trackers([])
+    with pytest.raises(ValueError, match=r"WANDB_LOG_MODEL=end.*push_to_hub"):
+        completions.check_trackers(["wandb"])
 
 
-def test_an_optimizer_made_before_is_refused_by_what_it_lacks(tmp_path):
-    base = llama()
+def test_optimizer_or_scheduler_made_before_is_refused(tmp_path):
+    base, args = llama(), config(tmp_path)
     optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"lacks `value_head.inputs.bias` and 31 others.*`optim`"):
-        PPOTrainer(
-            base,
-            length_reward,
-            config(tmp_path),
-            prompts(),
-            processing_class=tokenizer(),
-            optimizers=(optimizer, None),
-        )
-
-
-def test_a_scheduler_of_an_optimizer_that_is_not_given_is_refused(tmp_path):
-    base = llama()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(base.parameters(), lr=0.1), lambda step: 1.0)
+        PPOTrainer(base, length_reward, args, prompts(), processing_class=tokenizer(), optimizers=(optimizer, None))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(ValueError, match=r"must be of the optimizer in it.*lr_scheduler_type"):
-        PPOTrainer(
-            base,
-            length_reward,
-            config(tmp_path),
-            prompts(),
-            processing_class=tokenizer(),
-            optimizers=(None, scheduler),
-        )
+        PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer(), optimizers=(None, scheduler))
