@@ -171,8 +171,9 @@ class Terminal(ProgressCallback, PrinterCallback):
         self.current_step = state.global_step
         if state.is_world_process_zero:
             tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
-            bar = {"total": state.max_steps, "initial": state.global_step, "dynamic_ncols": True}
-            self.training_bar = tqdm(disable=self.disable_tqdm, **bar)
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, disable=self.disable_tqdm, dynamic_ncols=True
+            )
 
     def on_prediction_step(self, *positional: Any, **kwargs: Any) -> None:
         """Advance the progress bar of an evaluation."""
