@@ -34,7 +34,7 @@ def printable_cell(text: str, encoding: str = "utf-8") -> str:
     return printable(limited(text, LONGEST)).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def turns_of(samples: Samples, rows: int | None = None) -> list[list[dict[str, Any]]]:
+def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     """Turns of each completion, one without a role if nobody answers the policy.
 
     A turn of the policy has the `reward` that entered in it, and the `value` and `advantage` of its first token.
