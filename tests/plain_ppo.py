@@ -55,7 +55,6 @@ class Settings:
     cliprange_value: float | None = None  # in units of the values
     vf_coef: float = 0.5
     entropy_coef: float = 0.0
-    entropy_target: float | None = None  # steers `entropy_coef`
     loss_aggregation: str | None = None  # by default that of the estimator's paper
     max_completion_length: int = 256
     num_ppo_epochs: int = 4
@@ -497,11 +496,6 @@ def steer_kl_coef(coefficient: float, kl_per_completion: float, completions: int
     return coefficient * (1 + error * completions / s.kl_horizon)
 
 
-def steer_entropy_coef(coefficient: float, entropy: float, s: Settings) -> float:
-    """A step up below the target, a step down above it."""
-    return min(coefficient + 0.005, 1.0) if entropy < s.entropy_target else max(coefficient - 0.005, 0.0)
-
-
 def iterate(
     models: Models, samples: list[Sample], s: Settings, minibatches: list[list[Sample]] | None = None
 ) -> tuple[Settings, list[dict[str, float]]]:
@@ -510,15 +504,11 @@ def iterate(
     A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs` times.
     """
     collect(models, samples, s)
-    now, following, metrics = s, s, list[dict[str, float]]()
-    if s.entropy_target is not None:  # the entropy of these samples steers their own loss; above the target it is free
-        entropy = statistics.mean(x for sample in samples if sample.learn for x in sample.old.entropies.tolist())
-        following = replace(following, entropy_coef=steer_entropy_coef(s.entropy_coef, entropy, s))
-        now = following if entropy <= s.entropy_target else replace(s, entropy_coef=0.0)
+    following, metrics = s, list[dict[str, float]]()
     for minibatch in minibatches or [samples] * s.num_ppo_epochs:
         if s.target_kl is not None and distance(models, minibatch, s) > s.target_kl:
             break
-        loss, of_step = loss_of(models, minibatch, now)
+        loss, of_step = loss_of(models, minibatch, s)
         gradient = gradient_of(models, loss)
         metrics.append(of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()})
         adam_step(models, gradient, s)

@@ -250,8 +250,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Coefficient of the value loss."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
-    entropy_target: float | None = number(None, at_least=0)
-    """Adapt `entropy_coef` to keep the entropy above this many nats per token."""
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
     lam: float = number(0.95, at_least=0, at_most=1)
@@ -319,7 +317,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
         self.uses_reference = self.kl_coef != 0
         self.reward_kl = self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
-        self.trains_entropy = self.entropy_coef != 0 or self.entropy_target is not None
         self.top_k = self.top_k or 0
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
@@ -377,6 +374,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             "kl_estimator": self.kl_estimator if in_loss else None,
             "dual_clip": self.dual_clip,
             "vf_coef": self.vf_coef,
+            "entropy_coef": self.entropy_coef,
             "cliprange_value": self.cliprange_value,
         }
 
@@ -418,9 +416,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`reward_on_error` must be {needed}, got {shown('', self.reward_on_error)}.")
             self.reward_on_error = str(score)  # text, as on a command line
 
-        # 2. KL and entropy
-        if self.entropy_target is not None and self.entropy_coef < 0:
-            raise ValueError(f"`entropy_coef` must be at least 0 with `entropy_target`, got {self.entropy_coef}.")
+        # 2. KL
         if self.kl_placement == "both" and self.kl_estimator != "exact":
             raise ValueError(f"`kl_placement='both'` needs `kl_estimator='exact'`, got {self.kl_estimator!r}.")
         if self.kl_target is not None and self.kl_coef == 0:

@@ -185,7 +185,7 @@ class MemoryEstimate:
         states = width * base.hidden * base.layers * rows * length * (args.critic == "side")  # for the critic to read
         forward = base.forward(rows * length, width) + states
         projected = base.logits(rows * response, chunk, kl_in_reward) + 2 * width * base.hidden * rows * response
-        kept = 4 * base.hidden * rows * response * (1 + args.trains_entropy + kl_in_loss)
+        kept = 4 * base.hidden * rows * response * (1 + (args.entropy_coef != 0) + kl_in_loss)
         kept += 4 * rows * response * {"none": 0, "side": read + 4 * SIDE_WIDTH}.get(args.critic, base.hidden)
         projecting = base.logits(rows * response, chunk, kl_in_loss) + kept
 

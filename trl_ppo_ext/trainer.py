@@ -208,7 +208,7 @@ class PPOTrainer(Trainer):
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
         self.roles = Roles(actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler)
-        self.run_state = RunState(args.kl_coef, args.entropy_coef)
+        self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
         self.reward_func_names = [reward.name for reward in rewards]
@@ -469,8 +469,6 @@ class PPOTrainer(Trainer):
         self.run_state = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
-        if self.args.entropy_target is None:
-            self.run_state = self.run_state._replace(entropy_coef=self.args.entropy_coef, entropy_bonus=True)
 
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))

@@ -64,13 +64,6 @@ def _dual_clip(config: Any, delta: float) -> Settings:
     return {"dual_clip": delta} | clip
 
 
-def _entropy_target(config: Any, adaptive: bool) -> Settings:
-    if adaptive:
-        raise ValueError("`use_adaptive_entropy` must be False; set `entropy_target`, which adapts once per rollout.")
-    config.entropy_target = None  # GRPO reads it only if the coefficient adapts
-    return {}
-
-
 ANY, NO_EFFECT = ..., "Already the case, or without effect."
 _DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
 # name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a mapping), a function
@@ -86,7 +79,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "scale_rewards": (str, ANY, _scale_rewards),
     # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
     "use_bias_correction_kl": (bool, ANY, lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}),
-    "use_adaptive_entropy": (bool, ANY, _entropy_target),
+    "use_adaptive_entropy": (bool, False, "set `entropy_coef`"),
     "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
     "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
     "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
@@ -111,6 +104,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     **dict.fromkeys(["disable_dropout", "ds3_gather_for_generation", "log_multimodal"], (bool, ANY, NO_EFFECT)),
     **dict.fromkeys(["dataset_num_proc", "ref_model_sync_steps", "vllm_group_port"], (int, ANY, NO_EFFECT)),
     **dict.fromkeys(["entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"], (float, ANY, NO_EFFECT)),
+    "entropy_target": (float, ANY, NO_EFFECT),
     **dict.fromkeys(["sapo_temperature_neg", "sapo_temperature_pos"], (float, ANY, NO_EFFECT)),
     **dict.fromkeys(["vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"], (float, ANY, NO_EFFECT)),
     "ref_model_mixup_alpha": (float, ANY, NO_EFFECT),

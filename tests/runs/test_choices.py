@@ -486,22 +486,6 @@ def test_kl_target_counts_truncated_completions(tmp_path):
     assert any(telling), (telling, kls)
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 0.007])
-def test_entropy_target_steers_entropy_coef(tmp_path, coefficient):
-    """It rises below the target, falls above it, and applies only below."""
-    target = 2.25
-    built, record = run(tmp_path, entropy_coef=coefficient, entropy_target=target, max_steps=12)
-    used, entropies, s = logged(built, "entropy_coef"), logged(built, "entropy"), plain_settings({"max_steps": 12})
-    s.entropy_target = target
-    for of_rollout, entropy in zip(used, entropies, strict=True):
-        coefficient = plain_ppo.steer_entropy_coef(coefficient, entropy, s)
-        assert of_rollout == pytest.approx(coefficient if entropy < target else 0)
-    assert entropies[0] > target > entropies[1] and max(used) > 0 and entropies[-1] > target, entropies
-    highest = used.index(max(used))
-    check_step(built, record, 2 * highest + 1, replace(s, entropy_coef=used[highest]))
-    check_step(built, record, 11, replace(s, entropy_coef=0.0))
-
-
 # ---- one run after the other
 
 
@@ -513,7 +497,6 @@ def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
             kl_coef=0.2,
             kl_target=1.0,
             kl_horizon=40,
-            entropy_target=2.3,
             entropy_coef=0.01,
             target_kl=0.02,
             num_ppo_epochs=3,
@@ -528,7 +511,7 @@ def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
     assert logged(whole, "stopped_early")[6:9] == [0, 1, 1]
     state = json.loads((tmp_path / "whole" / f"checkpoint-{saved}" / "ppo_state.json").read_text())
     assert state["run"]["kl_coef"] == pytest.approx(logged(whole, "kl_coef")[math.ceil(saved / 3)])
-    assert state["run"]["kl_coef"] != 0.2 and state["run"]["entropy_coef"] != 0.01
+    assert state["run"]["kl_coef"] != 0.2
     resumed = one.steps[saved:]
     for ours, theirs in zip(resumed, other.steps, strict=True):
         assert equal(ours.after, theirs.after)

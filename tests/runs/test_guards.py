@@ -113,7 +113,7 @@ STEERED = {
     "normalize_rewards": True,
     "kl_target": 0.5,
     "kl_horizon": 100,
-    "entropy_target": 3.0,
+    "entropy_coef": 0.01,
     "whiten_rewards": True,
     "max_steps": 8,
 }

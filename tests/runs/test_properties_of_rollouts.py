@@ -19,7 +19,6 @@ from trl_ppo_ext.ppo.advantages import in_units, of_critic, of_groups, whitened
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (
     Moments,
-    adapt_entropy_coef,
     adapt_kl_coef,
     dr_grpo_advantages,
     explained_variance,
@@ -108,18 +107,6 @@ def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, mea
             assert (ratio >= 1) if kl > target else (ratio <= 1)
         else:
             assert ratio == 1
-
-
-@property_test
-@given(st.floats(0, 1), st.floats(0, 5), measurements)
-def test_adaptive_entropy_stays_between_zero_and_one(value, target, measured):
-    for entropy in measured:
-        before, value = value, adapt_entropy_coef(value, entropy, target)
-        assert 0 <= value <= 1
-        if math.isfinite(entropy):
-            assert value >= before if entropy <= target else value <= before
-        else:
-            assert value == before
 
 
 # ---- batches ----

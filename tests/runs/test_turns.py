@@ -44,11 +44,11 @@ def rollout(sequences, seed=0):
     mask = sequences.completion_mask
     numbers = torch.randn(3, 8, dtype=torch.float64)[:, : mask.shape[1]].expand(len(mask), -1, -1)
     old, advantages, values = numbers.masked_fill(~mask[:, None], 7.0).unbind(1)
-    return Rollout(sequences, mask, old - 3, advantages, None, values, values + 1, entropy_coef=0.1)
+    return Rollout(sequences, mask, old - 3, advantages, None, values, values + 1)
 
 
 def loss_of(built, sequences, denominator, ratio_level="token"):
-    scores, settings = built(sequences, 1.0, True), {"ratio_level": ratio_level, "vf_coef": 0.5}
+    scores, settings = built(sequences, 1.0, True), {"ratio_level": ratio_level, "vf_coef": 0.5, "entropy_coef": 0.1}
     return ppo_loss(scores, rollout(sequences), denominator, cliprange=(0.2, 0.2), **settings)
 
 
@@ -87,8 +87,8 @@ def test_tokens_of_the_environment_enter_no_loss_and_no_metric(tmp_path):
     garbage = {name: x.masked_fill(~sequences.completion_mask, 1e3) for name, x in rollout(sequences).tensors.items()}
     scores = built(sequences, 1.0, True)
     scores = scores.map(lambda x: torch.where(sequences.completion_mask, x, 5.0))
-    changed = Rollout(sequences, **garbage | {"response_mask": sequences.completion_mask}, entropy_coef=0.1)
-    other, others = ppo_loss(scores, changed, 12, cliprange=(0.2, 0.2), vf_coef=0.5)
+    changed = Rollout(sequences, **garbage | {"response_mask": sequences.completion_mask})
+    other, others = ppo_loss(scores, changed, 12, cliprange=(0.2, 0.2), vf_coef=0.5, entropy_coef=0.1)
     assert torch.equal(loss, other)
     for name, x in metrics.items():
         assert torch.equal(x[sequences.completion_mask], others[name][sequences.completion_mask]), name

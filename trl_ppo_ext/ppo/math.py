@@ -1,4 +1,4 @@
-"""The mathematics of PPO for language models: advantages, losses, KL, group baselines, moments, coefficients.
+"""The mathematics of PPO for language models: advantages, losses, KL, group baselines, moments, the KL coefficient.
 
 Tensors are `[batch, response]` unless noted otherwise. Arguments with these names are the same everywhere:
 
@@ -456,7 +456,7 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
 
 
-# ---- what a rollout leaves to the next: moments, and coefficients that follow a measurement ----
+# ---- what a rollout leaves to the next: moments, and a coefficient that follows a measurement ----
 
 
 class Moments(NamedTuple):
@@ -515,24 +515,3 @@ def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, 
         return value
     error = min(max(measured / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
     return value * (1 + error * completions / horizon)
-
-
-def adapt_entropy_coef(value: float, measured: float, target: float, step: float = 0.005) -> float:
-    r"""Entropy coefficient that rises by `step` below the target (to at most 1), and falls above it (to at least 0).
-
-    The authors apply it only while the last measured entropy is at or below the target, and start at 0.
-
-    Args:
-        value (`float`): Coefficient so far.
-        measured (`float`): A token's mean entropy, in nats. If not finite, nothing changes.
-        target (`float`): Its target, at least 0.
-        step (`float`, *optional*, defaults to `0.005`): Change per measurement.
-
-    Returns:
-        `float`: The next coefficient.
-
-    Source: https://huggingface.co/papers/2505.22312
-    """
-    if -math.inf < measured < target:
-        return min(value + step, max(1.0, value))  # a target may be out of reach
-    return max(value - step, 0.0) if target < measured < math.inf else value

@@ -24,7 +24,7 @@ from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened
 from .guards import SamplerComparison, report_nonfinite, stand_ins
-from .math import Moments, Reduction
+from .math import Moments
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
 from .state import RunState
 
@@ -67,8 +67,7 @@ class Rollout:
     returns: Tensor | None = None  # its targets, in its units
     policy_mask: Tensor | None = None  # 1 where the policy learns; None where all tokens do that count
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
-    kl_coef: float = 0.0  # coefficients are constant over the rollout's updates
-    entropy_coef: float = 0.0
+    kl_coef: float = 0.0  # constant over the rollout's updates
 
     @property
     def policy_tokens(self) -> Tensor:
@@ -99,17 +98,17 @@ class Rollout:
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {name: x for name, x in vars(self.sequences).items() if isinstance(x, Tensor)}
-        numbers = torch.tensor([self.kl_coef, self.entropy_coef], dtype=torch.float64)
-        return {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"numbers": numbers}
+        kl_coef = torch.tensor(self.kl_coef, dtype=torch.float64)
+        return {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"kl_coef": kl_coef}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor], device: torch.device | str) -> "Rollout":
         """Restore the state returned by [`state_dict`]."""
         tensors = dict(state)
-        kl_coef, entropy_coef = tensors.pop("numbers").tolist()
+        kl_coef = tensors.pop("kl_coef").item()
         prefix = "sequences."
         token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
-        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_coef=entropy_coef)
+        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef)
         return rollout.to(device)
 
 
@@ -270,12 +269,12 @@ def collect(
         result = in_units(result, after.returns, steps, all_sum)
 
     # 4. The rollout, and what it leaves to the next one.
-    if state.global_step >= options.warmup_steps:  # until then the policy does not change
-        targets = args.kl_target, args.kl_horizon, args.entropy_target
-        after = adapted(after, tokens, policy_mask, usable, *targets, all_sum)
-    entropy_coef = after.entropy_coef if after.entropy_bonus else 0.0  # adapted to this rollout, unlike that of the KL
+    if args.kl_target is not None and state.global_step >= options.warmup_steps:  # until then the policy stays
+        kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
+        measured, completions = float(ppo_math.masked_mean(kls, usable, all_sum)), int(all_sum(usable.sum()))
+        target = args.kl_target, args.kl_horizon, completions
+        after = after._replace(kl_coef=ppo_math.adapt_kl_coef(run.kl_coef, measured, *target))
     metrics.mean("kl_coef", run.kl_coef)
-    metrics.mean("entropy_coef", entropy_coef)
     weights, advantages = samples.sampler_weights, result.advantages
     rollout = Rollout(
         sequences if samples.excluded is None else stand_ins(sequences, samples.excluded, gather),
@@ -289,7 +288,6 @@ def collect(
         policy_mask=None if policy_mask is response_mask else policy_mask,
         value_weights=value_weights,
         kl_coef=run.kl_coef / (reward_unit * result.unit),  # a KL in the loss weighs as much as one in the reward
-        entropy_coef=entropy_coef,
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)
@@ -390,29 +388,6 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
         ends = with_rewards_so_far(ends, scores, mask | ends.completion_mask, run)
     outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
-
-
-def adapted(
-    run: RunState,
-    tokens: TokenScores,
-    policy_mask: Tensor,
-    usable: Tensor,
-    kl_target: float | None,
-    kl_horizon: int,
-    entropy_target: float | None,
-    all_sum: Reduction,
-) -> RunState:
-    """State with the coefficients that follow the KL and the entropy of a rollout."""
-    if kl_target is not None and (completions := int(all_sum(usable.sum()))):
-        kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")  # 0 at padding
-        measured = float(ppo_math.masked_mean(kl.sum(1), usable, all_sum))
-        run = run._replace(kl_coef=ppo_math.adapt_kl_coef(run.kl_coef, measured, kl_target, kl_horizon, completions))
-    if entropy_target is not None and all_sum(policy_mask.sum()):
-        measured = float(ppo_math.masked_mean(tokens.entropies, policy_mask, all_sum))
-        if math.isfinite(measured):
-            coef = ppo_math.adapt_entropy_coef(run.entropy_coef, measured, entropy_target)
-            run = run._replace(entropy_coef=coef, entropy_bonus=measured <= entropy_target)
-    return run
 
 
 def scoring_batch(

@@ -7,11 +7,9 @@ from .math import Moments
 
 
 class RunState(NamedTuple):
-    """Coefficients and running statistics; the critic reads `rewards` and predicts `returns` in their units."""
+    """KL coefficient and running statistics; the critic reads `rewards` and predicts `returns` in their units."""
 
     kl_coef: float
-    entropy_coef: float = 0.0
-    entropy_bonus: bool = True  # whether the coefficient is applied
     scores: Moments = Moments()  # of completions, if they are normalized
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts

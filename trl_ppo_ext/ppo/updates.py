@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ..config import PPOConfig
 from ..modeling import TokenScores
 from . import math as ppo_math
 from .batch_plan import BatchPlan
@@ -65,6 +66,7 @@ def ppo_loss(
     vf_coef: float = 0.0,
     cliprange_value: float | None = None,
     kl_estimator: ppo_math.KLEstimator | None = None,
+    entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss of a micro-batch: policy, values, KL (with `kl_estimator`) and entropy (if it was computed).
 
@@ -102,7 +104,7 @@ def ppo_loss(
         loss = loss + rollout.kl_coef * kl
         metrics["loss/kl"] = kl
     if scores.entropies is not None:
-        loss = loss - rollout.entropy_coef * scores.entropies
+        loss = loss - entropy_coef * scores.entropies
 
     with torch.no_grad():
         bound = ppo_math.LOG_RATIO_BOUND
@@ -127,7 +129,7 @@ def ppo_loss(
 class Updates:
     """Optimizer steps of a rollout: its micro-batches, their losses, and skipped steps."""
 
-    args: Any
+    args: PPOConfig
     plan: BatchPlan
     metrics: Metrics
     all_sum: Reduction
@@ -150,7 +152,7 @@ class Updates:
         """Begin the updates of a rollout, or continue with the rows of a checkpoint."""
         self.reset()
         rows = schedule(rollout.sequences.lengths, self.plan) if rows is None else rows
-        settings = self.args.loss_aggregation, self.args.max_completion_length, self.all_sum
+        settings = cast(str, self.args.loss_aggregation), self.args.max_completion_length, self.all_sum
         denominators = all_counts = loss_denominators(rollout.policy_tokens, rows, *settings)
         value_denominators: Any = [None] * len(rows)
         if rollout.policy_mask is not None:
@@ -170,7 +172,7 @@ class Updates:
         rollout, mask = micro_batch.rollout, micro_batch.rollout.policy_tokens
         self.step = micro_batch.step
         exact_kl = self.loss_settings["kl_estimator"] == "exact"
-        scores = model(rollout.sequences, self.args.temperature, self.args.trains_entropy, exact_kl)
+        scores = model(rollout.sequences, self.args.temperature, self.args.entropy_coef != 0, exact_kl)
         divisors = micro_batch.denominator, micro_batch.value_denominator
         loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
         for name, values in metrics.items():

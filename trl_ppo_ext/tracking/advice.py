@@ -153,7 +153,7 @@ def _trends(run: Run) -> list[Advice]:
 
     collapses = entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start
     title, step = "Entropy collapse: the policy stops exploring", entropy.first(below=0.5 * entropy.start)
-    remedy = "Raise `entropy_coef` or set `entropy_target`; lower `learning_rate` or raise `kl_coef`."
+    remedy = "Raise `entropy_coef`; lower `learning_rate` or raise `kl_coef`."
     rule(collapses, title, remedy, "entropy", step=step)
 
     collapses = repeated.rises and repeated.end - repeated.start >= 0.1

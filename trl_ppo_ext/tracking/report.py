@@ -46,7 +46,7 @@ SECTIONS = {  # metrics that are not in these panels get a plot each, unless the
     "Distance from the reference": (
         Panel("KL per completion", ("kl_per_completion",), "In nats. Starts at 0 and should grow slowly."),
         Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
-        Panel("Coefficients", ("kl_coef", "entropy_coef"), "`kl_target` and `entropy_target` adapt them."),
+        Panel("KL coefficient", ("kl_coef",), "`kl_target` adapts it."),
         Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
     ),
     "Is the reward hacked?": (

@@ -282,7 +282,7 @@ def shaken(run):
 )
 def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     monkeypatch.setattr(module, "HELD_OUT", 24)
-    steered = scale | {"kl_target": 1.0, "entropy_target": 1.0}
+    steered = scale | {"kl_target": 1.0}
 
     def weights(run):
         return copies(run.actor_critic.critic_parameters() | run.actor_critic.value_head.state_dict())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.math import Moments, adapt_entropy_coef, adapt_kl_coef
+from trl_ppo_ext.ppo.math import Moments, adapt_kl_coef
 from trl_ppo_ext.ppo.state import RunState
 
 MASK = torch.ones(4, 10, dtype=torch.bool)
@@ -96,16 +96,16 @@ def test_moments_need_no_float64_on_apple_gpus():
 
 
 def test_state_survives_json_bit_for_bit():
-    state = RunState(1 / 3, 0.01, False, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
+    state = RunState(1 / 3, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
 def test_state_of_a_saved_critic_has_its_units():
-    saved = RunState(0.05, 0.0, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
+    saved = RunState(0.05, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
     tensors = {name: torch.tensor([*x], dtype=torch.float64) for name, x in saved.critic.items()}
-    state = RunState(0.1, 0.2).with_critic(tensors)
+    state = RunState(0.1).with_critic(tensors)
     assert state.critic == saved.critic and Units.of(state.returns) == Units(2.0, 3.0)
-    assert (state.kl_coef, state.entropy_coef) == (0.1, 0.2)
+    assert state.kl_coef == 0.1
 
 
 # ---- coefficients
@@ -147,25 +147,6 @@ def test_kl_coefficient_does_not_depend_on_small_step_sizes():
     assert often == pytest.approx(0.05 * math.exp(0.2 * 10_000 / 100_000), rel=1e-5)
 
 
-def test_entropy_coefficient_by_hand():
-    value, history = 0.0, []
-    for measured in (0.2, 0.1, 0.3, 0.4, 0.2, 0.5, 0.5, 0.5, 0.1):
-        value = adapt_entropy_coef(value, measured, target=0.3)
-        history.append(value)
-    # raised below the target, kept at it, lowered above it, never below 0
-    expected = [0.005, 0.010, 0.010, 0.005, 0.010, 0.005, 0.0, 0.0, 0.005]
-    assert history == pytest.approx(expected, abs=1e-15)
-
-
-def test_entropy_coefficient_is_bounded_by_one_or_its_start():
-    value = 0.0
-    for _ in range(10):
-        value = adapt_entropy_coef(value, 1.0, target=100.0, step=0.3)
-    assert value == 1.0
-    assert adapt_entropy_coef(3.0, 1.0, target=100.0) == 3.0
-
-
 @pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
 def test_nonfinite_measurement_changes_nothing(measured):
     assert adapt_kl_coef(0.05, measured, 6.0, 10_000, 64) == 0.05
-    assert adapt_entropy_coef(0.05, measured, 0.3) == 0.05

@@ -71,7 +71,7 @@ def loss_by_hand(scores, rollout, settings, aggregation):
             d = scores.logprobs[place] - rollout.ref_logprobs[place]
             kls = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "exact": scores.kls[place], None: 0 * d}
             kl = kls[settings.get("kl_estimator")]
-            bonus = rollout.entropy_coef * scores.entropies[place]
+            bonus = 0.1 * scores.entropies[place]
             losses.append(-surrogate + settings.get("vf_coef", 0) * error / 2 + rollout.kl_coef * kl - bonus)
         if losses:
             sequences.append(torch.stack(losses))
@@ -83,11 +83,11 @@ def loss_by_hand(scores, rollout, settings, aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradient_equal_those_by_hand(variant, aggregation):
-    batch, settings = rollout(kl_coef=0.3, entropy_coef=0.1), VARIANTS[variant]
+    batch, settings = rollout(kl_coef=0.3), VARIANTS[variant]
     if variant == "turn ratio":  # an environment wrote the third token
         batch.response_mask[:, 2] = False
     scores, again = token_scores(batch), token_scores(batch)
-    loss, _ = ppo_loss(scores, batch, **CLIP, **settings, aggregation=aggregation)
+    loss, _ = ppo_loss(scores, batch, **CLIP, **settings, aggregation=aggregation, entropy_coef=0.1)
     expected = loss_by_hand(again, batch, settings, aggregation)
     close(loss, expected)
     for gradient, wanted in zip(gradients(loss, scores), gradients(expected, again)):
@@ -116,14 +116,12 @@ def test_loss_of_exact_values_is_the_policy_loss():
 
 @pytest.mark.parametrize("fill", [math.nan, math.inf])
 def test_loss_and_gradient_ignore_masked_tokens(fill):
-    batch = rollout(kl_coef=0.3, entropy_coef=0.1)
-    settings = CLIP | {"vf_coef": 0.5, "kl_estimator": "k3"}
+    batch = rollout(kl_coef=0.3)
+    settings = CLIP | {"vf_coef": 0.5, "kl_estimator": "k3", "entropy_coef": 0.1}
     scores = token_scores(batch)
     loss, _ = ppo_loss(scores, batch, **settings)
     filled = {name: x.masked_fill(~batch.response_mask, fill) for name, x in batch.tensors.items() if x.ndim > 1}
-    filled = type(batch)(
-        batch.sequences, **(filled | {"response_mask": batch.response_mask}), kl_coef=0.3, entropy_coef=0.1
-    )
+    filled = type(batch)(batch.sequences, **(filled | {"response_mask": batch.response_mask}), kl_coef=0.3)
     other, _ = ppo_loss(scores, filled, **settings)
     close(other, loss)
 
@@ -296,7 +294,7 @@ def test_updates_without_a_token_of_the_policy_spare_it(build):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
     """Policy and critic have means of their own, over the whole optimizer step."""
-    batch = rollout(rows=8, kl_coef=0.3, entropy_coef=0.1)
+    batch = rollout(rows=8, kl_coef=0.3)
     policy_mask, scores = batch.response_mask.clone(), token_scores(batch)
     policy_mask[[1, 2, 6]] = False
     masked, settings = replace(batch, policy_mask=policy_mask), {"loss_aggregation": aggregation, "vf_coef": 0.5}

@@ -19,7 +19,7 @@ SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\
 # what a run of any kind logs, so that a report has all its plots
 LOGGED = (
     "loss grad_norm learning_rate reward reward_std objective rewards/a/mean rewards/a/std rewards/b/mean "
-    "rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion kl_coef entropy entropy_coef "
+    "rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion kl_coef entropy "
     "completions/mean_length completions/min_length completions/max_length completions/clipped_ratio "
     "completions/mean_terminated_length completions/repeated_ratio reward/length_correlation loss/policy loss/value "
     "ratio/mean ratio/max value/explained_variance value/clip_ratio value/grad_norm approx_kl stopped_early "
