@@ -13,7 +13,6 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from huggingface_hub import snapshot_download
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.hf_argparser import string_to_bool
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 
@@ -29,16 +28,15 @@ FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand, named as those of a run."""
-    flag: dict[str, Any] = {"type": string_to_bool, "nargs": "?", "const": True, "default": False}
     add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
     add("model", metavar="MODEL", help="id or path of the base")
     add("output_dir", metavar="OUTPUT_DIR", help="directory of the checkpoint, empty or missing")
     add("--dtype", choices=dtypes, default="bfloat16", help="dtype in which the run computes")
     add("--bnb_4bit_quant_type", choices=("nf4", "fp4"), default="nf4", help="quantization type of the run")
-    add("--use_bnb_nested_quant", **flag, help="double quantization, if the run uses it")
+    add("--use_bnb_nested_quant", action="store_true", help="double quantization, if the run uses it")
     add("--device", default="auto", help="device that quantizes, e.g. cuda:0; auto is a GPU if there is one")
     add("--revision", default="main", help="branch, tag or commit of the base on the Hub")
-    add("--trust_remote_code", **flag, help="run the model's own code")
+    add("--trust_remote_code", action="store_true", help="run the model's own code")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -57,13 +55,10 @@ def main(options: argparse.Namespace) -> None:
 
 
 def plain_weights(base: PreTrainedModel, plain: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of a 4-bit base for the same model without quantization, one at a time in host memory."""
+    """Weights of a 4-bit base before any forward, for the same model without quantization, one at a time."""
     for name in sorted(plain.state_dict().keys() - plain.all_tied_weights_keys.keys()):
         x: Any = base.get_parameter_or_buffer(name)
         if (state := getattr(x, "quant_state", None)) is not None:
-            # on CPUs with AVX512-BF16, a forward in eval mode reorders weights in place and rounds their scales
-            if getattr(state, "packing_format_for_cpu", False):
-                raise ValueError(f"`{name}` must be as loaded, but a forward has repacked it; load the base anew.")
             weight = dequantize_4bit(x.data, state).to(plain.dtype)  # as in the layer's forward
             x = weight.T if x.module.source_cls is Conv1D else weight
         yield name, x.detach().cpu()
@@ -72,8 +67,8 @@ def plain_weights(base: PreTrainedModel, plain: PreTrainedModel) -> Iterator[tup
 def write(options: argparse.Namespace, directory: Path) -> None:
     """Quantize a base as a run does, write it dequantized, and compare the files with it."""
     # 1. Quantize. A base that is saved in 4 bits stays as it is.
-    model, dtype, trusted = options.model, options.dtype, options.trust_remote_code
-    init_kwargs = {"dtype": dtype, "revision": options.revision}
+    model, dtype, revision, trusted = options.model, options.dtype, options.revision, options.trust_remote_code
+    init_kwargs = {"dtype": dtype, "revision": revision}
     args: Any = SimpleNamespace(bf16=False, fp16=False, trust_remote_code=trusted, model_init_kwargs=init_kwargs)
     kind, is_double = options.bnb_4bit_quant_type, options.use_bnb_nested_quant
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double)
@@ -87,7 +82,7 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     # 2. Write the weights, copy the other files, and record the origin.
     plain = on_meta(base.config, trust_remote_code=trusted)
     plain.save_pretrained(directory, state_dict=dict(plain_weights(base, plain)))
-    is_local, revision = os.path.isdir(model), options.revision
+    is_local = os.path.isdir(model)
     source = Path(model if is_local else snapshot_download(model, revision=revision, allow_patterns=FILES))
     for file in (file for pattern in FILES for file in source.glob(pattern)):
         if file.name != CONFIG_NAME and not file.name.endswith(".index.json"):

@@ -10,9 +10,7 @@ from typing import Any, cast
 
 import torch
 from datasets import IterableDataset
-from huggingface_hub import ModelCardData
 from torch import Tensor
-from transformers.hf_argparser import HfArg
 
 from ..checkpoints.files import save_critic
 from ..config import PPOConfig
@@ -27,42 +25,19 @@ from ..trainer import PPOTrainer
 from .launch import build_trainer, load_datasets, parse, spread_rows
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
-CARD = """---
-{metadata}
----
-
-# A pretrained critic for PPO
-
-Predicts the score by {rewards} of a frozen policy on `{base}`. Trained by trl_ppo_ext for {steps} optimizer steps with
-γ = {gamma:g} and λ = {lam:g}. Explained variance of the returns on held-out rollouts: {explained_variance_after:.3f},
-{explained_variance_before:.3f} before training. Start from it on the same base:
-`PPOConfig(critic="{kind}", critic_init="path/or/id/of/this/folder")`.
-"""
-
-
-def check_can_pretrain(critic: str, push_to_hub: bool) -> None:
-    """Raise for a run without a critic, or one that pushes the policy."""
-    if critic == "none":
-        raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or 'adapter'.")
-    if push_to_hub:
-        raise ValueError("`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`.")
 
 
 @dataclass
 class PretrainCriticConfig(PPOConfig):
-    """[`PPOConfig`] with the defaults of `trl-ppo pretrain-critic`.
-
-    Source: https://huggingface.co/papers/2503.01491
-    """
+    """[`PPOConfig`] whose critic learns Monte Carlo returns by default (https://huggingface.co/papers/2503.01491)."""
 
     _argument_group_name = "training (fields of PPOConfig; those about the policy's update have no effect)"
 
-    critic_kwargs: dict[str, Any] | str | None = HfArg(
-        default=None, help="Rarer settings of a critic. Its `lam` is 1 by default, which is Monte Carlo."
-    )
-
     def __post_init__(self):
-        check_can_pretrain(self.critic, self.push_to_hub)
+        if self.push_to_hub:  # it would create the repository of a policy
+            raise ValueError(
+                "`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`."
+            )
         super().__post_init__()
         if self.critic_options.lam is None:
             self.critic_options = replace(self.critic_options, lam=1.0)
@@ -83,28 +58,28 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         rollouts against their Monte Carlo returns, and `"steps"`.
 
     Raises:
-        `ValueError`: If there is no critic, or no `train_dataset`.
+        `ValueError`: If there is no critic.
 
     Source: https://huggingface.co/papers/2503.01491
     """
-    args, actor_critic = trainer.args, trainer.actor_critic
-    check_can_pretrain(args.critic, args.push_to_hub)
-    if trainer.train_dataset is None:
-        raise ValueError("Pretraining a critic needs a `train_dataset`; pass one to PPOTrainer.")
+    actor_critic = trainer.actor_critic
+    if actor_critic.value_head is None:
+        raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or 'adapter'.")
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
     rollouts = held_out_rollouts(trainer, HELD_OUT)
     numbers = {"explained_variance_before": explained_variance(trainer, rollouts)}
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train()
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
     numbers["steps"] = trainer.state.global_step
     weights = actor_critic.trained_weights()  # all processes gather sharded ones
-    if args.should_save:
-        directory = Path(output_dir or args.output_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        save_critic(actor_critic, str(directory), weights, trainer.run_state.critic)
-        _describe(trainer, directory, numbers)
+    if trainer.is_world_process_zero():
+        directory = output_dir or str(trainer.args.output_dir)
+        save_critic(actor_critic, directory, weights, trainer.run_state.critic)
+        base, rewards = public_name(actor_critic.config._name_or_path), trainer.reward_func_names
+        about = {"base_model": base, "rewards": rewards, "gamma": trainer.args.gamma} | numbers
+        Path(directory, CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     return numbers
 
 
@@ -115,14 +90,15 @@ def held_out_rollouts(
 
     A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
     """
-    args, plan, device = copy(trainer.args), trainer.plan, trainer.accelerator.device
+    args, plan, accelerator = copy(trainer.args), trainer.plan, trainer.accelerator
     # Monte Carlo returns: with another λ they would depend on the critic
     vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
     # without monitored rewards, which nothing would log, nor the record of answers, which is the run's
     player = trainer.roles.player
     unrecorded = SimpleNamespace(play=lambda rows, seeds, step: player.play(rows, seeds))
     roles = replace(trainer.roles, args=args, monitors=[], player=cast(Any, unrecorded))
-    size, rounds, process = plan.completions_per_process, -(-completions // plan.completions), args.process_index
+    device, process = accelerator.device, accelerator.process_index
+    size, rounds = plan.completions_per_process, -(-completions // plan.completions)
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
     rows = [row for row in prompts for _ in range(num_generations)]
     trainer.actor_critic.eval()
@@ -167,21 +143,6 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
     return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), roles.all_sum))
 
 
-def _describe(trainer: PPOTrainer, directory: Path, numbers: dict[str, float]) -> None:
-    """Write the critic's numbers and its model card."""
-    args, base = trainer.args, trainer.actor_critic.config._name_or_path
-    names = [reward.name for reward in trainer.roles.rewards]
-    about: dict[str, Any] = {"kind": args.critic, "base_model": public_name(base), "rewards": names}
-    lam = args.critic_options.lam
-    about |= {"gamma": args.gamma, "lam": args.lam if lam is None else lam, **numbers}
-    (directory / CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
-    tags = ["trl_ppo_ext", "ppo", "trl", "rlhf", "critic"]
-    metadata = ModelCardData(base_model=base if base and not Path(base).exists() else None, tags=tags)
-    about["rewards"] = ", ".join(f"`{' '.join(name.replace('`', '').split())}`" for name in names)
-    card = CARD.format(metadata=metadata.to_yaml(), base=about["base_model"] or "a base without a name", **about)
-    (directory / "README.md").write_text(card)
-
-
 def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
@@ -191,9 +152,7 @@ def main(argv: Sequence[str]) -> None:
     overrides = {} if held_out is None else {"eval_dataset": held_out}
     trainer = build_trainer(script, args, model, splits, **overrides)
     numbers = pretrain_critic(trainer)
-    trainer.accelerator.print(
-        f"Explained variance before: {numbers['explained_variance_before']:.3f}\n"
-        f"Explained variance after:  {numbers['explained_variance_after']:.3f}\n"
-        f"Start from it: PPOConfig(critic={args.critic!r}, critic_init={args.output_dir!r})"
-    )
+    for name in ("explained_variance_before", "explained_variance_after"):
+        trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")
+    trainer.accelerator.print(f"Start a run from it with `critic_init={args.output_dir!r}`.")
     trainer.end()
