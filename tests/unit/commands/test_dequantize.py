@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, has_avx512bf16
+from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_ppo_ext.commands import dequantize as command
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.memory import on_meta
 from trl_ppo_ext.modeling.adapter_files import dequantized_from, quantized_weights
 
 IDS = torch.arange(2, 26).reshape(2, 12)
@@ -55,19 +54,12 @@ def run(base, *more):
     return cli.main(["dequantize", str(base), str(base.parent / "plain"), "--device", "cpu", *more])
 
 
-def check_nothing_is_left(base):
-    assert [path.name for path in base.parent.iterdir()] == ["base"]
-
-
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("model", [llama, qwen2])
+@pytest.mark.parametrize("model, double", [(llama, False), (qwen2, True)])
 def test_weights_equal_those_of_the_4_bit_base(tmp_path, model, double):
     model().save_pretrained(tmp_path / "base")
-    assert run(tmp_path / "base", *["--use_bnb_nested_quant", "true"][: 2 * double]) == 0
-    written, weights = (
-        load_file(tmp_path / "plain" / "model.safetensors"),
-        expected(load(tmp_path / "base", True, double)),
-    )
+    assert run(tmp_path / "base", *["--use_bnb_nested_quant"][:double]) == 0
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    weights = expected(load(tmp_path / "base", double=double))
     assert written.keys() == weights.keys()  # tied embeddings once
     for name, x in written.items():
         assert x.dtype == torch.bfloat16 and torch.equal(x, weights[name]), name
@@ -75,7 +67,7 @@ def test_weights_equal_those_of_the_4_bit_base(tmp_path, model, double):
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("model", [llama, qwen2, gpt2])
+@pytest.mark.parametrize("model", [qwen2, gpt2])
 def test_logits_equal_those_of_the_4_bit_base(tmp_path, model):
     model().save_pretrained(tmp_path / "base")
     assert run(tmp_path / "base") == 0
@@ -120,16 +112,7 @@ def test_recorded_digest_is_that_of_a_policy_on_the_base(base):
     assert quantized_weights(policy) == recorded != quantized_weights(load(base, double=True))
 
 
-@pytest.mark.skipif(not has_avx512bf16(), reason="needs a CPU with AVX512-BF16")
-def test_repacked_weights_raise(base):
-    quantized = load(base).eval()
-    with torch.no_grad():
-        quantized(IDS)
-    with pytest.raises(ValueError, match=r"down_proj.weight` must be as loaded, but a forward has repacked it"):
-        dict(command.plain_weights(quantized, on_meta(quantized.config)))
-
-
-def test_files_that_differ_are_removed(base, capsys, monkeypatch):
+def test_failed_command_leaves_nothing(base, capsys, monkeypatch):
     load_base = command.load_base
 
     def damaged(path, args, quantization, device):
@@ -140,17 +123,7 @@ def test_files_that_differ_are_removed(base, capsys, monkeypatch):
 
     monkeypatch.setattr(command, "load_base", damaged)
     assert run(base) == 2 and "`model.layers.1.mlp.up_proj.weight` in the files must equal" in capsys.readouterr().err
-    check_nothing_is_left(base)
-
-
-def test_interrupted_command_leaves_nothing(base, monkeypatch):
-    def interrupt(*_):
-        assert (base.parent / ".saving-plain" / "model.safetensors").is_file()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "publish", interrupt)
-    assert run(base) == 130
-    check_nothing_is_left(base)
+    assert [path.name for path in base.parent.iterdir()] == ["base"]
 
 
 def test_files_of_a_killed_command_are_not_kept(base):
@@ -168,4 +141,3 @@ def test_invalid_arguments_raise(base, capsys):
     (base / "adapter_config.json").write_text("{}")
     assert run(base) == 2 and "is a saved adapter" in capsys.readouterr().err
     assert run(base.parent / "missing") == 2 and "`MODEL` must be a directory or" in capsys.readouterr().err
-    check_nothing_is_left(base)
