@@ -147,10 +147,7 @@ def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
     script, args, model, mixture = parse("pretrain-critic", argv, description, PretrainCriticConfig)
-    splits = load_datasets(script, mixture)
-    held_out = splits.get(script.dataset_test_split)  # measured on, even when `eval_strategy` is "no"
-    overrides = {} if held_out is None else {"eval_dataset": held_out}
-    trainer = build_trainer(script, args, model, splits, **overrides)
+    trainer = build_trainer(script, args, model, load_datasets(script, mixture))
     numbers = pretrain_critic(trainer)
     for name in ("explained_variance_before", "explained_variance_after"):
         trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")
