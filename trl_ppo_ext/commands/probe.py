@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,31 +142,23 @@ def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
 
 
 def ridge_values(states: Tensor, returns: Tensor, folds: Tensor) -> Tensor:
-    """Predict the returns of each fold, `[tokens]`, by ridge regression on the others, in closed form.
+    """Predict the returns of each fold, `[tokens]`, from the others by ridge regression, with the best ridge.
 
-    The others also choose the ridge, by predicting one another. The first column of the states is the bias.
+    The first column of the states is the bias.
     """
-    parts = [(states[folds == fold].double(), returns[folds == fold].double()) for fold in range(FOLDS)]
-    squares = torch.stack([x.T @ x for x, _ in parts])
-    products = torch.stack([x.T @ y for x, y in parts])
-
-    @cache
-    def fit(ridge: float, excluded: frozenset[int]) -> Tensor:
-        kept = [fold for fold in range(FOLDS) if fold not in excluded]
-        matrix = squares[kept].sum(0)
-        penalty = torch.full_like(matrix[0], ridge * float(matrix.diagonal().mean()))
-        penalty[0] = 0
-        return torch.linalg.solve(matrix + penalty.diag(), products[kept].sum(0))
-
-    def error(ridge: float, fold: int) -> float:
-        others = [(other, x, y) for other, (x, y) in enumerate(parts) if other != fold]
-        return sum(float(((y - x @ fit(ridge, frozenset({fold, other}))) ** 2).sum()) for other, x, y in others)
-
-    values = torch.zeros_like(returns)
-    for fold, (x, _) in enumerate(parts):
-        ridge = min(RIDGES, key=lambda ridge, fold=fold: error(ridge, fold))  # type: ignore[misc]
-        values[folds == fold] = (x @ fit(ridge, frozenset({fold}))).to(values.dtype)
-    return values
+    x, y, chosen = states.double(), returns.double(), [folds == fold for fold in range(FOLDS)]
+    squares = torch.stack([x[fold].T @ x[fold] for fold in chosen])
+    products = torch.stack([x[fold].T @ y[fold] for fold in chosen])
+    predictions = []
+    for ridge in RIDGES:
+        values = torch.zeros_like(y)
+        for number, fold in enumerate(chosen):
+            matrix = squares.sum(0) - squares[number]
+            penalty = torch.full_like(matrix[0], ridge * float(matrix.diagonal().mean()))
+            penalty[0] = 0
+            values[fold] = x[fold] @ torch.linalg.solve(matrix + penalty.diag(), products.sum(0) - products[number])
+        predictions.append(values)
+    return min(predictions, key=lambda values: float((y - values).square().sum())).to(returns.dtype)
 
 
 def gradient_variances(
@@ -204,7 +195,7 @@ def verdict(variances: Mapping[str, float | None], without_signal: float) -> str
     setting = f'`critic="none", advantage_estimator="{"rloo" if rloo < 1 else "rebn"}"`'
     return (
         f'No critic on the policy\'s states pays, so take {setting}, or `critic="adapter"` with a `prompt` in '
-        "`critic_kwargs` that tells more."
+        "`critic_kwargs` that explains the returns."
     )
 
 
@@ -214,9 +205,10 @@ def main(argv: Sequence[str]) -> None:
     script, args, model, mixture = parse("probe", argv, description, ProbeConfig)
     trainer = build_trainer(script, args, model, load_datasets(script, mixture))
     result = probe(trainer, cast(ProbeConfig, args).completions)
-    numbers = Series({name: x for name, x in result.items() if isinstance(x, int | float)})
+    print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
+    print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")
+    print(f"explained variance of the returns by the policy's states: {result['explained_variance']:.2f}")
     variances = Series(result["gradient_variance"], dtype=float)
-    for title, table in {"": numbers, "variance of the gradient, relative to rebn": variances}.items():
-        print(f"{title}\n{table.to_string(float_format='{:.2f}'.format)}\n")
+    print(f"variance of the gradient, relative to rebn\n{variances.to_string(float_format='{:.2f}'.format)}")
     print(result["verdict"])
     trainer.end()
