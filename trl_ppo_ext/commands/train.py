@@ -107,10 +107,10 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     length, longest, overlong = args.max_completion_length, args.max_prompt_length, args.overlong_prompts
     template_kwargs, critic_prompt = cast(dict, args.chat_template_kwargs), args.critic_options.prompt
     _, template_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, args, 1)
-    sizes = length, context, template_kwargs, longest, overlong, critic_prompt, vocab_size
+    settings = length, context, template_kwargs, longest, overlong, critic_prompt, vocab_size
     for argument, rows in datasets.items():
         if rows is not None:
-            prompts = tokenize_prompts(rows, tokenizer, argument, *sizes)[PROMPT_IDS]
+            prompts = tokenize_prompts(rows, tokenizer, argument, *settings)[PROMPT_IDS]
     if not PartialState().is_main_process:
         return
 
