@@ -20,6 +20,7 @@ from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
 from ..rewards.model import SequenceScorer, choose_device, context_length
 
+BATCH_SIZE = 8  # fits wherever the model does
 # a run should not use a quantized model beyond these limits
 KEEPS_RANKING = 0.95  # rank agreement, at least
 FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
@@ -81,7 +82,7 @@ def check_reward(
     for name, kind in ((f"full ({str(precision).removeprefix('torch.')})", "none"), (quantization, quantization)):
         clear_device_cache(garbage_collection=True)
         classifier = load_classifier(model, precision, kind, device, trust_remote_code)
-        reward = ClassifierReward(classifier, tokenizer, label=reward_label)
+        reward = ClassifierReward(classifier, tokenizer, BATCH_SIZE, reward_label)
         scores[name] = reward.score(batch)
         del classifier, reward
     if invalid := int((~np.isfinite(scores.to_numpy())).sum()):

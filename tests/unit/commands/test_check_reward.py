@@ -11,6 +11,7 @@ from pandas import DataFrame
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
+from trl_ppo_ext.commands import check_reward as module
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.check_reward import check_reward, compare, verdict
 
@@ -100,26 +101,28 @@ def order(chosen, rejected):
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
-def test_table_equals_scoring_by_hand(model, quantization):
+def test_table_equals_scoring_by_hand(model, monkeypatch, quantization):
+    seen = []
+    monkeypatch.setattr(module, "compare", lambda scores: seen.append(scores) or compare(scores))
     pairs, table = check_reward(model, ROWS, quantization, device="cpu")
+    assert pairs == 24
     own_tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in ROWS]
-    full, quantized = (
-        scores_by_hand(load_by_hand(model, kind), own_tokenizer, texts) for kind in ("none", quantization)
-    )
-    for name, by_hand in (("full (float32)", full), (quantization, quantized)):
-        wins = [(order(c, r) + 1) / 2 for c, r in zip(by_hand[:24], by_hand[24:])]
-        numbers = [statistics.mean(wins), statistics.mean(by_hand), statistics.stdev(by_hand)]
-        names = ["accuracy", "mean", "standard deviation"]
-        assert table.loc[names, name].tolist() == pytest.approx(numbers, abs=1e-4)
-    orders = [[order(c, r) for c, r in zip(by_hand[:24], by_hand[24:])] for by_hand in (full, quantized)]
-    column = table[quantization]
-    assert column["rank agreement"] == pytest.approx(spearman_by_hand(full, quantized), abs=1e-4)
-    assert column["rank agreement"] < 1  # there is a difference to be measured
-    assert column["disagreement"] == pytest.approx(sum(a != b for a, b in zip(*orders)) / 24)
-    largest = max(abs(a - b) for a, b in zip(full, quantized))
-    assert column["largest difference"] == pytest.approx(largest, abs=1e-4)
-    assert pairs == 24
+    orders, columns = [], (("full (float32)", "none"), (quantization, quantization))
+    for name, kind in columns:
+        scores = seen[0][name].tolist()
+        assert scores == pytest.approx(scores_by_hand(load_by_hand(model, kind), own_tokenizer, texts), abs=1e-4)
+        orders.append([order(c, r) for c, r in zip(scores[:24], scores[24:])])
+        numbers = [statistics.mean((x + 1) / 2 for x in orders[-1]), statistics.mean(scores), statistics.stdev(scores)]
+        assert table.loc[["accuracy", "mean", "standard deviation"], name].tolist() == pytest.approx(numbers)
+    full, quantized = (seen[0][name].tolist() for name, _ in columns)
+    differences = {
+        "rank agreement": spearman_by_hand(full, quantized),
+        "disagreement": sum(a != b for a, b in zip(*orders)) / 24,
+        "largest difference": max(abs(a - b) for a, b in zip(full, quantized)),
+    }
+    assert table.loc[[*differences], quantization].to_dict() == pytest.approx(differences)
+    assert differences["rank agreement"] < 1  # there is a difference to be measured
 
 
 def test_ties_count_half():
