@@ -101,8 +101,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     check_trainer_arguments(**arguments, **datasets, **checked)
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
-    if args.critic_init is not None:
-        read_critic(args.critic_init, args.critic, name, args.reward_label)
+    if (start := args.critic_init) is not None:
+        read_critic(start, args.critic, name, args.reward_label)
     tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
     length, longest, overlong = args.max_completion_length, args.max_prompt_length, args.overlong_prompts
     template_kwargs, critic_prompt = cast(dict, args.chat_template_kwargs), args.critic_options.prompt

@@ -5,14 +5,13 @@ import io
 import json
 import random
 import re
-import sys
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from runs_of_tiny import rollouts_of
-from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
+from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.commands import launch
@@ -32,17 +31,10 @@ from trl_ppo_ext.modeling.loading import default_peft_config
 from trl_ppo_ext.ppo.math import Moments
 from trl_ppo_ext.ppo.rollouts import score_tokens, with_rewards_so_far
 
-# the score is known from the prompt, so a critic can know it too
-REWARDS = """
-def of_last_word(prompts, **kwargs):
-    return [float(prompt.split()[-1].removeprefix("w")) % 4 for prompt in prompts]
-
-not_a_reward = 3
-"""
 RUN = """
 model_name_or_path: policy
 dataset_name: prompts.jsonl
-reward_funcs: [easy_rewards.of_last_word]
+reward_funcs: [cli_rewards.of_last_word]
 use_cpu: true
 bf16: false
 report_to: none
@@ -59,34 +51,6 @@ lr_scheduler_type: constant
 """
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """A directory with a model, prompts, rewards and a config file."""
-    path = tmp_path_factory.mktemp("workplace")
-    llama().save_pretrained(path / "policy")
-    tokenizer().save_pretrained(path / "policy")
-    (path / "easy_rewards.py").write_text(REWARDS)
-    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{n + 9} w{n}"}) + "\n" for n in range(12)))
-    (path / "run.yaml").write_text(RUN)
-    return path
-
-
-@contextlib.contextmanager
-def inside(path):
-    """Work in this directory; what was imported from there is forgotten afterwards."""
-    search_path = list(sys.path)
-    with contextlib.chdir(path):
-        yield
-    sys.path[:] = search_path
-    sys.modules.pop("easy_rewards", None)
-
-
-@pytest.fixture
-def there(workplace):
-    with inside(workplace):
-        yield workplace
-
-
 def copies(parameters):
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -97,7 +61,8 @@ class Pretrained:
     def __init__(self, workplace, kind, learning_rate):
         printed, self.kind, self.directory = io.StringIO(), kind, workplace / kind
         arguments = ["--critic", kind, "--output_dir", kind, "--learning_rate", str(learning_rate)]
-        with inside(workplace), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        (workplace / "run.yaml").write_text(RUN)
+        with contextlib.chdir(workplace), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(module, "build_trainer", self.build)
             self.status = cli.main(["pretrain-critic", "--config", "run.yaml", *arguments])
         self.printed = printed.getvalue()
@@ -164,7 +129,7 @@ def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_pat
         args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
         args.normalize_values = True  # as in pretraining
         args.per_device_train_batch_size = 32
-        trainer = PPOTrainer("policy", find_reward("easy_rewards.of_last_word"), args, load_prompts())
+        trainer = PPOTrainer("policy", find_reward("cli_rewards.of_last_word"), args, load_prompts())
         rollouts = rollouts_of(trainer)
         trainer.train()
         return rollouts[0][0], trainer.state.log_history[0]["value/explained_variance"]
@@ -372,7 +337,7 @@ def test_rewards_are_resolved_in_every_form(there, monkeypatch):
     punishment = find_reward("get_soft_overlong_punishment", max_completion_length=10)
     punished = punishment(completion_ids=[[0] * n for n in (8, 9, 10, 11)])
     assert punished == [0, -0.5, -1, -1]
-    assert find_reward("easy_rewards.of_last_word")(prompts=["w3 w7"]) == [3.0]
+    assert find_reward("cli_rewards.of_last_word")(prompts=["w3 w7"]) == [3.0]
     (there / "library").mkdir(exist_ok=True)
     (there / "library" / "scores_of_mine.py").write_text("import math\n\nclass Judge:\n    score = math.sqrt\n")
     monkeypatch.syspath_prepend(str(there / "library"))
@@ -482,6 +447,3 @@ def test_datasets_are_passed_by_split(built, there):
     given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
     assert built(script_args={"monitor_funcs": ["gpt2", "./policy"]})["monitor_funcs"] == ["gpt2", "./policy"]
-
-
-assert WORDS[3] == "w3"  # the rewards above read numbers off words

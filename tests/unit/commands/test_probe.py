@@ -1,15 +1,13 @@
 """The probe on tasks with known answers, against independent recomputations, and what the command prints."""
 
-import contextlib
 import json
 import random
-import sys
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import WORDS, config, llama, prompts, tokenizer
+from tiny import WORDS, config, llama, tokenizer
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOTrainer
@@ -260,7 +258,7 @@ def test_unusable_probes_are_refused(tmp_path, monkeypatch):
 RUN = """
 model_name_or_path: policy
 dataset_name: prompts.jsonl
-reward_funcs: [probe_rewards.of_length]
+reward_funcs: [cli_rewards.length]
 use_cpu: true
 bf16: false
 report_to: none
@@ -270,26 +268,18 @@ hub_model_id: me/policy
 num_generations: 2
 per_device_train_batch_size: 16
 max_completion_length: 4
-output_dir: out
 """
 
 
-def test_command_prints_table_and_verdict(tmp_path, capsys):
-    llama().save_pretrained(tmp_path / "policy")
-    tokenizer().save_pretrained(tmp_path / "policy")
-    (tmp_path / "probe_rewards.py").write_text(
-        "def of_length(completion_ids, **kwargs):\n    return [float(len(ids)) for ids in completion_ids]\n"
-    )
-    prompts().to_json(tmp_path / "prompts.jsonl")
-    (tmp_path / "run.yaml").write_text(RUN)
-    with contextlib.chdir(tmp_path):
-        assert cli.main(["probe", "--config", "run.yaml", "--completions", "16"]) == 0
-    sys.modules.pop("probe_rewards", None)
+def test_command_prints_table_and_verdict(there, tmp_path, capsys):
+    (there / "run.yaml").write_text(RUN)
+    out = tmp_path / "out"
+    assert cli.main(["probe", "--config", "run.yaml", "--completions", "16", "--output_dir", str(out)]) == 0
     printed = capsys.readouterr().out.rstrip()
-    result = json.loads((tmp_path / "out" / "probe.json").read_text())
+    result = json.loads((out / "probe.json").read_text())
     assert "16 completions of 8 prompts; all scores are equal in " in printed and "of the groups of 2" in printed
     rows = [line.split() for line in printed.splitlines()]
     assert all([name, f"{variance:.2f}"] in rows for name, variance in result["gradient_variance"].items())
     assert f"{result['explained_variance']:.2f}" in printed
     assert printed.endswith(result["verdict"])
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".lock"] == ["probe.json"]
+    assert [path.name for path in out.iterdir() if path.name != ".lock"] == ["probe.json"]

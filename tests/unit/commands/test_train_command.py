@@ -1,6 +1,5 @@
 """`trl-ppo train`: accepted and refused arguments, and the files of a run."""
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,7 @@ import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
+from tiny import llama
 from transformers import AutoModelForCausalLM
 
 from trl_ppo_ext import PPOConfig
@@ -25,26 +24,6 @@ from trl_ppo_ext.commands import train
 from trl_ppo_ext.commands.launch import PPOScriptArguments, load_datasets
 from trl_ppo_ext.data import loading
 
-REWARDS = """
-def of_last_word(prompts, **kwargs):
-    return [float(prompt.split()[-1].removeprefix("w")) % 4 for prompt in prompts]
-
-def length(completion_ids, **kwargs):
-    return [float(len(ids)) for ids in completion_ids]
-
-def to_prompt(row):
-    return {"prompt": f"w1 {row['question']}"}
-
-def fails_late(completion_ids, trainer_state, **kwargs):
-    if trainer_state.global_step:
-        raise OSError("the disk is gone")
-    return [float(len(ids)) for ids in completion_ids]
-
-def of_texts(texts):
-    return [float(len(text)) for text in texts]
-
-not_a_reward = 3
-"""
 RUN = {
     "model_name_or_path": "policy",
     "dataset_name": "prompts.jsonl",
@@ -64,37 +43,8 @@ RUN = {
 }
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Models, datasets and rewards; the config file lies in a folder of its own, with the rewards beside it."""
-    path = tmp_path_factory.mktemp("workplace")
-    llama().save_pretrained(path / "policy")
-    tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(path / "policy")
-    llama().save_pretrained(path / "plain")
-    tokenizer().save_pretrained(path / "plain")
-    (path / "configs").mkdir()
-    (path / "configs" / "cli_rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"w{n + 9} w{n}"} for n in range(12)]
-    save(path / "prompts.jsonl", rows)
-    save(path / "questions.jsonl", [{"question": row["prompt"]} for row in rows])
-    save(path / "chat.jsonl", [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
-    (path / "splits").mkdir()
-    save(path / "splits" / "train.jsonl", rows)
-    save(path / "splits" / "test.jsonl", rows)
-    return path
-
-
 def save(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture
-def there(workplace):
-    search_path = list(sys.path)
-    with contextlib.chdir(workplace):
-        yield workplace
-    sys.path[:] = search_path
-    sys.modules.pop("cli_rewards", None)
 
 
 def run(*options, **changes):
@@ -415,6 +365,3 @@ def test_help_lists_every_field_in_its_group(capsys):
     options[1] = [f"--{entry.name} " for entry in fields(PPOConfig)]
     for group, expected in zip(groups[2::2], options):
         assert not [option for option in expected if option not in group]
-
-
-assert WORDS[3] == "w3"  # the rewards above read numbers off words
