@@ -97,8 +97,9 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     arguments = trainer_arguments(script, args, model, splits)
     datasets = {name: arguments.pop(name, None) for name in ("eval_dataset", "train_dataset")}
     environments, name = Environments(arguments.pop("tools"), arguments.pop("environment_factory")), arguments["model"]
-    checked = {"environments": environments, "reward_processing_classes": [], "optimizer": None}
-    check_trainer_arguments(**arguments, **datasets, **checked)
+    check_trainer_arguments(
+        **arguments, **datasets, environments=environments, reward_processing_classes=[], optimizer=None
+    )
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     if (start := args.critic_init) is not None:
@@ -106,8 +107,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
     length, longest, overlong = args.max_completion_length, args.max_prompt_length, args.overlong_prompts
     template_kwargs, critic_prompt = cast(dict, args.chat_template_kwargs), args.critic_options.prompt
-    _, template_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, args, 1)
-    settings = length, context, template_kwargs, longest, overlong, critic_prompt, vocab_size
+    _, prompt_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, args, 1)
+    settings = length, context, prompt_kwargs, longest, overlong, critic_prompt, vocab_size
     for argument, rows in datasets.items():
         if rows is not None:
             prompts = tokenize_prompts(rows, tokenizer, argument, *settings)[PROMPT_IDS]
