@@ -5,6 +5,7 @@ import io
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -260,6 +261,8 @@ def test_held_out_prompts_come_from_the_evaluation_sets(tmp_path):
     assert asked_for(run, 9) == [f"w0 w{n}" for n in range(16)]  # two rollouts
     run = trainer(tmp_path, evaluation={"a": named(2, "w0 "), "b": named(3, "w1 ").to_iterable_dataset()})
     assert asked_for(run, 8) == ["w0 w0", "w0 w1", "w1 w0", "w1 w1", "w1 w2", "w0 w0", "w0 w1", "w1 w0"]
+    run = trainer(tmp_path, train=named(24).to_iterable_dataset())  # without any, the first of a stream
+    assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -276,11 +279,6 @@ def test_held_out_prompts_are_those_that_training_reaches_last(tmp_path, shuffle
     held_out = asked_for(run, 8)
     assert len(set(seen)) == 16 and len(set(held_out)) == 8
     assert not set(seen) & set(held_out)
-
-
-def test_held_out_prompts_of_a_stream_are_its_first(tmp_path):
-    run = trainer(tmp_path, train=named(24).to_iterable_dataset())
-    assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
 
 
 def test_noise_of_rewards_differs_between_held_out_rollouts(tmp_path):
@@ -409,21 +407,17 @@ def built(monkeypatch, there):
 
 
 def test_default_adapter_and_dtype_are_those_of_the_trainer(built):
-    given = built(PPOModelConfig("policy"))
+    given = built()
     assert given["model"] == "policy" and given["args"].model_init_kwargs is None
     assert given["peft_config"] == default_peft_config() and given["quantization_config"] is None
     assert "eval_dataset" not in given
     assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
-    assert built(PPOModelConfig("policy", use_peft=True))["peft_config"] == default_peft_config()
 
 
-def test_lora_argument_changes_only_its_field(built):
-    expected = default_peft_config()
-    expected.r = 4
-    assert built(PPOModelConfig("policy", lora_r=4))["peft_config"] == expected
-    assert built(PPOModelConfig("policy", use_dora=True))["peft_config"].use_dora
-    named_modules = PPOModelConfig("policy", lora_target_modules=["q_proj", "v_proj"])
-    assert built(named_modules)["peft_config"].target_modules == {"q_proj", "v_proj"}
+@pytest.mark.parametrize("settings", [{"r": 4}, {"target_modules": ["q_proj", "v_proj"]}])
+def test_lora_argument_changes_only_its_field(built, settings):
+    arguments = {f"lora_{name}": value for name, value in settings.items()}
+    assert built(PPOModelConfig("policy", **arguments))["peft_config"] == replace(default_peft_config(), **settings)
 
 
 def test_model_init_kwargs_come_from_the_model_arguments(built):
