@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tiny import CHAT_TEMPLATE, tokenizer
 
+from trl_ppo_ext.concurrency import finished, started
 from trl_ppo_ext.rewards.http import Judge, RemoteReward
 
 KEY = "sk-test-0123456789abcdef"
@@ -31,6 +32,11 @@ def serving(port=0):
         process.wait()
 
 
+def scored(reward, batch):
+    """Scores of a batch, which a run awaits."""
+    return finished(started(reward.score(batch)))
+
+
 def judge(port, mode, part=None, **kwargs):
     settings = {"name": "rubric", "pattern": SCORE, "timeout": 1.0, "max_retries": 1} | kwargs
     return Judge(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", "m", TEMPLATE, **settings)
@@ -45,12 +51,6 @@ def classifier():
     return path
 
 
-def remote(port, mode, part=None, endpoint="classify", **kwargs):
+def remote(port, mode, part=None, **kwargs):
     settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
-    url = f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}/{endpoint}"
-    return RemoteReward(url, classifier(), **settings)
-
-
-def predicted(*args, **kwargs):
-    """A remote reward of text-embeddings-inference."""
-    return remote(*args, endpoint="predict", **kwargs)
+    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", classifier(), **settings)

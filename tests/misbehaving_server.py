@@ -1,8 +1,8 @@
 """A server of rewards and chat completions that does what the first part of the path says; prints its port.
 
-`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/classify` a classifier of vLLM, `/MODE/ANYTHING/predict`
-one of text-embeddings-inference. The right score is the length of the completion; a judge finds it after
-"COMPLETION ", a classifier between "p" and "<eos>". `/classifier-of-two/...` has a second output, minus the first.
+`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/classify` a classifier of vLLM. The right score is the
+length of the completion; a judge finds it after "COMPLETION ", a classifier between "p" and "<eos>".
+`/classifier-of-two/...` has a second output, minus the first.
 """
 
 import gzip
@@ -47,28 +47,21 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.wfile.write(content)
         self.wfile.flush()
 
-    def completions(self):
+    def completion(self):
         body = self.request_body
         if self.path.endswith("/classify"):
             assert body.keys() == {"input", "use_activation", "add_special_tokens"} and body["use_activation"] is False
-            return [text.removesuffix("<eos>").removeprefix("p") for text in body["input"]]
-        if self.path.endswith("/predict"):
-            assert body.keys() == {"inputs", "raw_scores", "truncate"} and body["raw_scores"] and not body["truncate"]
-            return [text.removesuffix("<eos>").removeprefix("p") for (text,) in body["inputs"]]
-        return [self.request_body["messages"][-1]["content"].rpartition("COMPLETION ")[2]]
+            return body["input"][0].removesuffix("<eos>").removeprefix("p")
+        return body["messages"][-1]["content"].rpartition("COMPLETION ")[2]
 
-    def answer(self, text=None, scores=None, **choice):
-        """A right answer, unless text or scores are given."""
-        right = [len(completion) for completion in self.completions()]
-        both = self.path.startswith("/classifier-of-two")
-        values = [[x, -x] if both else [x] for x in (right if scores is None else scores(right))]
+    def answer(self, text=None, score=None, **choice):
+        """A right answer, unless text or a score is given."""
+        right = len(self.completion())
         if self.path.endswith("/classify"):
-            data = [{"index": n, "label": "GOOD", "probs": x, "num_classes": len(x)} for n, x in enumerate(values)]
+            outputs = [right, -right] if self.path.startswith("/classifier-of-two") else [score or right]
+            data = [{"index": 0, "label": "GOOD", "probs": outputs, "num_classes": len(outputs)}]
             return json.dumps({"id": "classify-1", "object": "list", "model": "m", "data": data}).encode()
-        if self.path.endswith("/predict"):  # in the order of the scores
-            named = [sorted(zip(x, ("GOOD", "BAD")), reverse=True) for x in values]
-            return json.dumps([[{"score": score, "label": label} for score, label in row] for row in named]).encode()
-        text = f"There are 3 points to make. Score: {right[0]}/1000" if text is None else text
+        text = f"There are 3 points to make. Score: {right}/1000" if text is None else text
         return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"} | choice]}).encode()
 
     # ---- modes ----
@@ -89,7 +82,7 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.reply(b"CUDA out of memory", 500)
 
     def broken_for_x(self):
-        self.broken() if any("x" in completion for completion in self.completions()) else self.ok()
+        self.broken() if "x" in self.completion() else self.ok()
 
     def limited(self):
         self.reply(b"slow down", 429, [("Retry-After", "1")]) if self.attempt == 1 else self.ok()
@@ -103,15 +96,6 @@ class Misbehaving(BaseHTTPRequestHandler):
 
     def silent(self):
         time.sleep(30)
-
-    def trickle(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "1000")
-        self.end_headers()
-        for _ in range(300):
-            self.wfile.write(b" ")
-            self.wfile.flush()
-            time.sleep(0.1)
 
     def half_json(self):
         content = self.answer()
@@ -128,13 +112,13 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.reply(self.answer("I would rather not say."))
 
     def nan(self):
-        self.reply(self.answer("Score: nan", lambda right: [float("nan"), *right[1:]]))
+        self.reply(self.answer("Score: nan", float("nan")))
 
     def cut_off(self):
         self.reply(self.answer("Of 10 points,", finish_reason="length"))
 
-    def wrong_count(self):
-        self.reply(self.answer("Score: 99999", lambda right: right[1:]))
+    def far_off(self):
+        self.reply(self.answer("Score: 99999"))
 
     def another_shape(self):
         self.reply(b'["hello"]')
@@ -143,7 +127,7 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.reply(gzip.compress(self.answer()), headers=[("Content-Encoding", "gzip")])
 
     def redirect(self):
-        self.reply(b"", 307, [("Location", "http://user:pw@example.com:81/elsewhere?a=b")])
+        self.reply(b"", 307, [("Location", self.path.replace("redirect", "ok"))])
 
     def wrong_key(self):
         self.reply(f"no such key: {self.headers['Authorization']}".encode(), 401)
@@ -153,20 +137,12 @@ class Misbehaving(BaseHTTPRequestHandler):
         shapes = [key[:9], " ".join(key), key.upper(), key[3:].replace("-", "%2D%2d"), "\u200b".join(key), key[-8:]]
         self.reply(("; ".join(shapes) + " " + key[:-1]).encode(), 401)
 
-    def echo_redirect(self):
+    def echo_score(self):
         key = self.headers["Authorization"].split()[-1]
-        target = f"http://{key.upper()}.example/{key[:-3]}/{key.replace('-', '%2D')}?key={key}"
-        self.reply(b"", 307, [("Location", target)])
-
-    def echo_scores(self):
-        key = self.headers["Authorization"].split()[-1]
-        self.reply(self.answer(f"Score: {key[:-1]}", lambda right: [key[:-1] for _ in right]))
+        self.reply(self.answer(f"Score: {key[:-1]}", key[:-1]))
 
     def colored(self):
         self.reply(b"\x1b[31mred\x07", 401)
-
-    def many_letters(self):
-        self.reply(self.answer("a" * 60 + "b"))
 
     def needs_key(self):  # its address has the key backwards
         key = self.path.split("/")[2][::-1]

@@ -1,5 +1,6 @@
-"""Settings and text for logs, errors and files: without secrets, printable, and short."""
+"""Keys of servers; settings and text for logs, errors and files: without secrets, printable, and short."""
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,19 @@ def redacted(text: str) -> str:
     text = _USER.sub("***@", text)
     text = _SETTING.sub(lambda match: f"{match[1]}{match[2]}***" if is_secret(match[1]) else match[0], text)
     return _KEY.sub("***", text)
+
+
+def read_key(api_key_env: str | None) -> str:
+    """Read a server's key from the environment; it is empty without a variable."""
+    key = os.environ.get(api_key_env or "", "").strip()
+    if api_key_env and not re.fullmatch(r"[!-~]+", key):
+        is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", api_key_env)
+        variable = f"`{api_key_env}`" if is_name else "whose name is `api_key_env` (not shown: it may be a key)"
+        raise ValueError(
+            f"The environment variable {variable} is not set to a key, which has no spaces and only ASCII "
+            "characters; export it with the server's key."
+        )
+    return key
 
 
 def without_key(text: str, key: str) -> str:

@@ -44,7 +44,7 @@ def whole(tmp_path_factory, port):
 
 @pytest.mark.parametrize(
     "mode, cause",
-    [("broken", "500"), ("silent", "answer"), ("half_json", "not a chat"), ("nan", "number|finite")],
+    [("broken", "CUDA"), ("silent", "timed out"), ("half_json", "unknown form"), ("nan", "finite")],
 )
 def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, whole, mode, cause):
     reward = judge(port, "ok", timeout=1.0, max_retries=1)
@@ -61,8 +61,7 @@ def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, who
 
 @pytest.mark.parametrize("make", [judge, remote])
 def test_skip_continues_with_exact_counts(tmp_path, port, make):
-    settings = {"batch_size": 1} if make is remote else {}
-    reward = make(port, "broken_for_x", max_retries=0, timeout=10.0, **settings)
+    reward = make(port, "broken_for_x", max_retries=0, timeout=10.0)
     built = trainer(
         tmp_path,
         reward_funcs=reward,
@@ -83,5 +82,5 @@ def test_skip_continues_with_exact_counts(tmp_path, port, make):
 def test_too_many_failures_end_the_run_with_the_first_cause(tmp_path, port):
     reward = judge(port, "broken", timeout=10.0, max_retries=0)
     built = trainer(tmp_path, reward_funcs=[length_reward, reward], reward_on_error="skip", dataset=prompts(8))
-    with pytest.raises(RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*500"):
+    with pytest.raises(RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*CUDA"):
         built.train()

@@ -3,6 +3,7 @@
 import httpx2
 import pytest
 import torch
+from http_rewards import scored
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 from vllm_servers import VLLM, served
 
@@ -37,17 +38,15 @@ def batch(chat=False):
 def test_served_classifier_scores_as_in_this_process(running, chat):
     server, path, label = running
     here = ClassifierReward(load_classifier(path, torch.float32, "none"), label=label).score(batch(chat))
-    there = RemoteReward(server.url, path, label=label, batch_size=7).score(batch(chat))
+    there = scored(RemoteReward(server.url, path, label=label), batch(chat))
     assert there == pytest.approx(here, abs=1e-4)
     assert len({round(score, 3) for score in here}) > 5
 
 
 def test_unusable_requests_fail_with_the_cause_and_a_remedy(running):
     server, path, label = running
-    (error,) = RemoteReward(server.url, path, label=label).score(ScoringBatch(["w1"], [" w2" * 300], [[1]]))
-    assert isinstance(error, RewardError) and "it answered 400 Bad Request" in str(error) and "256" in str(error)
-    errors = RemoteReward(server.url, path, label=7).score(batch())
-    assert "`label` must be one of its outputs (0" in str(errors[0])
-    with pytest.raises(ValueError, match=r"`url` must end with /classify"):
-        RemoteReward(f"{server.url}/v1/score", path)
+    (error,) = scored(RemoteReward(server.url, path, label=label), ScoringBatch(["w1"], [" w2" * 300], [[1]]))
+    assert isinstance(error, RewardError) and "BadRequestError" in str(error) and "256" in str(error)
+    errors = scored(RemoteReward(server.url, path, label=7), batch())
+    assert "`label` must be one of its" in str(errors[0])
     assert httpx2.get(f"{server.url}/health").is_success

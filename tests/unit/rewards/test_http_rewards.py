@@ -13,11 +13,13 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from http_rewards import KEY, TEMPLATE, classifier, judge, predicted, remote, serving
-from tokenizers import processors
+from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
 
 from trl_ppo_ext.rewards import RewardError, ScoringBatch, read_scores
-from trl_ppo_ext.rewards.http import Judge, RemoteReward, fill
+from trl_ppo_ext.rewards.http import Judge
+from trl_ppo_ext.rewards.scoring import collect_scores
+
+both = pytest.mark.parametrize("make", [judge, remote])
 
 
 def batch(completions):
@@ -40,43 +42,38 @@ def ends_within(seconds):
 # ---- success ----
 
 
-def test_judge_and_remote_reward_score_each_completion(port):
+@both
+def test_each_completion_is_scored(port, make):
     completions = ["a" * n for n in range(50)]
-    assert judge(port, "ok").score(batch(completions)) == list(range(50))
-    for make in (remote, predicted):
-        assert make(port, "ok", batch_size=7).score(batch(completions)) == list(range(50))
-        assert make(port, "zipped").score(batch(completions)) == list(range(50))
-    assert judge(port, "ok").score(batch([])) == remote(port, "ok").score(batch([])) == []
+    for mode in ("ok", "zipped", "redirect"):
+        assert scored(make(port, mode), batch(completions)) == list(range(50))
+    assert scored(make(port, "ok"), batch([])) == []
 
 
-def test_hundred_slow_calls_run_concurrently(port):
-    asked = judge(port, "slow", concurrency=32)
+def test_slow_calls_run_concurrently(port):
+    """Also those of two rewards, in a running event loop such as a notebook's."""
+    first, second = judge(port, "slow", concurrency=16), remote(port, "slow", concurrency=16)
     seconds = []
+
+    async def notebook():
+        return collect_scores([first, second], batch(["abc"] * 64))
+
     for _ in range(3):  # the best of three: other work on this machine is not what is measured
         start = time.perf_counter()
-        assert asked.score(batch(["abc"] * 100)) == [3.0] * 100
+        assert [scores.totals.tolist() for scores in asyncio.run(notebook())] == [[3.0] * 64] * 2
         seconds.append(time.perf_counter() - start)
-    print(f"\n100 calls of 0.2 s at concurrency 32: {', '.join(f'{s:.2f} s' for s in seconds)}")
-    assert 0.8 <= min(seconds) < 2  # four waves; faster would be more than 32 at a time, and in turn they take 20 s
+    assert 0.8 <= min(seconds) < 1.6  # four waves; faster would be more than 16 at a time, and in turn they take 25 s
 
 
-@pytest.mark.parametrize("make", [judge, remote, predicted])
-def test_scoring_works_inside_a_running_event_loop(port, make):
-    async def notebook():
-        return make(port, "ok").score(batch(["ab", "c"]))
-
-    assert asyncio.run(notebook()) == [2, 1]
-
-
-@pytest.mark.parametrize("make", [judge, remote, predicted])
+@both
 def test_server_that_fails_twice_is_retried(port, make):
-    assert make(port, "broken_twice", max_retries=2).score(batch(["abc"])) == [3]
+    assert scored(make(port, "broken_twice", max_retries=2), batch(["abc"])) == [3]
 
 
 @pytest.mark.parametrize("mode", ["limited", "limited_until"])
 def test_retry_after_is_honored(port, mode):
     start = time.perf_counter()
-    assert judge(port, mode, timeout=5).score(batch(["abc"])) == [3]
+    assert scored(judge(port, mode, timeout=5), batch(["abc"])) == [3]
     assert 0.9 < time.perf_counter() - start < 3
 
 
@@ -85,7 +82,7 @@ def test_server_restart_loses_no_score():
     with serving() as (process, port):
         asked = judge(port, "slow", concurrency=4, max_retries=6)
         scores = []
-        run = threading.Thread(target=lambda: scores.extend(asked.score(batch(completions))))
+        run = threading.Thread(target=lambda: scores.extend(scored(asked, batch(completions))))
         run.start()
         time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
@@ -100,20 +97,18 @@ def test_server_restart_loses_no_score():
 
 # attempts, cause
 CAUSES = {
-    "broken": (2, "it answered 500 Internal Server Error: CUDA out of memory"),
-    "limited_for_an_hour": (1, "it answered 429"),
-    "silent": (2, "no complete answer within timeout=0.5 s"),
-    "trickle": (2, "no complete answer within timeout=0.5 s"),
-    "half_json": (1, "it answered .*, which is not"),
-    "hangs_up": (2, "the connection failed .*RemoteProtocolError"),
-    "another_shape": (1, "it answered .*hello.*, which is not"),
-    "redirect": (1, ".* a redirect to http://example.com:81/elsewhere; use that as `url`"),
+    "broken": (2, "InternalServerError: Error code: 500 CUDA out of memory"),
+    "limited_for_an_hour": (1, "RateLimitError: Error code: 429 slow down"),
+    "silent": (2, "APITimeoutError: Request timed out.* raise timeout=0.5"),
+    "half_json": (1, "ValueError: it answered in an unknown form"),
+    "hangs_up": (2, "APIConnectionError: Connection error.* Check that the server runs"),
+    "another_shape": (1, r'ValueError: it answered in an unknown form: \["hello"\]'),
 }
 JUDGED = {
-    "numberless": (1, "its answer has no match of `pattern` .*: 'I would rather not say.'"),
-    "nan": (1, "its answer's score nan is outside `score_range`"),
-    "cut_off": (1, "its answer was truncated .*; raise `max_tokens`"),
-    "wrong_count": (1, "its answer's score 99999 is outside `score_range`"),
+    "numberless": (1, "ValueError: its answer has no match of `pattern` .*: 'I would rather not say.'"),
+    "nan": (1, "ValueError: its answer's score nan is outside `score_range`"),
+    "cut_off": (1, "ValueError: its answer was truncated .*; raise `max_tokens`"),
+    "far_off": (1, "ValueError: its answer's score 99999 is outside `score_range`"),
 }
 
 
@@ -123,216 +118,163 @@ def attempts(reward):
         return json.load(counts)[path.path]
 
 
-@pytest.mark.parametrize("mode", CAUSES | JUDGED)
-def test_misbehaving_judge_fails_in_time_with_the_cause(port, mode):
+@pytest.mark.parametrize(
+    "make, mode", [(judge, mode) for mode in CAUSES | JUDGED] + [(remote, mode) for mode in CAUSES]
+)
+def test_misbehaving_server_fails_in_time_with_the_cause(port, make, mode):
     tries, cause = (CAUSES | JUDGED)[mode]
-    asked = judge(port, mode, score_range=(0, 100), timeout=0.5)
+    asked = make(port, mode, timeout=0.5, **{"score_range": (0, 100)} if make is judge else {})
     with ends_within(2.5):  # two attempts of half a second each and a wait of at most one
-        errors = asked.score(batch(["abc", "de"]))
+        errors = scored(asked, batch(["abc", "de"]))
     for error in errors:
-        with pytest.raises(RewardError, match=f"The judge `rubric` at 127.0.0.1:{port} failed: {cause}"):
+        with pytest.raises(RewardError, match=f"The reward `{asked.name}` at {asked.url} failed with {cause}"):
             raise error
     assert attempts(asked) == 2 * tries  # of two requests
-
-
-@pytest.mark.parametrize("make", [remote, predicted])
-@pytest.mark.parametrize("mode", [*CAUSES, "wrong_count"])
-def test_misbehaving_remote_reward_fails_in_time_with_the_cause(port, mode, make):
-    tries, cause = CAUSES.get(mode, (1, "it returned 2 scores for 3 completions"))
-    asked = make(port, mode, timeout=0.5)
-    with ends_within(2.5):
-        errors = asked.score(batch(["abc", "de", "f"]))
-    for error in errors:
-        with pytest.raises(RewardError, match=f"The remote reward `house` at 127.0.0.1:{port} failed: {cause}"):
-            raise error
-    assert attempts(asked) == tries
 
 
 def test_closed_port_is_a_failure():
     with serving() as (_, port):
         pass
     with ends_within(10):
-        (error,) = judge(port, "ok").score(batch(["abc"]))
-    assert "failed: the connection failed" in str(error)
+        (error,) = scored(judge(port, "ok"), batch(["abc"]))
+    assert "failed with APIConnectionError" in str(error)
 
 
-def test_failed_request_fails_only_its_completions(port):
-    given = batch(["a", "b", "x", "d", "e"])
-    scores = remote(port, "broken_for_x", batch_size=2, max_retries=0).score(given)
-    assert [isinstance(score, RewardError) for score in scores] == [False, False, True, True, False]
-    scores = judge(port, "broken_for_x", max_retries=0).score(given)
+@both
+def test_failed_request_fails_only_its_completion(port, make):
+    scores = scored(make(port, "broken_for_x", max_retries=0), batch(["a", "b", "x", "d", "e"]))
     assert [isinstance(score, RewardError) for score in scores] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("make", [remote, predicted])
-def test_score_of_nan_fails_alone(port, make):
-    scores = read_scores("r", make(port, "nan").score(batch(["a", "bb"])), [1, 1])
+def test_score_of_nan_fails_alone(port):
+    (score,) = scored(remote(port, "nan"), batch(["a"]))
+    scores = read_scores("r", [score, 2.0], [1, 1])
     assert "returned nan" in str(scores.failures[0]) and scores.totals[1] == 2
 
 
-@pytest.mark.parametrize("make, labels", [(remote, (0, 1)), (predicted, ("GOOD", "BAD"))])
-def test_label_chooses_an_output(port, make, labels):
-    for label, sign in zip(labels, (1, -1)):
-        assert make(port, "classifier-of-two", label=label).score(batch(["abc", ""])) == [3 * sign, 0]
+def test_label_chooses_an_output(port):
+    for label, sign in ((0, 1), (1, -1)):
+        assert scored(remote(port, "classifier-of-two", label=label), batch(["abc", ""])) == [3 * sign, 0]
     for label in (None, 7):
-        (error,) = make(port, "classifier-of-two", label=label).score(batch(["abc"]))
-        assert f"`label` must be one of its outputs ({labels[0]!r}" in str(error) and f"got {label}" in str(error)
+        (error,) = scored(remote(port, "classifier-of-two", label=label), batch(["abc"]))
+        assert f"`label` must be one of its 2 outputs, got {label}" in str(error)
 
 
-@pytest.mark.parametrize("make, field", [(remote, "input"), (predicted, "inputs")])
-def test_classifier_gets_the_text_that_the_run_would_score(make, field):
-    """Text with an EOS, chat messages by their template; a tokenizer that begins with BOS adds it on the server."""
-    asked = make(1, "ok")
+def test_classifier_gets_the_text_that_the_run_would_score():
+    """Text with an EOS, chat messages by their template, which writes special tokens itself."""
+    asked = remote(1, "ok")
+    assert asked.url.endswith("/classify")
     chat = [{"role": "user", "content": "w1"}], [{"role": "assistant", "content": "w2"}]
-    bodies = [asked._body(ScoringBatch([p], [c], [[1]]), slice(0, 1)) for p, c in (("w1", " w2"), chat)]
-    assert [str(body[field][0]).strip("[']") for body in bodies] == ["w1 w2<eos>", "<bos> user w1 <bos> assistant w2 "]
-    assert make is predicted or [body["add_special_tokens"] for body in bodies] == [True, False]
-    if make is predicted:
-        inner = asked.tokenizer.backend_tokenizer
-        inner.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-        (text,) = asked._body(ScoringBatch([chat[0]], [chat[1]], [[1]]), slice(0, 1))["inputs"][0]
-        assert text == " user w1 <bos> assistant w2 "
-
-
-def test_remote_reward_names_the_endpoints_that_it_knows(port):
-    assert RemoteReward(f"http://127.0.0.1:{port}", classifier()).url.endswith("/classify")
-    with pytest.raises(ValueError, match=r"`url` must end with /classify \(vLLM\) or /predict \(TEI\), got .*/score"):
-        remote(port, "ok", endpoint="score")
+    bodies = [asked._body(ScoringBatch([p], [c], [[1]]), 0) for p, c in (("w1", " w2"), chat)]
+    assert [body["input"] for body in bodies] == [["w1 w2<eos>"], ["<bos> user w1 <bos> assistant w2 "]]
+    assert [body["add_special_tokens"] for body in bodies] == [True, False]
 
 
 def test_dead_server_is_given_up_for_the_rest_of_a_batch(port):
     asked = judge(port, "broken", "given-up", concurrency=8, max_retries=1)
     with ends_within(3):
-        errors = asked.score(batch(["abc"] * 500))
+        errors = scored(asked, batch(["abc"] * 500))
     assert all(isinstance(error, RewardError) for error in errors)
-    assert "skipped, because all requests before it failed: it answered 500" in str(errors[-1])
+    assert "skipped, because all requests before it failed: InternalServerError" in str(errors[-1])
     assert attempts(asked) <= 2 * 16
 
 
 # ---- keys and addresses ----
 
 
-@pytest.mark.parametrize("make", [judge, remote, predicted])
+@both
 def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TEST_KEY", f"{KEY}\n")
     right = make(port, "needs_key", KEY[::-1], api_key_env="TEST_KEY")
-    assert right.score(batch(["abc"])) == [3]
+    assert scored(right, batch(["abc"])) == [3]
     wrong = make(port, "wrong_key", api_key_env="TEST_KEY")  # the server repeats it
-    (error,) = wrong.score(batch(["abc"]))
-    assert "401 Unauthorized: *** (it repeats" in str(error)
-    (slow,) = make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5).score(batch(["abc"]))
+    (error,) = scored(wrong, batch(["abc"]))
+    assert "AuthenticationError: *** (it repeats" in str(error)
+    (slow,) = scored(make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5), batch(["abc"]))
     for shown in (repr(wrong), vars(wrong), pickle.dumps(wrong), pickle.dumps(error), caplog.text):
         assert KEY not in str(shown)
     assert caplog.text and error.__context__ is None and slow.__context__ is None
     monkeypatch.delenv("TEST_KEY")
     with pytest.raises(ValueError, match="`TEST_KEY` is not set"):
-        right.score(batch(["abc"]))
+        scored(right, batch(["abc"]))
 
 
-@pytest.mark.parametrize("make", [judge, remote, predicted])
-@pytest.mark.parametrize("how", ["body", "redirect", "scores"])
+@both
+@pytest.mark.parametrize("how", ["body", "score"])
 def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
-    """Cut, split, in another case, coded, in a redirect, and instead of a score."""
+    """Cut, split, in another case, coded, and instead of a score."""
     monkeypatch.setenv("TEST_KEY", KEY)
-    (error,) = make(port, f"echo_{how}", api_key_env="TEST_KEY").score(batch(["abc"]))
-    if not isinstance(error, RewardError):  # of a score that is text
-        error = read_scores("r", [error], [1]).failures[0]
+    (error,) = scored(make(port, f"echo_{how}", api_key_env="TEST_KEY"), batch(["abc"]))
     text = re.sub(r"%..|[^a-z0-9]", "", str(error).replace(f"127.0.0.1:{port}", "").lower())
     for start in range(len(KEY) - 5):
         assert re.sub(r"\W", "", KEY)[start : start + 5] not in text, (KEY[start:], str(error))
-    assert "***" in str(error)
-
-
-def test_invalid_proxy_is_named_without_its_password(monkeypatch):
-    for wrong in ("http://user:hun/ter2@proxy:80", "ftp://user:hunter2@proxy", "http://user@proxy:hunter2"):
-        monkeypatch.setenv("HTTPS_PROXY", wrong)
-        with pytest.raises(ValueError, match=r"`HTTPS_PROXY`.* must be an address") as caught:
-            RemoteReward("https://example.invalid", classifier()).score(batch(["abc"]))
-        assert "hun" not in str(caught.value) and caught.value.__cause__ is None
+    assert isinstance(error, RewardError) and "***" in str(error)
 
 
 def test_control_characters_of_a_server_are_escaped(port):
-    (error,) = judge(port, "colored").score(batch(["abc"]))
+    (error,) = scored(judge(port, "colored"), batch(["abc"]))
     assert r"\x1b[31m" in str(error) and str(error).isprintable()
 
 
-def test_pattern_that_hangs_fails_in_time(port):
-    with ends_within(3):
-        (error,) = judge(port, "many_letters", pattern=r"(a|aa)+$").score(batch(["abc"]))
-    assert "searched its answer for more than 1 s; remove nested repeats" in str(error)
-
-
-@pytest.mark.parametrize("make", [judge, remote, predicted])
+@both
 def test_openai_credentials_in_the_environment_are_not_sent(port, make, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
         monkeypatch.setenv(name, KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: {KEY}")
-    (error,) = make(port, "wrong_key").score(batch(["abc"]))
-    assert "401 Unauthorized: no such key: None" in str(error)
+    (error,) = scored(make(port, "wrong_key"), batch(["abc"]))
+    assert "AuthenticationError: Error code: 401 no such key: None" in str(error)
 
 
+@both
 @pytest.mark.parametrize(
     ("given", "said"), [("UNSET_KEY", "`UNSET_KEY` is not set"), (KEY, "name"), ("hf_Ab", "name")]
 )
-def test_missing_variable_or_a_key_in_its_place_raises(given, said):
-    for make in (judge, remote, predicted):
-        with pytest.raises(ValueError, match=said) as caught:
-            make(1, "ok", api_key_env=given)
-        assert given == "UNSET_KEY" or given not in str(caught.value)
+def test_missing_variable_or_a_key_in_its_place_raises(make, given, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        make(1, "ok", api_key_env=given)
+    assert given == "UNSET_KEY" or given not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 http://user:hunter2 ftp://host host".split()
-)
-def test_url_with_secrets_or_without_a_host_raises(url):
+@pytest.mark.parametrize("url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 ftp://host host".split())
+def test_url_with_secrets_or_without_a_scheme_raises(url):
     with pytest.raises(ValueError, match="`url`") as caught:
         Judge(url, "m", TEMPLATE)
     assert "hunter2" not in str(caught.value)
 
 
-def test_key_over_plain_http_to_another_machine_warns(monkeypatch):
-    monkeypatch.setenv("TEST_KEY", KEY)
-    with pytest.warns(UserWarning, match="unencrypted"):
-        Judge("http://judge.example/v1", "m", TEMPLATE, api_key_env="TEST_KEY")
-    Judge("https://judge.example/v1", "m", TEMPLATE, api_key_env="TEST_KEY")
-
-
 def test_loopback_requests_bypass_proxies(port, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert judge(port, "ok").score(batch(["abc"])) == [3]
+    assert scored(judge(port, "ok"), batch(["abc"])) == [3]
 
 
 # ---- a judge's prompt and answer ----
 
 
+def asked_of(template, prompt, completion, **columns):
+    body = Judge("http://localhost/v1", "m", template)._body(ScoringBatch([prompt], [completion], [[1]], columns), 0)
+    return body["messages"][0]["content"]
+
+
 def test_inserted_text_is_not_interpreted():
-    values = {"prompt": "{completion} {0} {", "completion": "}{prompt}{{x}}"}
-    assert fill('{"a": 1} {prompt}|{completion}', values) == '{"a": 1} {completion} {0} {|}{prompt}{{x}}'
-    with pytest.warns(UserWarning, match="{answer}"):
-        assert fill("{answer}", values) == "{answer}"
-
-
-def test_template_takes_columns_of_the_dataset():
-    asked = Judge("http://localhost/v1", "m", "{completion}{target}")
-    body = asked._body(ScoringBatch(["p"], ["c"], [[1]], {"target": [7]}), slice(0, 1))
-    assert body["messages"] == [{"role": "user", "content": "c7"}]
+    asked = asked_of('{"a": 1} {prompt}|{completion}{target}', "{completion} {0} {", "}{prompt}{{x}}", target=[7])
+    assert asked == '{"a": 1} {completion} {0} {|}{prompt}{{x}}7'
+    with pytest.warns(UserWarning, match="{'answer'}, not among .*'target'"):
+        assert asked_of("{answer}{completion}", "p", "c", target=[7]) == "{answer}c"
 
 
 def test_chat_messages_are_readable():
     prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    body = judge(1, "ok")._body(
-        ScoringBatch([prompt], [[{"role": "assistant", "content": "Hello"}]], [[1]]), slice(0, 1)
-    )
-    asked = "Rate what follows.\nPROMPT system: Be kind.\nuser: Hi\nCOMPLETION Hello"
-    assert body["messages"] == [{"role": "user", "content": asked}]
+    asked = asked_of(TEMPLATE, prompt, [{"role": "assistant", "content": "Hello"}])
+    assert asked == "Rate what follows.\nPROMPT system: Be kind.\nuser: Hi\nCOMPLETION assistant: Hello"
 
 
-def test_pattern_may_have_alternatives():
-    asked = Judge("http://localhost/v1", "m", TEMPLATE, pattern=r"Score: (\d+)|(\d+) points")
-    for answer, score in (("Score: 8", 8), ("I give 7 points", 7)):
-        assert asked._read({"choices": [{"message": {"content": answer}}]}) == [score]
+def test_extra_body_adds_and_removes_fields():
+    settings = {"extra_body": {"temperature": None, "max_tokens": 9, "top_p": 0.5}}
+    body = Judge("http://localhost/v1", "m", TEMPLATE, **settings)._body(batch(["c"]), 0)
+    body.pop("messages")
+    assert body == {"model": "m", "max_tokens": 9, "top_p": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -347,15 +289,15 @@ def test_default_pattern_matches_the_last_score(answer, score):
         with pytest.raises(ValueError, match="no match"):
             asked._read(chat)
     else:
-        assert asked._read(chat) == [score]
+        assert asked._read(chat) == score
 
 
-@pytest.mark.parametrize(
-    "bad",
-    "prompt_template={prompt} pattern=( score_range=(2,1) timeout=0 concurrency=0".split(),
-)
-def test_invalid_arguments_raise(bad):
-    name, value = bad.split("=")
-    value = value if name in ("prompt_template", "pattern") else eval(value)
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        Judge(**({"url": "http://localhost/v1", "model": "m", "prompt_template": TEMPLATE} | {name: value}))
+def test_pattern_may_have_alternatives():
+    asked = Judge("http://localhost/v1", "m", TEMPLATE, pattern=r"Score: (\d+)|(\d+) points")
+    for answer, score in (("Score: 8", 8), ("I give 7 points", 7)):
+        assert asked._read({"choices": [{"message": {"content": answer}}]}) == score
+
+
+def test_template_without_the_completion_raises():
+    with pytest.raises(ValueError, match="`prompt_template` must contain"):
+        Judge("http://localhost/v1", "m", "{prompt}")
