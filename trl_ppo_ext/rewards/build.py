@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 from typing import Any, TypeAlias, cast
 
 from datasets import Dataset
@@ -138,8 +137,6 @@ def build_rewards(
         else:
             rewards.append(FunctionReward(cast(Callable, entry), args.reward_timeout))
     for index, reward in enumerate(rewards):
-        names = [other.name for other in rewards]
-        if reward.name in names[:index]:  # metrics need distinct names
-            numbered = (f"{reward.name}_{number}" for number in count(index))
-            reward.name = next(name for name in numbered if name not in names)
+        while reward.name in [other.name for other in rewards[:index]]:  # metrics need distinct names
+            reward.name = f"{reward.name}_{index}"
     return rewards

@@ -94,9 +94,6 @@ class SequenceScorer:
         self.batch_size, self.context_length = batch_size, context_length
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        if tokenizer.pad_token_id is None:
-            cause = f"The tokenizer of the reward model `{name}` has neither a pad nor an EOS token"
-            raise RewardError(f"{cause}; set `tokenizer.pad_token`, and pass it in `reward_processing_classes`.")
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
@@ -221,15 +218,11 @@ class AdapterReward(SequenceScorer):
     ):
         path = adapter.path
         super().__init__(adapter.name or path.rstrip("/").split("/")[-1], tokenizer, batch_size)
-        try:
-            files = read_adapter(path)
-            if adapter.check_base:
-                remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
-                base = actor_critic.config._name_or_path
-                check_same_base(path, files.config.base_model_name_or_path, base, remedy)
-        except ValueError as error:
-            raise RewardError(str(error)) from error
-
+        files = read_adapter(path)
+        if adapter.check_base:
+            remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
+            base = actor_critic.config._name_or_path
+            check_same_base(path, files.config.base_model_name_or_path, base, remedy)
         if find_file(path, "tokenizer_config.json") is not None:
             theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # only its vocabulary is compared
             if theirs.get_vocab() != tokenizer.get_vocab():

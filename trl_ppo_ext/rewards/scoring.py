@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,19 +121,13 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
-        elif entry is not None and not (nan_is_none and _is_nan(entry)):
+        elif entry is not None and not (nan_is_none and isinstance(entry, float) and math.isnan(entry)):
             try:
                 tokens[index] = _at_tokens(entry, length, max(lengths))
             except ValueError as error:
                 cause, remedy = error.args
                 failures[index] = RewardError(f"The reward `{name}` returned {cause} for completion {index}{remedy}")
     return Scores(tokens, failures)
-
-
-def _is_nan(entry: Any) -> bool:
-    with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # not one number
-        return math.isnan(entry)
-    return False
 
 
 def _at_tokens(entry: Any, length: int, width: int) -> Tensor:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers import LlamaForSequenceClassification
 
-from trl_ppo_ext import PPOTrainer, RewardAdapter, RewardError
+from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.rewards import ClassifierReward
 
 
@@ -119,5 +119,5 @@ def other_shapes(path):
 )
 def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, damage, message):
     damage(adapter)
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(ValueError, match=message):
         run(base, adapter, tmp_path / "run")

@@ -355,13 +355,6 @@ def test_classifier_with_two_labels_raises():
         ClassifierReward(model, tokenizer())
 
 
-def test_tokenizer_without_pad_and_eos_raises():
-    bare = tokenizer()
-    bare.pad_token = bare.eos_token = None
-    with pytest.raises(RewardError, match=r"neither a pad nor an EOS token; set `tokenizer.pad_token`"):
-        ClassifierReward(llama(classifier=True), bare)
-
-
 def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
 
