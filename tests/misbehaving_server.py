@@ -5,13 +5,11 @@ length of the completion; a judge finds it after "COMPLETION ", a classifier bet
 `/classifier-of-two/...` has a second output, minus the first.
 """
 
-import gzip
 import json
 import sys
 import threading
 import time
 from collections import Counter
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 attempts: Counter[str] = Counter()
@@ -84,13 +82,6 @@ class Misbehaving(BaseHTTPRequestHandler):
     def broken_for_x(self):
         self.broken() if "x" in self.completion() else self.ok()
 
-    def limited(self):
-        self.reply(b"slow down", 429, [("Retry-After", "1")]) if self.attempt == 1 else self.ok()
-
-    def limited_until(self):
-        date = formatdate(time.time() + 2, usegmt=True)
-        self.reply(b"slow down", 429, [("Retry-After", date)]) if self.attempt == 1 else self.ok()
-
     def limited_for_an_hour(self):
         self.reply(b"slow down", 429, [("Retry-After", "3600")])
 
@@ -122,9 +113,6 @@ class Misbehaving(BaseHTTPRequestHandler):
 
     def another_shape(self):
         self.reply(b'["hello"]')
-
-    def zipped(self):
-        self.reply(gzip.compress(self.answer()), headers=[("Content-Encoding", "gzip")])
 
     def redirect(self):
         self.reply(b"", 307, [("Location", self.path.replace("redirect", "ok"))])

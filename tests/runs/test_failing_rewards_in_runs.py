@@ -42,10 +42,7 @@ def whole(tmp_path_factory, port):
     return weights(built)
 
 
-@pytest.mark.parametrize(
-    "mode, cause",
-    [("broken", "CUDA"), ("silent", "timed out"), ("half_json", "unknown form"), ("nan", "finite")],
-)
+@pytest.mark.parametrize("mode, cause", [("silent", "timed out"), ("nan", "finite")])
 def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, whole, mode, cause):
     reward = judge(port, "ok", timeout=1.0, max_retries=1)
     broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **SAVING)

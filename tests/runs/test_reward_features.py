@@ -16,13 +16,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from trl_ppo_ext import RewardError
 from trl_ppo_ext.ppo.metrics import check_metric_name
-from trl_ppo_ext.rewards import (
-    FunctionReward,
-    ScoringBatch,
-    monitor,
-    read_scores,
-    score_all,
-)
+from trl_ppo_ext.rewards import FunctionReward, ScoringBatch, monitor, read_scores, score_all
 from trl_ppo_ext.rewards.scoring import collect_scores
 
 NAN = float("nan")
@@ -41,26 +35,18 @@ def gives(*entries):
 
 
 def test_asynchronous_functions_of_a_batch_run_together():
+    """Also inside a running loop, such as that of a notebook."""
+
     async def slow(completions, **kwargs):
         await asyncio.sleep(0.2)
         return [1.0] * len(completions)
 
-    start = time.perf_counter()
-    assert [scores.totals.tolist() for scores in collect_scores([FunctionReward(slow)] * 5, batch())] == [
-        [1.0] * 3
-    ] * 5
-    assert time.perf_counter() - start < 0.5
-
-
-def test_asynchronous_functions_run_inside_a_running_loop():
-    async def reward(completions, **kwargs):
-        return [2.0] * len(completions)
-
     async def notebook():
-        return collect_scores([FunctionReward(reward)], batch())
+        return collect_scores([FunctionReward(slow)] * 5, batch())
 
-    (scores,) = asyncio.run(notebook())
-    assert scores.totals.tolist() == [2.0] * 3
+    start = time.perf_counter()
+    assert [scores.totals.tolist() for scores in asyncio.run(notebook())] == [[1.0] * 3] * 5
+    assert time.perf_counter() - start < 0.5
 
 
 def test_functions_log_columns_and_metrics(tmp_path, capsys):
@@ -193,15 +179,12 @@ def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):
     assert drawn[0] != drawn[1]  # its own random numbers differ between rollouts
 
 
-@pytest.mark.parametrize(
-    "name", ["loss", "reward", "learning_rate", "kl", "rewards/short/mean", "eval_reward", "epoch"]
-)
-def test_metric_with_a_name_of_the_trainer_raises(tmp_path, name):
+def test_metric_with_a_name_of_the_trainer_raises(tmp_path):
     def reward(completion_ids, log_metric, **kwargs):
-        log_metric(name, 1.0)
+        log_metric("kl", 1.0)
         return length_reward(completion_ids)
 
-    with pytest.raises(RewardError, match=f"`log_metric` got the name '{name}', which the trainer logs itself"):
+    with pytest.raises(RewardError, match="`log_metric` got the name 'kl', which the trainer logs itself"):
         trainer(tmp_path, reward_funcs=reward, max_steps=1).train()
 
 
@@ -252,21 +235,17 @@ def test_completion_is_the_continuation_of_its_prompt(tmp_path, make):
 
 
 def unparsed(completion_ids, **kwargs):
-    return [None if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
-
-
-def unparsed_as_nan(completion_ids, **kwargs):
-    return [NAN if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
+    absent = None, NAN  # as in TRL
+    return [absent[ids[0] % 4 // 2] if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
 
 
 def unparsed_as_failure(completion_ids, **kwargs):
     return [RewardError("no") if ids[0] % 2 else float(len(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("function", [unparsed, unparsed_as_nan])
-def test_completion_without_a_score_is_skipped_and_counted(tmp_path, function):
+def test_completion_without_a_score_is_skipped_and_counted(tmp_path):
     dataset = prompts(8)
-    built = trainer(tmp_path / "a", reward_funcs=function, dataset=dataset)
+    built = trainer(tmp_path / "a", reward_funcs=unparsed, dataset=dataset)
     rollouts = rollouts_of(built)
     built.train()
     skip = {"reward_on_error": "skip", "max_reward_failures": 1.0}
@@ -296,29 +275,8 @@ def test_token_rewards_enter_where_they_belong():
     assert scores.totals[:3].tolist() == [2.5, 0.5, 3.0] and scores.totals[3].isnan()
 
 
-@pytest.mark.parametrize(
-    "entry, message",
-    [
-        ([1.0], "1 token rewards for completion 0, which has 3 tokens"),
-        ([(3, 1.0)], r"positions from 0 to 2"),
-        ([(0.5, 1.0)], "positions from 0 to 2"),
-        ([(0, NAN)], "finite"),
-        ([1.0, "x", 2.0], "'x' for completion 0"),
-    ],
-)
-def test_invalid_token_rewards_fail_their_completion(entry, message):
-    scores = read_scores("r", [entry, 1.0], [3, 3])
-    assert list(scores.failures) == [0]
-    with pytest.raises(RewardError, match=message):
-        raise scores.failures[0]
-
-
 def outcome(completion_ids, **kwargs):
     return [0.1 * sum(ids) for ids in completion_ids]
-
-
-def outcome_per_token(completion_ids, **kwargs):
-    return [[0.0] * (len(ids) - 1) + [0.1 * sum(ids)] for ids in completion_ids]
 
 
 def outcome_as_pair(completion_ids, **kwargs):
@@ -328,12 +286,11 @@ def outcome_as_pair(completion_ids, **kwargs):
 @pytest.mark.parametrize("shaped", [{}, {"normalize_rewards": True, "missing_eos_penalty": 1.0}])
 def test_outcome_on_the_last_token_trains_as_a_scalar(tmp_path, shaped):
     results = []
-    for reward in (outcome, outcome_per_token, outcome_as_pair):
+    for reward in (outcome, outcome_as_pair):
         built = trainer(tmp_path, reward_funcs=reward, **shaped)
         built.train()
         results.append(weights(built))
-    for other in results[1:]:
-        assert all(torch.equal(other[name], weight) for name, weight in results[0].items())
+    assert all(torch.equal(results[1][name], weight) for name, weight in results[0].items())
 
 
 def test_step_rewards_reach_the_tokens_before_them_only(tmp_path):
@@ -354,11 +311,6 @@ def fails_for(rows):
     return gives(*(RewardError(f"row {row}") if row in rows else float(row) for row in range(4)))
 
 
-def test_raise_ends_with_the_first_failure():
-    with pytest.raises(RewardError, match="row 2"):
-        score_all([fails_for([2, 3])], batch(4), None, "raise", 1.0, **ALONE)
-
-
 def test_skip_drops_the_completion_and_a_number_replaces_it():
     rewards = [fails_for([2]), gives(1.0, 1.0, 1.0, 1.0)]
     skipped = score_all(rewards, batch(4), [2.0, 1.0], "skip", 0.5, **ALONE)
@@ -370,6 +322,8 @@ def test_skip_drops_the_completion_and_a_number_replaces_it():
 
 
 def test_too_many_failures_raise_the_first_cause():
+    with pytest.raises(RewardError, match="row 1"):
+        score_all([fails_for([1, 2, 3])], batch(4), None, "raise", 1.0, **ALONE)
     with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
         score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
     score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
@@ -494,7 +448,6 @@ def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
     "mean, settings, message",
     [
         (-25, {}, "-25 ± 1.*`normalize_rewards=True`.*pretrain-critic"),
-        (25, {}, "25 ± 1"),
         (3.2, {}, "3.2 ± 1"),
         (2.9, {}, None),
         (-25, {"per_device_train_batch_size": 3}, None),  # too few scores

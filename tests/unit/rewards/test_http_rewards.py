@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
 
-from trl_ppo_ext.rewards import RewardError, ScoringBatch, read_scores
+from trl_ppo_ext.rewards import RewardError, ScoringBatch
 from trl_ppo_ext.rewards.http import Judge
 from trl_ppo_ext.rewards.scoring import collect_scores
 
@@ -45,7 +45,7 @@ def ends_within(seconds):
 @both
 def test_each_completion_is_scored(port, make):
     completions = ["a" * n for n in range(50)]
-    for mode in ("ok", "zipped", "redirect"):
+    for mode in ("ok", "redirect"):
         assert scored(make(port, mode), batch(completions)) == list(range(50))
     assert scored(make(port, "ok"), batch([])) == []
 
@@ -68,13 +68,6 @@ def test_slow_calls_run_concurrently(port):
 @both
 def test_server_that_fails_twice_is_retried(port, make):
     assert scored(make(port, "broken_twice", max_retries=2), batch(["abc"])) == [3]
-
-
-@pytest.mark.parametrize("mode", ["limited", "limited_until"])
-def test_retry_after_is_honored(port, mode):
-    start = time.perf_counter()
-    assert scored(judge(port, mode, timeout=5), batch(["abc"])) == [3]
-    assert 0.9 < time.perf_counter() - start < 3
 
 
 def test_server_restart_loses_no_score():
@@ -144,12 +137,6 @@ def test_closed_port_is_a_failure():
 def test_failed_request_fails_only_its_completion(port, make):
     scores = scored(make(port, "broken_for_x", max_retries=0), batch(["a", "b", "x", "d", "e"]))
     assert [isinstance(score, RewardError) for score in scores] == [False, False, True, False, False]
-
-
-def test_score_of_nan_fails_alone(port):
-    (score,) = scored(remote(port, "nan"), batch(["a"]))
-    scores = read_scores("r", [score, 2.0], [1, 1])
-    assert "returned nan" in str(scores.failures[0]) and scores.totals[1] == 2
 
 
 def test_label_chooses_an_output(port):
@@ -277,25 +264,18 @@ def test_extra_body_adds_and_removes_fields():
     assert body == {"model": "m", "max_tokens": 9, "top_p": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [("8", 8), ("Score: 8/10.", 8), ("8 / 10", 8), ("3 then 7.5 out of 10", 7.5), ("-2.", -2), ("**4**", 4)]
-    + [(text, None) for text in ("1,000", "1.2.3", "nan", "v2", "")],
-)
-def test_default_pattern_matches_the_last_score(answer, score):
-    chat = {"choices": [{"message": {"content": answer}}]}
-    asked = Judge("http://localhost/v1", "m", TEMPLATE)
-    if score is None:
+def score_in(answer, **kwargs):
+    return Judge("http://localhost/v1", "m", TEMPLATE, **kwargs)._read({"choices": [{"message": {"content": answer}}]})
+
+
+def test_default_pattern_matches_the_last_score():
+    scores = {"8": 8, "Score: 8/10.": 8, "8 / 10": 8, "3 then 7.5 out of 10": 7.5, "-2.": -2, "**4**": 4}
+    assert {answer: score_in(answer) for answer in scores} == scores
+    for answer in ("1,000", "1.2.3", "nan", "v2", ""):
         with pytest.raises(ValueError, match="no match"):
-            asked._read(chat)
-    else:
-        assert asked._read(chat) == score
-
-
-def test_pattern_may_have_alternatives():
-    asked = Judge("http://localhost/v1", "m", TEMPLATE, pattern=r"Score: (\d+)|(\d+) points")
+            score_in(answer)
     for answer, score in (("Score: 8", 8), ("I give 7 points", 7)):
-        assert asked._read({"choices": [{"message": {"content": answer}}]}) == score
+        assert score_in(answer, pattern=r"Score: (\d+)|(\d+) points") == score
 
 
 def test_template_without_the_completion_raises():
