@@ -8,14 +8,14 @@ from datasets import Dataset
 from peft import PeftModel
 from pyarrow import compute
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..config import PPOConfig
 from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
-from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
+from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, load_classifier
 from .scoring import FunctionReward, Reward, RewardError, function_name
 
 logger = logging.get_logger(__name__)
@@ -71,14 +71,11 @@ def check_reward_arguments(
                 "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
                 f"object with `name` and `score` such as `Judge`, got {reward!r}."
             )
-    weights = args.reward_weights
-    for name, values in (("reward_processing_classes", processing_classes), ("args.reward_weights", weights)):
+    for name, values in (("reward_processing_classes", processing_classes), ("reward_weights", args.reward_weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
     for model_id in (reward for reward in rewards if isinstance(reward, str)):
         check_available("reward_funcs", model_id, {})
-        config = AutoConfig.from_pretrained(model_id, trust_remote_code=args.trust_remote_code)
-        checked_label(model_id, config.num_labels, label)
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
