@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ except ImportError as error:
     raise ImportError(f'A vLLM server needs an extra ({error}); run pip install "trl_ppo_ext[vllm]".') from error
 
 T = TypeVar("T")
+_tls = cache(httpx2.create_ssl_context)  # it reads a hundred certificates: once, not for each call
 KEY = "VLLM_API_KEY"
 CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
@@ -103,6 +105,7 @@ class VLLMServer:
                 headers={"Authorization": f"Bearer {key}"} if key else None,
                 timeout=httpx2.Timeout(None, connect=LIFE),
                 limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
+                verify=_tls(),
                 # requests to this machine go through no proxy
                 trust_env=httpx2.URL(self.url).host not in ("localhost", "127.0.0.1", "::1"),
             ) as client:
