@@ -21,8 +21,7 @@ from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
-from .record import ANSWERS, Place, Record, forget
-from .tools import Answer
+from .record import ANSWERS, Answer, Place, Record
 from .transformers import Generator, TransformersGenerator
 from .vllm import VLLMGenerator
 

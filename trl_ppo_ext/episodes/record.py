@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from .tools import Answer
-
 logger = logging.get_logger(__name__)
 
 ANSWERS = ".answers"  # in the output directory: a file per rollout, named by its optimizer step, and rank
+
+
+class Answer(NamedTuple):
+    """Answer of an environment to a turn of the policy."""
+
+    messages: list[dict[str, Any]] = []  # noqa: RUF012 (never changed); without any, the policy has ended the episode
+    reward: float | None = None
+    done: bool = False
+    truncated: bool = False  # ended by a limit of the environment, not by a final state
+    failed: list[bool] = []  # noqa: RUF012 per tool call
 
 
 def _files(output_dir: str, rank: int) -> dict[int, Path]:
