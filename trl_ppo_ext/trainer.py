@@ -157,8 +157,9 @@ class PPOTrainer(Trainer):
         if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
-        rows = args.plan(args.world_size).prompts
-        train_dataset, prompt_kwargs = environments.prepare(train_dataset, tokenizer, template_kwargs, args, rows)
+        rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
+        given = train_dataset, tokenizer, template_kwargs, rows, args.environment_timeout
+        train_dataset, prompt_kwargs = environments.prepare(*given)
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,

@@ -107,7 +107,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
     length, longest, overlong = args.max_completion_length, args.max_prompt_length, args.overlong_prompts
     template_kwargs, critic_prompt = cast(dict, args.chat_template_kwargs), args.critic_options.prompt
-    _, prompt_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, args, 1)
+    _, prompt_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, 1)
     settings = length, context, prompt_kwargs, longest, overlong, critic_prompt, vocab_size
     for argument, rows in datasets.items():
         if rows is not None:

@@ -5,7 +5,6 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -190,17 +189,9 @@ class Kind:
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
-    def lend(self) -> Any:
-        """Free instance, or a new one; within a run, a factory that fails gives one that fails to reset."""
-        try:
-            return self.pool.pop(0) if self.pool else self.make()
-        except Exception as error:
-            failure = error
-
-        async def reset(row: dict[str, Any], seed: int) -> None:
-            raise failure
-
-        return SimpleNamespace(instance=self.type.__new__(self.type), reset=reset)
+    def lend(self) -> ToolEnvironment | TextEnvironment:
+        """Free instance, or a new one."""
+        return self.pool.pop(0) if self.pool else self.make()
 
 
 class Environments:
@@ -217,6 +208,7 @@ class Environments:
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
         self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
         self.has_instances = bool(factory)  # which reward functions receive
+        self.timeout: float | None = None  # seconds
         self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
 
     def __bool__(self) -> bool:
@@ -231,17 +223,23 @@ class Environments:
         return self.kinds[name]
 
     def prepare(
-        self, dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None, args: Any, rows: int
+        self,
+        dataset: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: dict | None,
+        rows: int,
+        timeout: float | None = None,
     ) -> tuple[Any, dict | None]:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
         if not (self or self.rollout_func):
             return dataset, template_kwargs
-        if dataset is None and self.by_name and args.max_steps > 0:
+        if dataset is None and self.by_name and rows:
             needed = "a `train_dataset` whose column `environment` names one of them"
             raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
+        self.timeout = timeout
         for reward in self.rewards:
-            reward.timeout = args.environment_timeout
-        if self.has_instances and (dataset is not None or args.max_steps > 0):
+            reward.timeout = timeout
+        if self.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
         self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools=bool(self.tools))

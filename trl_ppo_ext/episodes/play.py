@@ -21,7 +21,7 @@ from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
-from .record import ANSWERS, Answer, Place, Record
+from .record import ANSWERS, Answer, Place, Record, forget
 from .transformers import Generator, TransformersGenerator
 from .vllm import VLLMGenerator
 
@@ -63,13 +63,16 @@ class EnvironmentPlayer(Player):
     takes_seeds = True
 
     def __init__(self, generator: Generator, environments: Environments, args: PPOConfig, context_length: int | None):
-        self.environments, self.chat, self.args = environments, environments.chat, args
-        super().__init__(generator, self.chat.tokenizer, args.critic_options.bootstrap_truncated)
-        self.limit = args.max_completion_length
+        options, iterations = args.critic_options, args.max_tool_calling_iterations
+        self.environments, self.chat = environments, environments.chat
+        super().__init__(generator, self.chat.tokenizer, options.bootstrap_truncated)
+        self.limit, self.truncates = args.max_completion_length, args.overlong_prompts == "truncate"
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.critic_limit = prompt_limit(self.limit, context_length, None)
-        iterations = args.max_tool_calling_iterations
+        self.shows_critic = args.critic == "adapter" and options.prompt is None
         self.iterations = math.inf if iterations is None else iterations
+        self.device, self.rank, self.folder = args.device, args.process_index, args.output_dir
+        self.saves = args.save_strategy != "no"
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Take back the environments of the last episodes, which have been scored by now.
@@ -97,7 +100,7 @@ class EnvironmentPlayer(Player):
                 self._observe(episode, observation)
 
         # 3. Show the critic what the policy must find out.
-        if self.args.critic == "adapter" and self.args.critic_options.prompt is None:
+        if self.shows_critic:
             with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
             for episode, state in self._answers("hidden state", with_state, states, seeds[0]):
@@ -129,10 +132,9 @@ class EnvironmentPlayer(Player):
         """Answers to the rollout before an optimizer step, also those of a run that was killed in it."""
         if step is None:
             return Record(None)
-        folder, rank = self.args.output_dir, self.args.process_index
-        if self.args.save_strategy == "no":  # otherwise a checkpoint deletes what it has
-            forget(folder, rank, step)
-        return Record(Path(folder, ANSWERS, f"{step}-{rank}.jsonl").absolute(), CHARACTERS * self.limit)
+        if not self.saves:  # otherwise a checkpoint deletes what it has
+            forget(self.folder, self.rank, step)
+        return Record(Path(self.folder, ANSWERS, f"{step}-{self.rank}.jsonl").absolute(), CHARACTERS * self.limit)
 
     def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
         """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""
@@ -141,13 +143,13 @@ class EnvironmentPlayer(Player):
             answers = []
             for episode, ask in zip(episodes, asks):
                 has_state = part != "hidden state" and episode.environment is not None
-                in_time = partial(bounded, ask, self.args.environment_timeout)
+                in_time = partial(bounded, ask, self.environments.timeout)
                 answers.append(episode.place.answer(part, in_time, has_state))
             return await asyncio.gather(*answers, return_exceptions=True)
 
         if not episodes:
             return []
-        with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.args.device):
+        with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.device):
             answers = finished(started(together()))
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
@@ -172,7 +174,7 @@ class EnvironmentPlayer(Player):
                     raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
             kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
             ids = encode(prompt, self.tokenizer, kwargs)
-            if self.args.overlong_prompts == "truncate":
+            if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
                 raise PromptError(f"the prompt with the observation has {len(ids)} tokens, but {limit} fit")
@@ -186,10 +188,9 @@ class EnvironmentPlayer(Player):
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
-            fits = len(state) <= CHARACTERS * room
-            ids = tokenizer(state, add_special_tokens=False)["input_ids"] if fits else []
-            if not fits or len(ids) > room:
-                raise ValueError(f"`hidden_state` returned {len(state)} characters, but {room} tokens fit")
+            ids = tokenizer(state, add_special_tokens=False)["input_ids"]
+            if len(ids) > room:
+                raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
             episode.critic_prompt_ids = [*episode.prompt_ids[:start], *ids, *episode.prompt_ids[start:]]
         except Exception as error:
@@ -205,7 +206,8 @@ class EnvironmentPlayer(Player):
             return False
         is_last = isinstance(episode.responder, TextEnvironment) and episode.turns == self.iterations
         is_limited = answer.truncated or is_last
-        ids, room = list[int](), self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
+        ids: list[int] = []
+        room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)

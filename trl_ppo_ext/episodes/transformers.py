@@ -118,13 +118,11 @@ class TransformersGenerator(Generator):
         } | {name: getattr(args, name) for name in SAMPLING}
         self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
-        self.stop_strings: StopStringCriteria | None = None
-        if args.stop_strings:
-            try:
-                self.stop_strings = StopStringCriteria(tokenizer, args.stop_strings)
-            except ValueError as error:
-                cause = f"`stop_strings` are not supported by this tokenizer ({error})"
-                raise ValueError(f"{cause}; use `stop_token_ids`.") from error
+        try:
+            self.stop_strings = StopStringCriteria(tokenizer, strings) if (strings := args.stop_strings) else None
+        except ValueError as error:
+            cause = f"`stop_strings` are not supported by this tokenizer ({error})"
+            raise ValueError(f"{cause}; use `stop_token_ids`.") from error
         self.reuses = can_reuse(actor_critic, self.config)
 
     def _generate_batch(

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
-LOCAL = "http://127.0.0.1:8000"
-INSTALL = "install it (`pip install vllm`), or set `vllm_mode='server'` and run it in an environment of its own"
 
 
 class VLLMError(RuntimeError):
@@ -73,7 +71,7 @@ class VLLMGenerator(Generator):
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
         self.sampled_logprobs: list[list[float]] = []
-        settings = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+        settings = {name: x for name in SAMPLING if (x := getattr(args, name)) is not None}
         settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
         base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
         if args.vllm_mode == "server":
@@ -83,7 +81,7 @@ class VLLMGenerator(Generator):
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
             self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
-            url = args.vllm_server_base_url or LOCAL
+            url = args.vllm_server_base_url or "http://127.0.0.1:8000"
             self.engine = VLLMServer(url, args.vllm_server_timeout, base, settings, rank)
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
@@ -141,22 +139,14 @@ class VLLMGenerator(Generator):
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
-        first_rows, groups = distinct(prompts)
-        copies, longest = Counter(groups), max_new_tokens or self.limit
+        copies, longest = Counter(map(tuple, prompts)), max_new_tokens or self.limit
         # completions depend on no other request, and a resumed run repeats them
-        seeds = torch.randint(2**31, (len(first_rows),)).tolist()
-        requests = [Request(prompts[row], copies[n], seeds[n], longest) for n, row in enumerate(first_rows)]
-        sampled = [iter(copies) for copies in self.engine.sample(str(self.version), requests)]
-        completions = [next(sampled[group]) for group in groups]
+        seeds = torch.randint(2**31, (len(copies),)).tolist()
+        requests = [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+        sampled = dict(zip(copies, map(iter, self.engine.sample(str(self.version), requests))))
+        completions = [next(sampled[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
-
-
-def distinct(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """First row of each distinct prompt, and the number of the prompt in each row."""
-    numbers: dict[tuple[int, ...], int] = {}
-    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-    return [groups.index(number) for number in range(len(numbers))], groups
 
 
 def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
@@ -194,9 +184,7 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
             "or one on the embeddings; change `peft_config`, or use 'transformers'."
         )
     largest = max([config.r, *config.rank_pattern.values()])
-    if largest > RANKS[-1]:
-        raise ValueError(f"vLLM loads adapters of rank up to {RANKS[-1]}, got {largest}; lower `r` of `peft_config`.")
-    return next(rank for rank in RANKS if rank >= largest)
+    return next((rank for rank in RANKS if rank >= largest), RANKS[-1])
 
 
 @contextmanager
@@ -225,16 +213,19 @@ class ColocatedEngine:
         self, base: str, dtype: torch.dtype, rank: int, args: PPOConfig, accelerator: Accelerator, settings: dict
     ):
         if find_spec("vllm") is None:
-            raise ImportError(f"`generation_backend='vllm'` needs vLLM, which is not installed; {INSTALL}.")
-        on_cpu = accelerator.device.type == "cpu"
+            raise ImportError(
+                "`generation_backend='vllm'` needs vLLM, which is not installed; install it (`pip install vllm`), or "
+                "set `vllm_mode='server'` and run it in an environment of its own."
+            )
+        sleeps = args.vllm_enable_sleep_mode
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "max_model_len": args.vllm_max_model_length,
             "trust_remote_code": args.trust_remote_code,
-            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+            "enable_sleep_mode": sleeps,
         }
-        if on_cpu:
+        if accelerator.device.type == "cpu":
             # vLLM 0.32 dies when it samples part of a prompt with a seed, on CPUs only
             defaults |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
         if accelerator.num_processes > 1:  # vLLM then uses the process group of the run
@@ -258,7 +249,7 @@ class ColocatedEngine:
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
-        self.sleep_level = args.vllm_options.sleep_level if args.vllm_enable_sleep_mode else None
+        self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
     def load(self, name: str, directory: Path) -> None:
