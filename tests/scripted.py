@@ -74,15 +74,16 @@ def player_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **setting
         "max_completion_length": 1000,
         "max_prompt_length": None,
         "overlong_prompts": "error",
-        "environment_timeout": None,
         "max_tool_calling_iterations": None,
         "critic": "side",
         "critic_options": CriticOptions(),
-        "max_steps": 1,
         "device": torch.device("cpu"),
+        "output_dir": "",
+        "process_index": 0,
+        "save_strategy": "no",
     }
-    args = SimpleNamespace(**args | settings)
-    _, kwargs = environments.prepare(rows, tokenizer, None, args, 1)
+    args, timeout = SimpleNamespace(**args | settings), settings.get("environment_timeout")
+    _, kwargs = environments.prepare(rows, tokenizer, None, 1, timeout)
     for row in rows:
         encoded = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs)
         row[PROMPT_IDS] = encoded["input_ids"]

@@ -53,20 +53,15 @@ PLAIN = {
     "reset returns a number": "`reset` must return text, messages or None, got int",
     "reset returns 10 MB": "`reset` returned 10000000 characters",
     "reset returns messages of numbers": "failed with",
-    "reset exits": "SystemExit",
     "reset hangs": "no result within environment_timeout=0.5 s",
     "reset changes its row": None,
     "raises": "ZeroDivisionError: division by zero",
-    "raises without a message": "failed with AssertionError",
     "returns None": "must return (observation, reward, done), or Gymnasium's",
-    "returns two values": "must return (observation, reward, done), or Gymnasium's",
-    "returns a list": "must return (observation, reward, done), or Gymnasium's",
     "returns bytes": "`step` must return an observation that is text, got bytes",
     "returns no observation": "`step` must return an observation that is text, got NoneType",
     "returns 10 MB": None,
     "returns half an emoji": None,
     "rewards NaN": "`step` must return a finite reward, got nan",
-    "rewards inf": "`step` must return a finite reward, got inf",
     "rewards too much": "at most 1e+09 in size",
     "rewards text": "TypeError: must be real number, not str",
     "hangs": "no result within environment_timeout=0.5 s",
@@ -89,7 +84,6 @@ class Hostile:
             "reset returns a number": lambda: 5,
             "reset returns 10 MB": lambda: "w1 " * 3_333_333 + "w",
             "reset returns messages of numbers": lambda: [1, 2],
-            "reset exits": exit,
             "reset hangs": lambda: time.sleep(5),
             "reset changes its row": row.clear,
         }
@@ -98,16 +92,12 @@ class Hostile:
     def step(self, text):
         steps = {
             "raises": lambda: 1 / 0,
-            "raises without a message": lambda: raises(AssertionError),
             "returns None": lambda: None,
-            "returns two values": lambda: ("w1", 1.0),
-            "returns a list": lambda: ["w1", 1.0, False],
             "returns bytes": lambda: (b"w1", 1.0, False),
             "returns no observation": lambda: (None, 1.0, False),
             "returns 10 MB": lambda: ("w1 " * 3_333_333, 1.0, False),
             "returns half an emoji": lambda: ("\ud83d", 1.0, False),
             "rewards NaN": lambda: ("w1", float("nan"), False),
-            "rewards inf": lambda: ("w1", float("inf"), True),
             "rewards too much": lambda: ("w1", 1e30, True),
             "rewards text": lambda: ("w1", "much", False),
             "hangs": lambda: time.sleep(5),
@@ -146,13 +136,10 @@ TOOLS = {
     "is unknown": (call("gone"), None, "Tool gone not found."),
     "is called with a list": (call("act").replace("{}", "[1]"), None, "must be a mapping, not list"),
     "is called without arguments": (call("act"), None, "missing 1 required positional argument: 'how'"),
-    "is called with too many": (call("act", how="x", other=1), None, "unexpected keyword argument 'other'"),
     "is called with half an emoji": (call("act", how="\ud83d"), None, "'?'"),
     "raises": (call("act", how="raises"), None, "division by zero"),
     "exits": (call("act", how="exits"), None, "SystemExit"),
-    "interrupts": (call("act", how="interrupts"), None, "KeyboardInterrupt"),
     "stops an iteration": (call("act", how="stops"), None, "StopIteration"),
-    "returns None": (call("act", how="none"), None, "None"),
     "returns bytes": (call("act", how="bytes"), None, "b'\\xff'"),
     "returns 10 MB": (call("act", how="flood"), None, None),
     "hangs": (call("act", how="hangs"), "no result within environment_timeout=0.5 s", None),
@@ -185,9 +172,7 @@ class HostileTools:
         ways = {
             "raises": lambda: 1 / 0,
             "exits": exit,
-            "interrupts": lambda: raises(KeyboardInterrupt),
             "stops": lambda: next(iter([])),
-            "none": lambda: None,
             "bytes": lambda: b"\xff",
             "flood": lambda: "x" * 10_000_000,
             "hangs": lambda: time.sleep(5),
@@ -233,28 +218,5 @@ def test_hostile_tools_are_read_by_the_policy_or_counted(tmp_path, monkeypatch):
         assert [part in answer for answer in answers[how]] == ([True] if part is not None else []), how
     logs = run.state.log_history[0]
     assert logs["rewards/HostileTools/failed"] == len(failures)
-    assert logs["tools/failure_frequency"] == pytest.approx(8 / 14)
+    assert logs["tools/failure_frequency"] == pytest.approx(6 / 11)
     assert json.loads((tmp_path / "run_log.jsonl").read_text().splitlines()[0])
-
-
-def test_factory_that_fails_within_a_run_fails_its_episodes(tmp_path, monkeypatch):
-    class Limited(Hostile):
-        left = 3
-
-        def __init__(self):
-            type(self).left -= 1
-            if self.left < 0:
-                raise ConnectionError("no more connections")
-
-    rows = [row | {"how": "works"} for row in prompts(4).to_list()]
-    settings = {"reward_on_error": "skip", "max_reward_failures": 1.0, "num_mini_batches": 1}
-    run = PPOTrainer(
-        llama(),
-        args=config(tmp_path, **settings),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        environment_factory=Limited,
-    )
-    seen = failures_of(run, monkeypatch)
-    assert [*map(len, seen)] == [1, 1] and "ConnectionError: no more connections" in seen[0]["works"]
-    assert run.state.log_history[0]["episodes/failed"] == 1

@@ -4,18 +4,19 @@ import asyncio
 import random
 import time
 from collections import namedtuple
+from functools import wraps
 from operator import attrgetter
 
 import pytest
 import torch
-from scripted import Script, call, fails, player_of, rows_of
-from tiny import byte_tokenizer, tokenizer
+from scripted import Script, call, player_of, rows_of
+from tiny import byte_tokenizer
 
 from trl_ppo_ext import StepResult, openenv
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
-from trl_ppo_ext.rewards import RewardError, ScoringBatch
+from trl_ppo_ext.rewards import ScoringBatch
 
 
 def add(a: int, b: int) -> int:
@@ -29,15 +30,15 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def slowly(a: int) -> str:
+async def slowly(function: int) -> str:
     """
     Wait.
 
     Args:
-        a: A number.
+        function: A number; parameters may have any name.
     """
     await asyncio.sleep(0.3)
-    return f"waited {a}"
+    return f"waited {function}"
 
 
 class Counter:
@@ -130,6 +131,7 @@ def test_tools_answer_until_the_policy_calls_none():
     player = player_of(turns, rows, tools=[add])
     one, two = played(player, rows)
     assert player.generator.calls[0][0] == 2 and [n for n, _ in player.generator.calls[1:]] == [1, 1]
+    assert '"name": "add"' in player.chat.tokenizer.decode(one.prompt_ids)
     response = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert written(player, one) == [
         (turns["alpha"][0] + "<|im_end|>", 1),
@@ -145,40 +147,17 @@ def test_tools_answer_until_the_policy_calls_none():
     assert scores(player, [one, two]) == {"tools": [None, None]}
 
 
-def test_prompt_shows_the_tools():
-    rows = rows_of("alpha")
-    episode = played(player_of({"alpha": ["x"]}, rows, tools=[add]), rows)[0]
-    assert '"name": "add"' in player_of({}, rows, tools=[add]).chat.tokenizer.decode(episode.prompt_ids)
-
-
-def test_policy_reads_what_went_wrong():
-    rows = rows_of("alpha")
-    turns = {"alpha": [call("fails") + "\n" + call("gone") + "\n" + call("add", a=1), "so"]}
-    [episode] = played(player_of(turns, rows, tools=[add, fails]), rows)
-    texts = [message["content"] for message in episode.messages if message["role"] == "tool"]
-    assert texts[:2] == ["{'error': 'no luck'}", "{'error': 'Tool gone not found.'}"]
-    assert "missing 1 required positional argument: 'b'" in texts[2]
-    assert episode.failed_calls == [True] * 3 and episode.error is None
-
-
 def test_tools_of_all_episodes_and_of_a_turn_run_together():
     rows = rows_of(*"abcdefgh")
-    turns = {question: [call("slowly", a=1) + "\n" + call("slowly", a=2), "x"] for question in "abcdefgh"}
+    calls = call("slowly", function=1) + "\n" + call("slowly", function=2)
 
-    def sleep(a: int) -> str:
-        """
-        Wait.
+    @wraps(slowly)
+    def sleep(function):
+        return asyncio.run(slowly(function))
 
-        Args:
-            a: A number.
-        """
-        time.sleep(0.3)
-        return f"waited {a}"
-
-    sleep.__name__ = "slowly"
     for tool, seconds in ((slowly, 0.3), (sleep, 0.6)):  # synchronous ones of a turn may depend on one another
         start = time.perf_counter()
-        episodes = played(player_of(turns, rows, tools=[tool]), rows)
+        episodes = played(player_of({"": [calls, "x"]}, rows, tools=[tool]), rows)
         assert time.perf_counter() - start < seconds + 0.25
         assert [m["content"] for m in episodes[0].messages if m["role"] == "tool"] == ["waited 1", "waited 2"]
 
@@ -244,16 +223,13 @@ def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
 def test_environment_is_reset_with_the_row_and_gives_the_reward():
     Counter.made = 0
     rows = rows_of("alpha", "beta", start=[4, 5])
-    turns = {
-        "alpha": [call("increment", step=2), "x"],
-        "beta": [call("increment", step=3), call("increment", step=4), ""],
-    }
+    steps = [call("increment", step=n) for n in (2, 3, 4)]
+    turns = {"alpha": [steps[0], "x"], "beta": [*steps[1:], ""]}
     player = player_of(turns, rows, factory=Counter)
     for _ in range(2):
         episodes = played(player, rows)
-        assert scores(player, episodes) == {
-            "Counter": [[(len(x.completion_ids) - 1, n)] for x, n in zip(episodes, (2, 7))]
-        }
+        ends = [len(x.completion_ids) - 1 for x in episodes]
+        assert scores(player, episodes) == {"Counter": [[(ends[0], 2)], [(ends[1], 7)]]}
         assert [episode.prompt[-1]["content"] for episode in episodes] == ["alpha from 4", "beta from 5"]
         assert "beta from 5" in player.chat.tokenizer.decode(episodes[1].prompt_ids)
     assert Counter.made == 2  # one per episode of a batch, then reset
@@ -276,10 +252,9 @@ def test_row_chooses_its_environment():
     one, two = played(player, rows)
     assert "Tool decrement not found" in one.messages[1]["content"] and two.messages[1]["content"] == "-1"
     assert scores(player, [one, two])["Other"] == [None, [(len(two.completion_ids) - 1, -1.0)]]
-    assert (
-        "decrement" in player.chat.tokenizer.decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
-    )
-    assert "decrement" not in player.chat.tokenizer.decode(one.prompt_ids).split("alpha from")[0]
+    decode = player.chat.tokenizer.decode
+    assert "decrement" in decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
+    assert "decrement" not in decode(one.prompt_ids).split("alpha from")[0]
     with pytest.raises(PromptError, match="has 'c', which is not among the environments 'a', 'b'"):
         played(player, [rows[0] | {"environment": "c"}])
 
@@ -291,11 +266,8 @@ def test_plain_environment_steps_and_rewards_every_turn():
     rows = rows_of("alpha")
     player = player_of({"alpha": ["right", "left", "right", "right", "never"]}, rows, factory=Walk)
     [episode] = played(player, rows, [11])
-    assert (
-        [reward for _, reward in episode.rewards] == [1, 0, 1, 1]
-        and episode.turns == 4
-        and episode.ending == "stopped"
-    )
+    assert [reward for _, reward in episode.rewards] == [1, 0, 1, 1]
+    assert episode.turns == 4 and episode.ending == "stopped"
     assert [m["content"] for m in episode.messages] == ["right", "at 1", "left", "at 1", "right", "at 2", "right"]
     assert episode.prompt[-1]["content"] == "alpha at 0" and episode.environment.seed == 11
     assert episode.sampled[-1] == 4 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
@@ -365,80 +337,23 @@ def test_unfinished_turn_is_stepped_and_truncated():
 # ---- failures ----
 
 
-class Hostile(Walk):
-    """Environment that does what its row says."""
+def test_instances_that_failed_are_not_used_again():
+    class Fragile(Walk):
+        def step(self, text):
+            return 1 / (text != "fail"), 1.0, True
 
-    def reset(self, row, seed):
-        self.how = row["how"]
-        if self.how == "reset":
-            raise RuntimeError("no reset")
-        if self.how == "number":
-            return 5
-        return " " + "x" * 10_000_000 if self.how == "flood" else None
-
-    def step(self, text):
-        answers = {
-            "none": lambda: None,
-            "raise": lambda: 1 / 0,
-            "exit": exit,
-            "hang": lambda: time.sleep(5),
-            "nan": lambda: ("x", float("nan"), False),
-            "text": lambda: ("x", "much", False),
-            "silent": lambda: (None, 1.0, False),
-            "long": lambda: ("x" * 10_000_000, 1.0, False),
-        }
-        return answers.get(self.how, lambda: ("x", 1.0, True))()
-
-
-HOW = ["reset", "number", "flood", "none", "raise", "exit", "hang", "nan", "text", "silent", "long", "fine"]
-
-
-def test_hostile_environments_end_their_episode_and_no_other():
-    rows = rows_of(*[f"q{n:02}" for n in range(12)], how=HOW)
-    player = player_of({"q": ["hello"]}, rows, factory=Hostile, environment_timeout=0.5, max_prompt_length=500)
-    start = time.perf_counter()
-    episodes = played(player, rows)
-    assert time.perf_counter() - start < 2
-    entries = dict(zip(HOW, scores(player, episodes)["Hostile"]))
-    failed = {how for how, entry in entries.items() if isinstance(entry, RewardError)}
-    assert failed == {*HOW} - {"long", "fine"}
-    assert all(episode.sampled == [1] * 6 for episode in episodes)
-    assert "no result within environment_timeout=0.5 s" in str(entries["hang"])
-    assert "SystemExit" in str(entries["exit"]) and "must return (observation, reward, done)" in str(entries["none"])
-    assert (episodes[HOW.index("long")].ending, episodes[-1].ending) == ("cut", "stopped")
-    assert episodes[HOW.index("flood")].prompt == rows[HOW.index("flood")]["prompt"]
-    again = played(player, rows[-1:])  # instances that failed are not used again
-    assert again[0].environment in [x.environment for x in episodes if x.error is None]
-
-
-def test_hanging_tool_fails_the_episode():
-    rows = rows_of("alpha")
-    player = player_of({"alpha": [call("slowly", a=1)]}, rows, tools=[slowly], environment_timeout=0.05)
-    [entry] = scores(player, played(player, rows))["tools"]
-    assert isinstance(entry, RewardError) and "environment_timeout=0.05" in str(entry)
+    rows = rows_of("alpha", "beta")
+    player = player_of({"alpha": ["fail"], "beta": [""]}, rows, factory=Fragile)
+    episodes, again = played(player, rows), played(player, rows)
+    assert not {x.environment for x in episodes if x.error} & {x.environment for x in again}
 
 
 @pytest.mark.parametrize("argument", ["[" * 2000, "1" * 5000])
 def test_call_that_no_parser_reads_is_text(argument):
     rows = rows_of("alpha")
-    turn = f'<tool_call>\n{{"name": "slowly", "arguments": {{"a": {argument}}}}}\n</tool_call>'
+    turn = f'<tool_call>\n{{"name": "slowly", "arguments": {{"function": {argument}}}}}\n</tool_call>'
     [episode] = played(player_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows)
     assert episode.messages == [{"role": "assistant", "content": turn}] and not episode.failed_calls
-
-
-def test_parameters_of_tools_may_have_any_name():
-    def plot(function: str) -> str:
-        """
-        Plot.
-
-        Args:
-            function: A function.
-        """
-        return f"plotted {function}"
-
-    rows = rows_of("alpha")
-    [episode] = played(player_of({"alpha": [call("plot", function="x"), "so"]}, rows, tools=[plot]), rows)
-    assert episode.messages[1]["content"] == "plotted x"
 
 
 def test_random_numbers_of_environments_are_their_own():
@@ -456,20 +371,21 @@ def test_random_numbers_of_environments_are_their_own():
     assert rewards[0] == rewards[1] != rewards[2]
 
 
-def test_environment_without_reset_is_refused():
-    with pytest.raises(TypeError, match="`environment_factory` must return an object with `reset`"):
-        Environments(None, dict)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, dict), TypeError, "`environment_factory` must return an object with `reset`"),
+        (([add], None, print), ValueError, "`rollout_func` samples whole episodes"),
+    ],
+)
+def test_arguments_that_no_episode_could_follow_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Environments(*arguments)
 
 
 def test_several_environments_need_a_dataset():
     with pytest.raises(ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"):
         player_of({}, None, factory={"a": Counter, "b": Walk})
-
-
-def test_rollout_function_and_tools_are_apart():
-    with pytest.raises(ValueError, match="`rollout_func` samples whole episodes"):
-        Environments([add], None, print)
-    assert not Environments() and Environments().prepare([], tokenizer(), {}, None, 1) == ([], {})
 
 
 # ---- limits ----
@@ -489,20 +405,14 @@ class Limited:
 
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
-    rows, settings = (
-        rows_of("alpha", "beta"),
-        {"factory": Limited, "critic_options": CriticOptions(bootstrap_truncated=bootstraps)},
-    )
+    rows, options = rows_of("alpha", "beta"), CriticOptions(bootstrap_truncated=bootstraps)
+    settings = {"factory": Limited, "critic_options": options}
     player = player_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
     limited, ended = played(player, rows)
-    following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        player.chat.tokenizer.decode(limited.following) == following and limited.ending == "cut" and limited.bootstraps
-    )
+    decode, following = player.chat.tokenizer.decode, "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(limited.following) == following and limited.ending == "cut" and limited.bootstraps
     assert ended.ending == "stopped" and not ended.bootstraps and not ended.following
-    assert limited.sampled[-1] == limited.turns and following not in player.chat.tokenizer.decode(
-        limited.completion_ids
-    )
+    assert limited.sampled[-1] == limited.turns and following not in decode(limited.completion_ids)
 
     room = len(limited.completion_ids) + 1  # too little for the answer
     [cut] = played(player_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])
@@ -511,18 +421,14 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
     for limit in ({"max_tool_calling_iterations": 1}, {"max_completion_length": 3}):
         [cut] = played(player_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
         assert cut.turns == 1 and cut.ending == "cut" and cut.bootstraps == bootstraps >= bool(cut.following)
-        assert not cut.following or player.chat.tokenizer.decode(cut.following) == following.replace("2", "1")
+        assert not cut.following or decode(cut.following) == following.replace("2", "1")
 
 
 def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     rows = rows_of("alpha")
+    settings = {"tools": [add], "critic_options": CriticOptions(bootstrap_truncated=True)}
     for length, ending in ((100, "stopped"), (20, "cut")):
-        settings = {
-            "tools": [add],
-            "max_completion_length": length,
-            "critic_options": CriticOptions(bootstrap_truncated=True),
-        }
-        [episode] = played(player_of({"alpha": ["x" * 50]}, rows, **settings), rows)
+        [episode] = played(player_of({"alpha": ["x" * 50]}, rows, max_completion_length=length, **settings), rows)
         assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
 
 
@@ -533,25 +439,20 @@ class Secret(Counter):
     """Environment that knows what the policy must find out."""
 
     def hidden_state(self):
-        return self.resets[-1].get("secret", 7)
+        return self.resets[-1]["secret"]
 
 
 def test_hidden_state_begins_the_prompt_of_the_critic_only():
-    rows = rows_of("alpha", "beta", secret=["seven", "z" * 100_000])
+    rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, 7])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
     for critic in ("adapter", "side"):
-        player = player_of({"a": ["x"], "b": ["x"]}, rows, factory=Secret, critic=critic)
+        player = player_of({"": ["x"]}, rows, factory=Secret, critic=critic)
         player.critic_limit = 1000
-        one, long = played(player, rows)
+        one, long, number = played(player, rows)
         assert "seven" not in decode(one.ids) and [*one.responder.tools] == ["increment"]
         if critic == "side":
             assert one.critic_prompt_ids is None and long.error is None
             continue
         assert decode(one.critic_prompt_ids) == "seven" + decode(one.prompt_ids)
-        assert "`hidden_state` returned 100000 characters" in str(long.error)
-
-
-def test_hidden_state_must_be_text():
-    rows = rows_of("alpha")
-    [episode] = played(player_of({"alpha": ["x"]}, rows, factory=Secret, critic="adapter"), rows)
-    assert "`hidden_state` must return text, got int" in str(episode.error)
+        assert "`hidden_state` returned 10000 tokens" in str(long.error)
+        assert "`hidden_state` must return text, got int" in str(number.error)

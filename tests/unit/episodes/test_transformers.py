@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from tiny import WORDS, config, length_reward, llama, prompts, qwen2, tokenizer
+from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
 from transformers.utils import logging
 
@@ -13,7 +13,6 @@ from trl_ppo_ext.episodes.transformers import TransformersGenerator
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
 EVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [4, 5, 6], [4, 5, 6], [9, 4], [9, 4]]
-MODELS = {"llama": llama, "qwen2": qwen2}
 
 
 @pytest.fixture
@@ -82,25 +81,6 @@ def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, ca
     assert generator.generate(UNEVEN) == expected
 
 
-def test_the_first_ratios_of_a_rollout_are_one(build):
-    """Old log-probabilities are those of the trained forward, whatever sampled."""
-    settings = {"num_generations": 4, "num_ppo_epochs": 1, "num_mini_batches": 1, "per_device_train_batch_size": 8}
-    trainer = build(**settings, max_steps=1)
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert log["ratio/mean"] == log["ratio/max"] == 1
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_static_cache_gives_the_same_completions(build, model):
-    trainer = build(MODELS[model]())
-    expected = greedily(trainer).generate(UNEVEN)
-    generator = greedily(trainer, generation_kwargs={"cache_implementation": "static"})
-    assert generator.generate(UNEVEN) == expected
-    redraw(trainer, seed=2)  # and again, with other weights
-    assert generator.generate(UNEVEN) == greedily(trainer, generation_kwargs=None).generate(UNEVEN) != expected
-
-
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
 def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_type):
     """Also where PEFT makes an adapter without a task, whose `generate` asks the base."""
@@ -151,9 +131,8 @@ def test_stop_token_ids_end_a_completion(build):
     generator = trainer.roles.player.generator
     for ids in generator.generate(UNEVEN * 4):
         assert {1, *range(16, 32)}.isdisjoint(ids[:-1])
-        assert generator.has_stopped(ids) == (ids[-1] in {1, *range(16, 32)}) and (
-            len(ids) == 8 or generator.has_stopped(ids)
-        )
+        assert generator.has_stopped(ids) == (ids[-1] in {1, *range(16, 32)})
+        assert len(ids) == 8 or generator.has_stopped(ids)
 
 
 def readable():
@@ -161,7 +140,7 @@ def readable():
     return tokenizer(["abcdef", *WORDS[:27]])
 
 
-@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>", "w3"])
+@pytest.mark.parametrize("pad_token", ["<eos>", "w3"])
 def test_stop_strings_end_a_completion_at_the_token_that_completes_one(build, pad_token):
     strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
     trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
