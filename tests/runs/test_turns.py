@@ -371,13 +371,8 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
         assert trainer is run
         ids = [trainer.processing_class(f"ab<|im_end|>{n}c<|im_end|>tail")["input_ids"] for n in range(len(prompts))]
         mask = [[1, 1, 1, 0, 1, 1] + [0] * 4 for _ in ids]
-        return {
-            "prompt_ids": [[5, 6]] * 4,
-            "completion_ids": ids,
-            "logprobs": None,
-            "env_mask": mask,
-            "luck": [1, 2, 3, 4],
-        }
+        others = {"logprobs": None, "env_mask": mask, "luck": [1, 2, 3, 4]}
+        return {"prompt_ids": [[5, 6]] * 4, "completion_ids": ids} | others
 
     run = chat_trainer(tmp_path, {}, lambda luck, **_: [float(x) for x in luck], rollout_func=sampling)
     seen = rollouts_of(run)
