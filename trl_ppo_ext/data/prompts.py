@@ -113,9 +113,8 @@ def _map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name:
         except PromptError as error:
             raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
 
-    progress = {"desc": f"Tokenizing {name}"} if isinstance(dataset, Dataset) else {}
     with PartialState().main_process_first():  # one process fills the cache, the others read it
-        return dataset.map(encode_numbered, with_indices=True, **progress)
+        return dataset.map(encode_numbered, with_indices=True)
 
 
 def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:

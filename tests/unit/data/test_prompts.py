@@ -48,17 +48,14 @@ both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=
 
 @both_kinds
 def test_text_prompts_become_ids_and_keep_other_columns(kind):
-    rows = kind(dataset("w0 w1", "w5", "w2 w2 w3", target=[7, 8, 9], note=["a", "b", "c"]))
-    tokenized = list(tokenize_prompts(rows, tokenizer(), "train_dataset", 4))
-    assert [row[PROMPT_IDS] for row in tokenized] == [[4, 5], [9], [6, 6, 7]]  # words follow four special tokens
-    assert [row["prompt"] for row in tokenized] == ["w0 w1", "w5", "w2 w2 w3"]
-    assert [row["target"] for row in tokenized] == [7, 8, 9]
-    assert [row["note"] for row in tokenized] == ["a", "b", "c"]
+    rows = kind(dataset("w0 w1", "w5", target=[7, 8]))
+    first, second = tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
+    assert first == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}  # words follow four special tokens
+    assert second == {"prompt": "w5", "target": 8, PROMPT_IDS: [9]}
 
 
-@pytest.mark.parametrize("format", ["torch", "numpy"])
-def test_formatted_datasets_give_plain_lists(format):
-    rows = dataset("w0 w1", "w5", target=[7, 8]).with_format(format)
+def test_formatted_datasets_give_plain_lists():
+    rows = dataset("w0 w1", "w5", target=[7, 8]).with_format("torch")
     tokenized = tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
     assert tokenized[0] == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}
 
@@ -77,14 +74,12 @@ def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
 
 @both_kinds
 def test_chat_prompts_get_the_template_and_the_opening(kind):
-    rows = kind(dataset(*CHATS, target=[7, 8]))
     policy_tokenizer = chat_tokenizer()
-    tokenized = list(tokenize_prompts(rows, policy_tokenizer, "train_dataset", 4))
+    tokenized = list(tokenize_prompts(kind(dataset(*CHATS)), policy_tokenizer, "train_dataset", 4))
     assert [policy_tokenizer.decode(row[PROMPT_IDS]) for row in tokenized] == [
         "<bos> user w1 w2 <bos> assistant",
         "<bos> system w3 <bos> user w4 <bos> assistant w5 w6 <bos> user w7 <bos> assistant",
     ]
-    assert [row["target"] for row in tokenized] == [7, 8]
     assert tokenized[1]["prompt"] == CHATS[1]
 
 
@@ -92,16 +87,9 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
 def test_prompts_may_fill_the_context_minus_the_completion(kind):
     fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
     list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context_length=8))
-    with pytest.raises(PromptError) as caught:
+    message = r"Row 1 of `train_dataset`.* 4 tokens.*context of 8 .*max_completion_length=5 leaves 3\. Set `overlong_"
+    with pytest.raises(PromptError, match=message):
         list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context_length=8))
-    for part in (
-        "Row 1 of `train_dataset`",
-        "prompt has 4 tokens",
-        "context of 8",
-        "max_completion_length=5",
-        "leaves 3. Set `overlong_prompts` to 'truncate' or 'drop'",
-    ):
-        assert part in str(caught.value)
 
 
 @both_kinds
@@ -109,10 +97,8 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
     ("rows", "message"),
     [
         pytest.param(dataset("w1", ""), r"Row 1 .*prompt is empty.*drop it", id="empty text"),
-        pytest.param(dataset("w1", "  "), r"Row 1 .*prompt is empty.*drop it", id="blank text"),
         pytest.param(dataset(CHATS[0], []), r"Row 1 .*prompt is empty.*drop it", id="empty chat"),
         pytest.param(dataset("w1", None), r"Row 1 .*text or a list of chat messages, got None", id="missing"),
-        pytest.param(dataset(3), r"Row 0 .*text or a list of chat messages, got 3", id="a number"),
         pytest.param(dataset([3, 4]), r"Row 0 .*text or a list of chat messages, got \[3, 4\]", id="token ids"),
     ],
 )
@@ -138,13 +124,12 @@ def test_invalid_or_empty_datasets_raise():
         tokenize_prompts(["w1"], tokenizer(), "eval_dataset", 4)
     with pytest.raises(PromptError, match=r"`train_dataset` is empty.*at least one prompt"):
         tokenize_prompts(dataset(), tokenizer(), "train_dataset", 4)
+    with pytest.raises(PromptError, match=r"`train_dataset` has a column 'completions', but reward functions"):
+        tokenize_prompts(dataset("w1", completions=["x"]), tokenizer(), "train_dataset", 4)
     with pytest.raises(PromptError, match=r"max_completion_length=64 .*context of 64 tokens; lower it"):
         tokenize_prompts(dataset("w1"), tokenizer(), "train_dataset", 64, context_length=64)
-
-
-def test_dataset_with_a_transform_raises():
     rows = dataset("w1")
-    rows.set_transform(lambda batch: {"prompt": [f"w2 {text}" for text in batch["prompt"]]})
+    rows.set_transform(lambda batch: batch)
     with pytest.raises(PromptError, match=r"`train_dataset` has a transform .*use `dataset.map`"):
         tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
 
@@ -157,13 +142,6 @@ def test_token_that_the_model_lacks_raises(kind):
         list(tokenize_prompts(kind(dataset("w1", "w1 <new>")), larger, "train_dataset", 4, vocab_size=32))
 
 
-@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state"])
-def test_columns_named_as_reward_arguments_raise(column):
-    """Reward functions get an argument of this name already."""
-    with pytest.raises(PromptError, match=rf"`train_dataset`.*{column}"):
-        tokenize_prompts(dataset("w1", **{column: ["x"]}), tokenizer(), "train_dataset", 4)
-
-
 TOOLS = [{"type": "function", "function": {"name": "w8"}}]
 TOOL_CALL = {"type": "function", "function": {"name": "w8", "arguments": {}}}
 
@@ -172,9 +150,8 @@ TOOL_CALL = {"type": "function", "function": {"name": "w8", "arguments": {}}}
 def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
     template = "{% for x in tools or [] %}{{ x['function']['name'] }} {% endfor %}" + CHAT_TEMPLATE
     policy_tokenizer = chat_tokenizer(template + "{% if thinking %}{{ 'w9' }}{% endif %}")
-    rows = dataset(
-        CHATS[0], CHATS[0], tools=[None, TOOLS], chat_template_kwargs=[{"thinking": True}, {"thinking": False}]
-    )
+    columns = {"tools": [None, TOOLS], "chat_template_kwargs": [{"thinking": True}, {"thinking": False}]}
+    rows = dataset(CHATS[0], CHATS[0], **columns)
     given = tokenize_prompts(kind(rows), policy_tokenizer, "train_dataset", 4, None, {"thinking": False})
     one, two = [row[PROMPT_IDS] for row in given]
     assert (one[-1], two[0]) == (13, 12) and one[:-1] == two[1:]
@@ -184,9 +161,8 @@ def test_message_without_content_needs_tool_calls():
     called = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
     template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or '')")
     chat = [{"role": "user", "content": "w1"}, called, {"role": "tool", "content": "w2"}]
-    assert tokenize_prompts(
-        streamed(Dataset.from_list([{"prompt": chat}])), chat_tokenizer(template), "train_dataset", 4
-    )
+    rows = streamed(Dataset.from_list([{"prompt": chat}]))
+    assert list(tokenize_prompts(rows, chat_tokenizer(template), "train_dataset", 4))
     for silent in (called | {"tool_calls": None}, {"role": "user", "content": None}):
         with pytest.raises(PromptError, match=r"Row 0 .*Message 1 must be .*\"content\" that are text"):
             list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
@@ -235,18 +211,6 @@ def test_text_gets_one_bos_and_no_eos():
         assert rows[0][PROMPT_IDS] == expected, (single, text)
 
 
-def test_columns_named_prompt_ids_reach_the_reward(tmp_path):
-    seen = []
-
-    def reward(completions, prompt_ids, **kwargs):
-        seen.extend(prompt_ids)
-        return [0.0] * len(completions)
-
-    rows = prompts().map(lambda row, index: {"prompt_ids": f"my {index}"}, with_indices=True)
-    PPOTrainer(llama(), reward, config(tmp_path, max_steps=1), rows, processing_class=tokenizer()).train()
-    assert len(seen) == 8 and all(text.startswith("my ") for text in seen)
-
-
 # ---- prompts that are too long ----
 
 
@@ -268,8 +232,7 @@ def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
 
 def test_dropped_prompts_are_counted(caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    rows = dataset("w0 w1 w2", "w3", "w4 w5 w6")
-    tokenize_prompts(rows, tokenizer(), "train_dataset", 4, None, None, 2, "drop")
+    tokenize_prompts(dataset("w0 w1 w2", "w3", "w4 w5 w6"), tokenizer(), "train_dataset", 4, None, None, 2, "drop")
     assert "2 of 3 prompts of `train_dataset` have more than 2 tokens and are dropped" in caplog.text
     with pytest.raises(PromptError, match=r"3 of 3 prompts .*none is left; set `overlong_prompts='truncate'`"):
         tokenize_prompts(dataset(*["w1 w2"] * 3), tokenizer(), "train_dataset", 4, None, None, 1, "drop")
@@ -297,13 +260,11 @@ def test_sampler_order_depends_only_on_seed_and_epoch():
     assert order(epoch=0) != order(epoch=1)
     assert order(seed=0) != order(seed=1)
     assert order(shuffle=False) == list(range(30)) == order(shuffle=False, epoch=5)
-    torch.manual_seed(1)
+    state = torch.manual_seed(1).get_state()
     first = order()
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator neither moves ...
     torch.manual_seed(2)
-    assert order() == first  # drawn neither from the global generator ...
-    state = torch.get_rng_state()
-    order()
-    assert torch.equal(torch.get_rng_state(), state)  # ... nor moving it
+    assert order() == first  # ... nor draws
 
 
 def test_sampler_takes_its_epoch_from_the_steps_so_far():
@@ -350,11 +311,6 @@ def test_stream_equals_the_unshuffled_sampler():
             assert read == expected, (rows, prompts_, epoch)
 
 
-def test_stream_restarts_to_fill_the_last_rollout():
-    rows = stream_of(5, 3).__getitems__([*range(12)])
-    assert [row["row"] for row in rows] == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 0]
-
-
 def test_stream_skips_rows_of_finished_rollouts():
     """A resumed run starts at a later number; ranks read only their own numbers."""
     stream = stream_of(10, 5)
@@ -383,16 +339,9 @@ def test_empty_stream_raises(rows):
 
 @both_kinds
 def test_trainer_batch_holds_the_row_numbers_of_a_rollout(tmp_path, kind):
-    args = config(
-        tmp_path,
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        num_generations=2,
-        shuffle_dataset=False,
-        max_steps=12,
-    )
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_mini_batches": 2}
+    sizes |= {"num_ppo_epochs": 2, "num_generations": 2}
+    args = config(tmp_path, **sizes, shuffle_dataset=False, max_steps=12)
     rows = prompts(16)
     trainer = PPOTrainer(llama(), length_reward, args, kind(rows), processing_class=tokenizer())
     trainer.state.max_steps = args.max_steps
@@ -406,4 +355,3 @@ def test_trainer_batch_holds_the_row_numbers_of_a_rollout(tmp_path, kind):
             unique = sorted(set(batch))
             read = trainer._train_rows.__getitems__(unique)
             assert [row["prompt"] for row in read] == [rows[number % 16]["prompt"] for number in unique]
-            assert [row["target"] for row in read] == [rows[number % 16]["target"] for number in unique]
