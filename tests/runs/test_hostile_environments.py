@@ -61,9 +61,9 @@ PLAIN = {
     "returns no observation": "`step` must return an observation that is text, got NoneType",
     "returns 10 MB": None,
     "returns half an emoji": None,
-    "rewards NaN": "`step` must return a finite reward, got nan",
+    "rewards NaN": "returned nan for completion",
     "rewards too much": "at most 1e+09 in size",
-    "rewards text": "TypeError: must be real number, not str",
+    "rewards text": "ValueError: could not convert string to float",
     "hangs": "no result within environment_timeout=0.5 s",
     "exits": "SystemExit",
     "interrupts": "KeyboardInterrupt",
@@ -126,7 +126,7 @@ def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatc
     check(second, PLAIN)
     logs = [entry for entry in run.state.log_history if "rewards/Hostile/failed" in entry]
     assert [entry["rewards/Hostile/failed"] for entry in logs] == [len(first), len(second)]
-    assert [entry["episodes/failed"] for entry in logs] == [len(first) - 1] * 2  # "rewards too much" is a score
+    assert [entry["episodes/failed"] for entry in logs] == [len(first) - 2] * 2  # NaN and too much are scores
     assert all(row["prompt"] for row in run.train_dataset)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -121,8 +120,6 @@ class TextEnvironment:
             needed = "`step` must return (observation, reward, done), or Gymnasium's five values"
             raise ValueError(f"{needed}, got {shortened(repr(result)[:200])}.")
         observation, reward, done, truncated, *_ = (*result, False)
-        if not math.isfinite(reward):
-            raise ValueError(f"`step` must return a finite reward, got {reward}.")
         ends = bool(done or truncated)
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
@@ -233,9 +230,6 @@ class Environments:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
         if not (self or self.rollout_func):
             return dataset, template_kwargs
-        if dataset is None and self.by_name and rows:
-            needed = "a `train_dataset` whose column `environment` names one of them"
-            raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
         self.timeout = timeout
         for reward in self.rewards:
             reward.timeout = timeout
