@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import encode
+from trl_ppo_ext.data import encode
 from trl_ppo_ext.sequences import Sequences
 
 

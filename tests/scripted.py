@@ -7,7 +7,7 @@ import torch
 from tiny import WORDS, byte_tokenizer
 
 from trl_ppo_ext.config import CriticOptions
-from trl_ppo_ext.data.prompts import PROMPT_IDS
+from trl_ppo_ext.data import PROMPT_IDS
 from trl_ppo_ext.episodes import Environments, Generator
 from trl_ppo_ext.episodes.play import EnvironmentPlayer
 

@@ -36,7 +36,7 @@ from .checkpoints.atomic import rotate
 from .checkpoints.fingerprints import fingerprints
 from .checkpoints.model_card import model_card
 from .config import PPOConfig
-from .data.prompts import RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from .data import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import SamplerComparison, count_skipped

@@ -127,7 +127,7 @@ def needs_answer(completions, answer, **kwargs):
 
 VALUE, TYPE = ValueError, TypeError
 KNOWN_FROM_ARGUMENTS = [
-    # data; tests/unit/data/test_prompts.py has more of it
+    # data; tests/unit/test_data.py has more of it
     case("no reward column", VALUE, "`needs_answer`.*`answer`.*`target`.*add", reward_funcs=lambda: needs_answer),
     case("empty prompt", VALUE, "Row 2 of `train_dataset`.*empty; drop", train_dataset=questions("w1", "w2", "")),
     case(

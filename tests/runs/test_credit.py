@@ -11,7 +11,7 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
 from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
 from trl_ppo_ext.commands.probe import probe
-from trl_ppo_ext.data.prompts import PromptError
+from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.ppo import math as ppo_math

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.commands.launch import parse
-from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, tokenize_prompts
+from trl_ppo_ext.data import PROMPT_IDS, PromptError, tokenize_prompts
 
 fuzz = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

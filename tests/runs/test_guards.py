@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny import length_reward, prompts
 
 from trl_ppo_ext import RewardError, ppo_math
-from trl_ppo_ext.data.prompts import PROMPT_IDS
+from trl_ppo_ext.data import PROMPT_IDS
 from trl_ppo_ext.ppo.guards import NonFiniteError, count_skipped
 from trl_ppo_ext.rewards.scoring import fixed_seed
 

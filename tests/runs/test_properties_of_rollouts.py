@@ -14,7 +14,7 @@ from properties import GARBAGE, batches, close, property_test, seeds
 from tiny import config
 from torch.utils.data import BatchSampler
 
-from trl_ppo_ext.data.prompts import RolloutSampler
+from trl_ppo_ext.data import RolloutSampler
 from trl_ppo_ext.ppo.advantages import in_units, of_critic, of_groups, whitened
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import Rows
+from trl_ppo_ext.data import Rows
 
 
 def flash_attention(module, query, *args, **kwargs):

@@ -9,8 +9,7 @@ from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data.loading import spread_indices
-from ..data.prompts import TOKEN_COLUMNS
+from ..data import TOKEN_COLUMNS, spread_indices
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import digest_of_weights
 from ..rewards.model import AdapterReward

@@ -15,7 +15,7 @@ from pandas import DataFrame
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import is_conversational
 
-from ..data.loading import get_split, load_splits, spread_indices
+from ..data import get_split, load_splits, spread_indices
 from ..redaction import shortened
 from ..rewards import ClassifierReward, ScoringBatch, load_classifier
 from ..rewards.model import SequenceScorer, choose_device, context_length

@@ -19,7 +19,7 @@ from datasets import IterableDataset
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig, check_types
-from ..data.loading import get_split, load_splits, spread_indices
+from ..data import get_split, load_splits, spread_indices
 from ..modeling.loading import check_available, hub_kwargs
 from ..redaction import shortened
 from ..rewards import RewardAdapter, RewardFunc

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checkpoints.files import save_critic
 from ..config import PPOConfig
-from ..data.prompts import RolloutSampler
+from ..data import RolloutSampler
 from ..modeling import ValueHead
 from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math

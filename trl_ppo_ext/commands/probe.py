@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
-from ..data.loading import spread_indices
+from ..data import spread_indices
 from ..modeling.critics import COSINES
 from ..ppo import math as ppo_math
 from ..ppo.rollouts import Rollout

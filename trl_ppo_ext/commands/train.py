@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArg
 from ..arguments import check_trainer_arguments, load_tokenizer
 from ..checkpoints.files import CheckpointError, check_target
 from ..config import PPOConfig
-from ..data.prompts import PROMPT_IDS, prompt_limit, tokenize_prompts
+from ..data import PROMPT_IDS, prompt_limit, tokenize_prompts
 from ..episodes import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapter_files import read_critic

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import add_response_schema, get_training_chat_template, supports_tool_calling
 from trl.chat_template_utils import parse_response
 
-from ..data.prompts import PromptError
+from ..data import PromptError
 
 _QUESTION = {"role": "user", "content": "dummy"}
 _RESPONSE = {"role": "tool", "name": "dummy", "content": "dummy"}

@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 from trl import is_conversational
 
 from ..concurrency import called
-from ..data.prompts import PromptError, with_prompts
+from ..data import PromptError, with_prompts
 from ..redaction import shortened
 from ..rewards import RewardError, ScoringBatch
 from .chat import ChatFormat, encodable

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import is_conversational
 
-from ..data.prompts import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
+from ..data import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..sequences import Sequences
 from .record import NOWHERE, Place
 

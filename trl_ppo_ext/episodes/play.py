@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, finished, started
 from ..config import PPOConfig
-from ..data.prompts import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
 from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..data.prompts import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
+from ..data import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import check_available
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, load_classifier

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer
 
-from ..data.prompts import as_text
+from ..data import as_text
 from ..redaction import read_key, shortened, without_key
 from .model import joined
 from .scoring import RewardError, ScoringBatch

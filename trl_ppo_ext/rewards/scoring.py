@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..concurrency import finished, in_thread, started
 from ..config import LARGEST_SCORE
-from ..data.prompts import REWARD_ARGUMENTS
+from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)

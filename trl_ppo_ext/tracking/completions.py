@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from ..data.prompts import as_text, message_text
+from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
 from ..redaction import printable
 from .reading import CREDIT

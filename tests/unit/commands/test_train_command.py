@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from tiny import llama
 from transformers import AutoModelForCausalLM
 
-from trl_ppo_ext import PPOConfig
+from trl_ppo_ext import PPOConfig, data
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
 from trl_ppo_ext.commands.launch import PPOScriptArguments, load_datasets
-from trl_ppo_ext.data import loading
 
 RUN = {
     "model_name_or_path": "policy",
@@ -275,11 +274,11 @@ def test_wrong_config_is_refused_with_field_value_and_remedy(there, capsys, chan
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.csv", "./no/ne", "/no/ne"])
 def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
-    monkeypatch.setattr(loading, "load_dataset", lambda *args, **kwargs: pytest.fail("it was looked up"))
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **kwargs: pytest.fail("it was looked up"))
     with pytest.raises(
         ValueError, match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a"
     ):
-        loading.load_splits(name)
+        data.load_splits(name)
 
 
 @pytest.mark.parametrize("cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")])
@@ -287,9 +286,9 @@ def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch, caus
     def fail(*args, **kwargs):
         raise cause
 
-    monkeypatch.setattr(loading, "load_dataset", fail)
+    monkeypatch.setattr(data, "load_dataset", fail)
     with pytest.raises(ValueError, match=rf"cannot be loaded: {cause}\. Name a dataset"):
-        loading.load_splits("nobody/nothing")
+        data.load_splits("nobody/nothing")
 
 
 def test_unknown_key_like_a_secret_is_refused_without_its_value(there, capsys):

@@ -14,7 +14,7 @@ from tiny import byte_tokenizer
 
 from trl_ppo_ext import StepResult, openenv
 from trl_ppo_ext.config import CriticOptions
-from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError
+from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
 from trl_ppo_ext.rewards import ScoringBatch
 

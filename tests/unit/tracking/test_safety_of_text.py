@@ -20,7 +20,7 @@ from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
-from trl_ppo_ext.data.prompts import PromptError, encode
+from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets

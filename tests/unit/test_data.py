@@ -14,7 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data.prompts import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 
 CHATS = [
@@ -68,7 +68,7 @@ def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
 
     before = cache_key()
     assert cache_key() == before
-    monkeypatch.setattr("trl_ppo_ext.data.prompts.__version__", "0.0.0")
+    monkeypatch.setattr("trl_ppo_ext.data.__version__", "0.0.0")
     assert cache_key() != before
 
 
