@@ -158,8 +158,9 @@ class PPOTrainer(Trainer):
             context_length -= 1  # the value of the state after the last token takes one more
         template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
         rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
-        given = train_dataset, tokenizer, template_kwargs, rows, args.environment_timeout
-        train_dataset, prompt_kwargs = environments.prepare(*given)
+        train_dataset, prompt_kwargs = environments.prepare(
+            train_dataset, tokenizer, template_kwargs, rows, args.environment_timeout
+        )
         self._tokenize = partial(
             tokenize_prompts,
             tokenizer=tokenizer,

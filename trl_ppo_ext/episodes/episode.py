@@ -7,14 +7,11 @@ from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 from trl import is_conversational
 
 from ..data import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..sequences import Sequences
 from .record import NOWHERE, Place
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -92,11 +89,8 @@ def to_sequences(episodes: Sequence[Episode], pad_token_id: int, device: torch.d
 
 def decode(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> None:
     """Set the completions as reward functions get them: as text, or as messages if the prompts are messages."""
-    completion_ids = [x.completion_ids for x in episodes]
-    if max(map(max, completion_ids)) >= len(tokenizer):
-        logger.warning_once("The policy samples token ids that the tokenizer does not have, which decode to nothing.")
     texts = partial(tokenizer.batch_decode, skip_special_tokens=True)
-    completions = texts(completion_ids)
+    completions = texts([x.completion_ids for x in episodes])
     if is_conversational({"prompt": episodes[0].prompt}):
         for episode, text in zip(episodes, completions):
             # those of a rollout function are one text, as in TRL

@@ -434,11 +434,12 @@ class Secret(Counter):
     """Environment that knows what the policy must find out."""
 
     def hidden_state(self):
-        return self.resets[-1]["secret"]
+        secret = self.resets[-1]["secret"]
+        return 7 if secret == "a number" else secret
 
 
 def test_hidden_state_begins_the_prompt_of_the_critic_only():
-    rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, 7])
+    rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, "a number"])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
     for critic in ("adapter", "side"):
         player = player_of({"": ["x"]}, rows, factory=Secret, critic=critic)

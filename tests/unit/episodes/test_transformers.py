@@ -178,9 +178,3 @@ def test_tokenizer_without_pad_token_pads_with_eos(build, caplog, monkeypatch):
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert "no pad token, so '<eos>' pads" in caplog.text and policy_tokenizer.pad_token == "<eos>"
     assert len(losses[0]) == 4 and losses[0] == losses[1]
-
-
-def test_ids_beyond_the_tokenizer_are_logged(build, caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    build(processing_class=tokenizer(WORDS[:4]), max_steps=1).train()
-    assert "samples token ids that the tokenizer does not have" in caplog.text
