@@ -177,19 +177,6 @@ def test_environment_needs_no_dataset_and_no_reward_function(tmp_path):
         PPOTrainer(llama(), args=config(tmp_path), train_dataset=prompts(), processing_class=tokenizer())
 
 
-def test_failing_environments_are_skipped_and_counted(tmp_path):
-    class Broken(Echo):
-        def step(self, text):
-            if self.seed % 2:
-                raise OSError("connection lost")
-            return super().step(text)
-
-    run = echo_trainer(tmp_path, environment_factory=Broken, reward_on_error="skip", max_steps=4)
-    run.train()
-    failed = run.state.log_history[0]["rewards/Broken/failed"]
-    assert 0 < failed < 8 and run.state.log_history[0]["episodes/failed"] == failed
-
-
 def forwards_of(run):
     """Count the positions that each forward of the trunk computes while a run samples."""
     seen = []

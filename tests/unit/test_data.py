@@ -94,52 +94,36 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
 
 @both_kinds
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "settings", "message"),
     [
-        pytest.param(dataset("w1", ""), r"Row 1 .*prompt is empty.*drop it", id="empty text"),
-        pytest.param(dataset(CHATS[0], []), r"Row 1 .*prompt is empty.*drop it", id="empty chat"),
-        pytest.param(dataset("w1", None), r"Row 1 .*text or a list of chat messages, got None", id="missing"),
-        pytest.param(dataset([3, 4]), r"Row 0 .*text or a list of chat messages, got \[3, 4\]", id="token ids"),
+        (dataset("w1", ""), {}, r"Row 1 .*prompt is empty.*drop it"),
+        (dataset(CHATS[0], []), {}, r"Row 1 .*prompt is empty.*drop it"),
+        (dataset("w1", None), {}, r"Row 1 .*text or a list of chat messages, got None"),
+        (dataset([3, 4]), {}, r"Row 0 .*text or a list of chat messages, got \[3, 4\]"),
+        (dataset("w1"), {"chat_template_kwargs": {"x": 1}}, r"Row 0 .*`chat_template_kwargs` needs chat messages"),
+        (dataset("w1", "w9"), {"vocab_size": 12}, r"Row 1 .* token 'w9' with id 13, but the model has 12 tokens"),
+        (dataset("w1"), {"context_length": 4}, r"max_completion_length=4 .*context of 4 tokens; lower it"),
+        (dataset("w1", completions=["x"]), {}, r"`train_dataset` has a column 'completions', but reward functions"),
+        (Dataset.from_dict({"x": ["w1"], "y": ["w2"]}), {}, r"\"prompt\".*\['x', 'y'\].*rename_column"),
     ],
 )
-def test_unusable_prompts_raise_with_their_row(kind, rows, message):
+def test_unusable_prompts_raise_with_their_row(kind, rows, settings, message):
     with pytest.raises(PromptError, match=message):
-        list(tokenize_prompts(kind(rows), chat_tokenizer(), "train_dataset", 4))
+        list(tokenize_prompts(kind(rows), chat_tokenizer(), "train_dataset", 4, **settings))
 
 
-def test_chat_prompts_need_a_chat_template():
-    with pytest.raises(PromptError, match=r"Row 0 .*no chat template; set `tokenizer.chat_template`"):
-        tokenize_prompts(dataset(*CHATS), tokenizer(), "train_dataset", 4)
-
-
-@both_kinds
-def test_dataset_without_prompts_raises_with_its_columns(kind):
-    rows = kind(Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}))
-    with pytest.raises(PromptError, match=r"`train_dataset`.*\"prompt\".*\['answer', 'question'\].*rename_column"):
-        tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
-
-
-def test_invalid_or_empty_datasets_raise():
+def test_unusable_datasets_raise():
+    transformed = dataset("w1")
+    transformed.set_transform(lambda batch: batch)
+    for rows, message in (
+        (dataset(*CHATS), r"Row 0 .*no chat template; set `tokenizer.chat_template`"),
+        (dataset(), r"`train_dataset` is empty.*at least one prompt"),
+        (transformed, r"`train_dataset` has a transform .*use `dataset.map`"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
     with pytest.raises(TypeError, match=r"`eval_dataset` must be .*a list of dicts, got list"):
         tokenize_prompts(["w1"], tokenizer(), "eval_dataset", 4)
-    with pytest.raises(PromptError, match=r"`train_dataset` is empty.*at least one prompt"):
-        tokenize_prompts(dataset(), tokenizer(), "train_dataset", 4)
-    with pytest.raises(PromptError, match=r"`train_dataset` has a column 'completions', but reward functions"):
-        tokenize_prompts(dataset("w1", completions=["x"]), tokenizer(), "train_dataset", 4)
-    with pytest.raises(PromptError, match=r"max_completion_length=64 .*context of 64 tokens; lower it"):
-        tokenize_prompts(dataset("w1"), tokenizer(), "train_dataset", 64, context_length=64)
-    rows = dataset("w1")
-    rows.set_transform(lambda batch: batch)
-    with pytest.raises(PromptError, match=r"`train_dataset` has a transform .*use `dataset.map`"):
-        tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
-
-
-@both_kinds
-def test_token_that_the_model_lacks_raises(kind):
-    larger = tokenizer()
-    larger.add_tokens(["<new>"])
-    with pytest.raises(PromptError, match=r"Row 1 .* token '<new>' with id 32, but the model has 32 tokens"):
-        list(tokenize_prompts(kind(dataset("w1", "w1 <new>")), larger, "train_dataset", 4, vocab_size=32))
 
 
 TOOLS = [{"type": "function", "function": {"name": "w8"}}]
@@ -184,11 +168,6 @@ def test_text_and_chat_in_one_column_raise():
     mixed = tokenize_prompts(IterableDataset.from_generator(rows), chat_tokenizer(), "train_dataset", 4)
     with pytest.raises(PromptError, match=r"Row 1 .*all text or all chat messages"):
         list(mixed)
-
-
-def test_template_kwargs_with_text_raise():
-    with pytest.raises(PromptError, match=r"Row 0 .*`chat_template_kwargs` needs chat messages.*remove it"):
-        tokenize_prompts(dataset("w1"), chat_tokenizer(), "train_dataset", 4, None, {"thinking": True})
 
 
 def adding(single):

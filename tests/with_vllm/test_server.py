@@ -145,12 +145,6 @@ def test_another_base_raises_with_the_command(base, server, tmp_path):
         trained(other, server, tmp_path / "run", vllm_base_model=base)
 
 
-def test_too_high_rank_raises_with_the_command(base, server, tmp_path):
-    peft_config = LoraConfig(r=20, target_modules="all-linear", task_type="CAUSAL_LM")
-    with pytest.raises(VLLMError, match=r"LoRA rank 20 is greater than max_lora_rank 16.*--max-lora-rank 32 "):
-        trainer(base, server, tmp_path, peft_config=peft_config)
-
-
 # ---- servers that end ----
 
 

@@ -289,14 +289,13 @@ def test_plain_environment_of_gymnasium_keeps_truncation_apart():
     assert (one.turns, one.ending, two.turns, two.ending) == (3, "cut", 2, "stopped")
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_client_of_openenv_is_a_plain_environment(synchronous):
+def test_client_of_openenv_is_a_plain_environment():
     Action, Seen = namedtuple("Action", "said"), namedtuple("Seen", "text")
     Result = namedtuple("Result", "observation reward done", defaults=[None, False])
 
-    class Client:
-        async def reset(self, **kwargs):
-            assert kwargs == {"seed": 5 if synchronous else 11, "code": "42"}  # all but the prompt
+    class Client:  # `step` is asynchronous, `reset` is not
+        def reset(self, **kwargs):
+            assert kwargs == {"seed": 5, "code": "42"}  # all but the prompt; the row's seed overrides the episode's
             self.code = kwargs["code"]
             return Result(Seen(" locked"))
 
@@ -304,16 +303,8 @@ def test_client_of_openenv_is_a_plain_environment(synchronous):
             is_open = action.said == self.code
             return Result(Seen("open" if is_open else "locked"), 1.0 if is_open else None, is_open)
 
-    class SyncClient(Client):
-        def reset(self, **kwargs):
-            return asyncio.run(super().reset(**kwargs))
-
-        def step(self, action):
-            return asyncio.run(super().step(action))
-
-    factory = openenv(SyncClient if synchronous else Client, Action, attrgetter("text"), name="Door")
-    rows = rows_of("alpha", code=["42"], **{"seed": [5]} if synchronous else {})  # which that of the row overrides
-    player = player_of({"alpha": ["41", "42"]}, rows, factory=factory)
+    rows = rows_of("alpha", code=["42"], seed=[5])
+    player = player_of({"alpha": ["41", "42"]}, rows, factory=openenv(Client, Action, attrgetter("text"), name="Door"))
     [episode] = played(player, rows, [11])
     assert episode.error is None and episode.prompt[-1]["content"] == "alpha locked"
     assert [m["content"] for m in episode.messages] == ["41", "locked", "42"]
