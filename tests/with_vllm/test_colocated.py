@@ -13,7 +13,7 @@ from served import small_llama as llama
 from tiny import qwen2
 
 from trl_ppo_ext.episodes import Environments, build_player
-from trl_ppo_ext.episodes.vllm import VLLMError
+from trl_ppo_ext.episodes.engine import VLLMError
 from trl_ppo_ext.ppo.guards import SamplerError
 
 EXACT = 1e-4  # nats; measured 1e-6

@@ -21,7 +21,7 @@ from vllm_servers import VLLM, served
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import checkpoints
 from trl_ppo_ext.episodes import vllm_server
-from trl_ppo_ext.episodes.vllm import VLLMError
+from trl_ppo_ext.episodes.engine import VLLMError
 
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM, see `make test-vllm`")
 

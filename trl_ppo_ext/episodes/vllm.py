@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
 from ..rewards.scoring import capture_random_state
+from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
 if TYPE_CHECKING:
@@ -37,26 +38,6 @@ if TYPE_CHECKING:
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
-
-
-class VLLMError(RuntimeError):
-    """Raised when vLLM cannot be reached, refuses the adapter, or does not sample from the policy."""
-
-
-class Request(NamedTuple):
-    """Completions of one prompt."""
-
-    prompt_ids: list[int]
-    copies: int
-    seed: int
-    max_tokens: int
-
-
-class Sampled(NamedTuple):
-    """A completion, with the log-prob of each token under the sampler."""
-
-    ids: list[int]
-    logprobs: list[float]
 
 
 class VLLMGenerator(Generator):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..concurrency import finished, started
 from ..redaction import read_key, redacted, shortened, without_key
-from .vllm import Request, Sampled, VLLMError
+from .engine import Request, Sampled, VLLMError
 
 try:
     import httpx2

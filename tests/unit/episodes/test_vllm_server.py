@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from tiny import llama
 
 from trl_ppo_ext.episodes import vllm_server
-from trl_ppo_ext.episodes.vllm import Request, VLLMError
+from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.episodes.vllm_server import VLLMServer
 
 BASE, KEY = "org/base", "tok-0123456789abcdef"
