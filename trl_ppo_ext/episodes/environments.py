@@ -230,6 +230,9 @@ class Environments:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
         if not (self or self.rollout_func):
             return dataset, template_kwargs
+        if dataset is None and self.by_name and rows:
+            needed = "a `train_dataset` whose column `environment` names one of them"
+            raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
         self.timeout = timeout
         for reward in self.rewards:
             reward.timeout = timeout

@@ -374,6 +374,11 @@ def test_arguments_that_no_episode_could_follow_are_refused(arguments, error, me
         Environments(*arguments)
 
 
+def test_several_environments_need_a_dataset():
+    with pytest.raises(ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"):
+        player_of({}, None, factory={"a": Counter, "b": Walk})
+
+
 # ---- limits ----
 
 
