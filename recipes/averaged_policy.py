@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from trl_ppo_ext.distributed import set_weights, unsharded_weights
-from trl_ppo_ext.modeling.adapter_files import save_adapter
+from trl_ppo_ext.modeling.adapters import save_adapter
 
 
 class AveragedPolicy(TrainerCallback, ExportableState):

@@ -8,6 +8,7 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
@@ -67,10 +68,13 @@ def check_trainer_arguments(
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     _check_processes(args.n_gpu, args.world_size)
-    if uses_fsdp(args):
+    is_fsdp, is_deepspeed = uses_fsdp(args), args.uses_deepspeed
+    if is_fsdp:
         check_fsdp(args, optimizer, quantization_config)
-    if args.uses_deepspeed:
+    if is_deepspeed:
         check_deepspeed(args)
+    if args.fp16 and (is_fsdp or is_deepspeed):
+        raise ValueError("`fp16=True` is not supported with FSDP and DeepSpeed; use `bf16`.")
     if isinstance(train_dataset, IterableDataset):
         args.dataloader_num_workers = 0  # this process reads a stream; workers would pass on row numbers
     if optimizer is not None and args.critic_learning_rate is not None:
@@ -79,7 +83,7 @@ def check_trainer_arguments(
     processing_classes = reward_processing_classes or None
     check_reward_arguments(reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards)
     if args.generation_backend == "vllm":
-        if uses_fsdp(args) or (args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3):
+        if is_fsdp or is_deepspeed_zero3_enabled():
             wrong = "is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads"
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:

@@ -3,27 +3,36 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.utils.versions import require_version
 
 from .config import PPOConfig
 from .redaction import shortened
 
 T = TypeVar("T")
-DEEPSPEED = Version("0.19.8")  # skips steps with a non-finite gradient in every dtype
+DEEPSPEED = "deepspeed>=0.19.8"  # skips steps with a non-finite gradient in every dtype
 FSDP_FORWARDS = ("generate", "sample", "reference_logprobs", "read_trunk", "check_logits")  # called besides `forward`
 FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # their state has the shapes of the parameters
+# settings of FSDP that are supported: attribute of Accelerate's plugin, value, and how to get it
+FSDP_SETTINGS: dict[str, tuple[str, Any, str]] = {
+    "auto_wrap_policy": ("auto_wrap_policy", transformer_auto_wrap_policy, "TRANSFORMER_BASED_WRAP: layer by layer"),
+    "transformer_layer_cls_to_wrap": ("transformer_cls_names_to_wrap", None, "omitted: the model names its layers"),
+    "reshard_after_forward": ("reshard_after_forward", True, "true, or every rank would keep the whole base"),
+    "cpu_ram_efficient_loading": ("cpu_ram_efficient_loading", False, "false, or ranks lack weights of adapters"),
+    "offload_params": ("cpu_offload", OffloadPolicy(), "false"),
+    # it would recompute layers without the adapter they ran with
+    "activation_checkpointing": ("activation_checkpointing", False, "false; set `gradient_checkpointing=True`"),
+}
 QUANTIZED = "A quantized base cannot be sharded by FSDP; use DDP, which holds a 4-bit base on every rank."
 
 
@@ -97,23 +106,18 @@ def _shard_like(parameter: Tensor, weight: Tensor) -> Tensor:
 
 def check_deepspeed(args: PPOConfig) -> None:
     """Raise for what DeepSpeed breaks: it takes the optimizer step within the backward, unless the gradient is NaN."""
-    plugin, installed = args.deepspeed_plugin, version("deepspeed")
+    require_version(DEEPSPEED, "Older versions may apply NaN or inf gradients.")
+    plugin = args.deepspeed_plugin
     config = plugin.hf_ds_config.config
     if args.critic_learning_rate is not None and "optimizer" in config:
         raise ValueError("`critic_learning_rate` needs the trainer's optimizer; remove DeepSpeed's `optimizer`.")
     if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
-        cause = "without ZeRO, or with `check_grad_overflow` False"
-        remedy = "set ZeRO's `stage` to 1, 2 or 3 and remove that setting, or use DDP"
-        raise ValueError(f"DeepSpeed would apply NaN or inf gradients {cause}; {remedy}.")
-    if Version(installed) < DEEPSPEED:
-        raise ValueError(f"DeepSpeed {installed} may apply NaN or inf gradients; install {DEEPSPEED} or newer.")
-    if args.fp16:
-        raise ValueError("`fp16=True` is not supported with DeepSpeed, whose scale skipped steps lower; use `bf16`.")
+        remedy = "set ZeRO's `stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP"
+        raise ValueError(f"DeepSpeed would apply NaN or inf gradients; {remedy}.")
     if "scheduler" in config:
         raise ValueError("DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` instead.")
-    if steps := args.critic_options.warmup_steps:
-        setting = f"`critic_kwargs={{'warmup_steps': {steps}}}`"
-        raise ValueError(f"{setting} is not supported with DeepSpeed; use a `critic_init`, or DDP.")
+    if args.critic_options.warmup_steps:
+        raise ValueError("`critic_kwargs['warmup_steps']` is not supported with DeepSpeed; use `critic_init`, or DDP.")
 
 
 def skip_deepspeed_step(loss: Tensor, outputs: Tensor) -> Tensor:
@@ -139,45 +143,30 @@ def uses_fsdp(args: PPOConfig) -> bool:
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def _fsdp_plugin(args: PPOConfig) -> FullyShardedDataParallelPlugin:
-    settings = args.fsdp_plugin_args or {}
-    default = 0 if args.fsdp else os.environ.get("FSDP_VERSION", 1)
-    if int(settings.get("fsdp_version", default)) != 2:  # its plugin needs a GPU
+def _fsdp_plugin(settings: dict[str, Any] | None) -> FullyShardedDataParallelPlugin:
+    """Plugin of the config's settings, or of the launcher's."""
+    if int((settings or {}).get("fsdp_version", os.environ.get("FSDP_VERSION", 1))) != 2:  # its plugin needs a GPU
         raise ValueError(
             "FSDP1 and FSDP for XLA are unsupported. Set `fsdp_version: 2` in Accelerate's file (`fsdp_config="
             "{'version': 2}` in the config), use DeepSpeed's ZeRO-3, or DDP with a 4-bit base."
         )
-    return FullyShardedDataParallelPlugin(**settings)
+    return FullyShardedDataParallelPlugin(**(settings or {}))
 
 
 def check_fsdp(args: PPOConfig, optimizer: torch.optim.Optimizer | None, quantization_config: Any) -> None:
     """Raise a `ValueError` for settings that do not work with FSDP2."""
-    plugin, optim = _fsdp_plugin(args), args.optim
-    wraps_otherwise = plugin.auto_wrap_policy != transformer_auto_wrap_policy
-    names_layers = bool(plugin.transformer_cls_names_to_wrap or plugin.ignored_modules)
-    keeps_base, lazy = not plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading
-    offloads, recomputes = isinstance(plugin.cpu_offload, CPUOffloadPolicy), plugin.activation_checkpointing
-    is_quantized = quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})
-    optimizers = ", ".join(map(repr, FSDP_OPTIMIZERS))
-    unsupported = {
-        "`fsdp_auto_wrap_policy` must be TRANSFORMER_BASED_WRAP, to shard each layer by itself.": wraps_otherwise,
-        "`fsdp_transformer_layer_cls_to_wrap` and `fsdp_ignored_modules` are unsupported; remove them.": names_layers,
-        "`fsdp_reshard_after_forward: false` would keep the whole base on every rank; set it true.": keeps_base,
-        "`fsdp_cpu_ram_efficient_loading` leaves adapters without weights on all ranks but one; set it false.": lazy,
-        "`fsdp_offload_params` is unsupported; set it false.": offloads,
-        "`fsdp_activation_checkpointing` would recompute layers without the adapter they ran with; set it false, and "
-        "`gradient_checkpointing=True` in the config.": recomputes,
-        "`parallelism_config` is unsupported with FSDP; remove it.": args.parallelism_config is not None,
-        "`fp16=True` is unsupported with FSDP; use `bf16`.": args.fp16,
-        "`optimizers` must be empty with FSDP, which replaces the parameters; set `optim`.": optimizer is not None,
-        f"`optim={str(getattr(optim, 'value', optim))!r}` is untested on sharded weights; use one of {optimizers}.": (
-            optim not in FSDP_OPTIMIZERS
-        ),
-        QUANTIZED: is_quantized,
-    }
-    for message, applies in unsupported.items():
-        if applies:
-            raise ValueError(message)
+    plugin = _fsdp_plugin(args.fsdp_plugin_args)
+    for name, (attribute, supported, needed) in FSDP_SETTINGS.items():
+        if getattr(plugin, attribute) != supported:
+            raise ValueError(f"`fsdp_{name}` must be {needed}.")
+    if args.parallelism_config is not None:
+        raise ValueError("`parallelism_config` is unsupported with FSDP; remove it.")
+    if optimizer is not None:
+        raise ValueError("`optimizers` must be empty with FSDP, which replaces the parameters; set `optim`.")
+    if args.optim not in FSDP_OPTIMIZERS:
+        raise ValueError(f"`optim` must be one of {FSDP_OPTIMIZERS} with FSDP; others are untested on shards.")
+    if quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}):
+        raise ValueError(QUANTIZED)
 
 
 def enable_fsdp_on_cpu(trainer: Any) -> None:
@@ -188,7 +177,7 @@ def enable_fsdp_on_cpu(trainer: Any) -> None:
     if state.distributed_type != DistributedType.MULTI_CPU:
         remedy = "start them with `accelerate launch --num_processes N`, or disable FSDP"
         raise ValueError(f"FSDP needs several processes to shard over, got one; {remedy}.")
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(args)
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, _fsdp_plugin(args.fsdp_plugin_args)
     trainer.is_fsdp_enabled = True
 
 

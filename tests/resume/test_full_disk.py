@@ -10,7 +10,7 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
-from trl_ppo_ext.modeling import adapter_files
+from trl_ppo_ext.modeling import adapters
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
 REMEDY = r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
@@ -29,7 +29,7 @@ def run(disk):
 
 
 WRITERS = [
-    (adapter_files, "save_file"),  # adapters and critic
+    (adapters, "save_file"),  # adapters and critic
     (saving.torch, "save"),  # optimizer and scheduler
     (PPOTrainer, "_save_rng_state"),
     (saving, "save_file"),  # the rank's state

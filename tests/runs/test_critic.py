@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from trl_ppo_ext.checkpoints.files import CheckpointError, load_actor_critic_weights, save_actor_critic
-from trl_ppo_ext.modeling.adapter_files import read_adapter
+from trl_ppo_ext.modeling.adapters import read_adapter
 from trl_ppo_ext.modeling.loading import load_actor_critic
 
 HEAD, SIDE, ADAPTER = ({"critic": kind} for kind in ("head", "side", "adapter"))

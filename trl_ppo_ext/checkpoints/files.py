@@ -16,16 +16,16 @@ from transformers import TrainingArguments
 from ..config import PPOConfig
 from ..distributed import uses_fsdp
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import (
+from ..modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
     VALUE_HEAD,
     kind_of_critic,
+    load_adapter_weights,
     save_adapter,
     write_weights,
 )
-from ..modeling.adapters import load_adapter_weights
 
 STATE = "ppo_state.json"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

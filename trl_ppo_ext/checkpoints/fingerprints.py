@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data import TOKEN_COLUMNS, spread_indices
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import digest_of_weights
+from ..modeling.adapters import digest_of_weights
 from ..rewards.model import AdapterReward
 
 SAMPLED_ROWS = 64

@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 from ..checkpoints.atomic import STAGING, publish
 from ..checkpoints.files import CheckpointError
 from ..memory import on_meta
-from ..modeling.adapter_files import DEQUANTIZED, public_name, quantized_weights
+from ..modeling.adapters import DEQUANTIZED, public_name, quantized_weights
 from ..modeling.loading import check_available, check_model_arguments, hub_kwargs, load_base
 from ..rewards.model import choose_device
 

@@ -16,7 +16,7 @@ from ..checkpoints.files import save_critic
 from ..config import PPOConfig
 from ..data import RolloutSampler
 from ..modeling import ValueHead
-from ..modeling.adapter_files import CRITIC_NUMBERS, public_name
+from ..modeling.adapters import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.metrics import Metrics

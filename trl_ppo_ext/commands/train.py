@@ -17,7 +17,7 @@ from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit, tokenize_prompts
 from ..episodes import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
-from ..modeling.adapter_files import read_critic
+from ..modeling.adapters import read_critic
 from ..redaction import shortened
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate

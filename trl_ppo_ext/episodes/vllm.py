@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import dequantized_from, quantized_weights, save_adapter
+from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
 from ..rewards.scoring import capture_random_state
 from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids

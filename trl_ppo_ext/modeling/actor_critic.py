@@ -103,8 +103,7 @@ class ActorCritic(nn.Module):
     @property
     def trunk(self) -> nn.Module:
         """Base model without its output projection."""
-        base = self.policy.get_base_model()
-        return getattr(base, base.base_model_prefix)
+        return self.policy.get_base_model().base_model
 
     # ---- parameters ----
 

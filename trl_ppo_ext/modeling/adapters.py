@@ -1,12 +1,35 @@
-"""Adapters on one base: adding, copying, reading and writing them."""
+"""Adapters and critics: on a base, and as files in a directory or on the Hub, a head next to its adapter."""
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
 from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, uint8
 
-from ..distributed import set_weights
+from ..distributed import gathered, set_weights
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VALUE_HEAD = "value_head.safetensors"
+CRITIC_FOLDER = "critic"
+CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
+DEQUANTIZED = "dequantized.json"  # in a base that was dequantized: what it was made from
+SAMPLED_WEIGHTS = 16  # per tensor, in a digest
+SCORE_HEADS = ("score", "classifier")
+_OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
+
+
+# ---- on a base ----
 
 
 def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
@@ -58,3 +81,172 @@ def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: 
     for parameter in trained:
         parameter.requires_grad_(True)
     return name
+
+
+# ---- as files ----
+
+
+def public_name(base: str) -> str:
+    """Name of a base model for a shared file: only the last part of a path."""
+    return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
+
+
+def dequantized_from(path: str) -> dict[str, Any] | None:
+    """Base and quantization of a directory that `trl-ppo dequantize` wrote; `None` for others."""
+    file = Path(path, DEQUANTIZED)
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter as it was saved."""
+
+    config: PeftConfig
+    weights: dict[str, Tensor]  # without heads
+    head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty without one
+
+
+def find_file(path: str, name: str, folder: str = "") -> str | None:
+    """A file of an adapter, from a directory or the Hub."""
+    if os.path.isdir(path):
+        local = os.path.join(path, folder, name)
+        return local if os.path.isfile(local) else None
+    try:
+        return hf_hub_download(path, name, subfolder=folder or None)
+    except RemoteEntryNotFoundError:
+        return None
+    except (OSError, HFValidationError) as error:
+        needed = "a directory, or a repository on the Hub that can be reached"
+        raise ValueError(f"`{path}` must be {needed} ({error}); check the path and the connection.") from None
+
+
+def _damaged(file: str, error: Exception) -> ValueError:
+    return ValueError(f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew.")
+
+
+def read_weights(file: str) -> dict[str, Tensor]:
+    """Read a file of safetensors."""
+    try:
+        return load_file(file)
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(file, error) from error
+
+
+def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
+    """Read the config of an adapter."""
+    config_file = find_file(path, ADAPTER_CONFIG, folder)
+    if config_file is None:
+        return None
+    try:
+        return PeftConfig.from_peft_type(**json.loads(Path(config_file).read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(config_file, error) from error
+
+
+def read_adapter(path: str, folder: str = "") -> AdapterFiles:
+    """Read an adapter; only safetensors are read."""
+    place = os.path.join(path, folder) if folder else path
+    config = read_adapter_config(path, folder)
+    if config is None:
+        raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
+    if getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base of all roles. "
+            "Train it with `bias='none'`, or merge a reward into its base and pass that model."
+        )
+    weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
+    if weights_file is None:
+        raise ValueError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
+    weights, head = read_weights(weights_file), {}
+    for key in list(weights):
+        if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:
+            head[key.split(".")[-1]] = weights.pop(key)
+    return AdapterFiles(config, weights, head)
+
+
+def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -> None:
+    """Raise an error for an adapter or a critic that was trained on another base."""
+    same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base))
+    if not (base and same):
+        names = f"{trained_on or 'a base without a name'!r}, the policy's base is {base or 'without a name'!r}"
+        raise ValueError(f"`{path}` was trained on {names}; it works only on its own base. {remedy}")
+
+
+def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
+    """Value of `PPOConfig.critic` for saved weights of a value head."""
+    return "adapter" if has_adapter else "side" if "inputs.weight" in head else "head"
+
+
+def read_critic(
+    path: str, critic: str, base: str, label: int | None = None
+) -> tuple[dict[str, Tensor], AdapterFiles | None]:
+    """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
+    head_file = find_file(path, VALUE_HEAD)
+    if head_file is not None:
+        # 1. a critic of a checkpoint, or of `pretrain-critic`
+        head = read_weights(head_file)
+        kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
+        if kind != critic:
+            kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
+            raise ValueError(f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another.")
+        if kind == "adapter":
+            files = read_adapter(path, CRITIC_FOLDER)
+            check_same_base(path, files.config.base_model_name_or_path, base, _OTHER_BASE)
+            return head, files
+        policy_config = read_adapter_config(path)
+        if policy_config is not None:  # the policy next to the head names the base
+            check_same_base(path, policy_config.base_model_name_or_path, base, _OTHER_BASE)
+        elif (numbers_file := find_file(path, CRITIC_NUMBERS)) is not None:
+            trained_on = json.loads(Path(numbers_file).read_text()).get("base_model")
+            check_same_base(path, trained_on, public_name(base), _OTHER_BASE)
+        return head, None
+
+    # 2. a reward adapter, of whose score head one row becomes the value head
+    reward = None if read_adapter_config(path) is None else read_adapter(path)
+    if reward is None or "weight" not in reward.head:
+        wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
+        raise ValueError(f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter.")
+    if critic != "adapter":
+        wrong = "is a reward adapter: its score head fits only its own adapter"
+        raise ValueError(f"`critic_init={path!r}` {wrong}; set `critic='adapter'`.")
+    check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
+    rows, row = len(reward.head["weight"]), label or 0
+    if (rows > 1 and label is None) or not 0 <= row < rows:
+        given = f"has {rows} labels, and `reward_label` is {label}"
+        raise ValueError(f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}.")
+    head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
+    return {"bias": torch.zeros(1)} | head, reward
+
+
+def write_weights(tensors: dict[str, Tensor], path: str) -> None:
+    """Write tensors as safetensors."""
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
+def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
+    """Write an adapter as PEFT does, with these weights by parameter name."""
+    tensors = adapter_weights(policy, name, weights)
+    if not tensors:
+        cause, remedy = "`merge_and_unload()` or `unload()` removed it", "call `save_model()` before them"
+        raise ValueError(f"The policy has no adapter any more, because {cause}; {remedy}, or save what they return.")
+    os.makedirs(output_dir, exist_ok=True)
+    config = copy(policy.peft_config[name])
+    config.inference_mode = True
+    config.save_pretrained(output_dir)
+    write_weights(tensors, os.path.join(output_dir, ADAPTER_WEIGHTS))
+
+
+def digest_of_weights(tensors: Iterable[Tensor]) -> str:
+    """Digest of a few numbers of each tensor. All ranks must call it."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        with gathered([x]):
+            sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
+            digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def quantized_weights(model: nn.Module) -> str:
+    """Digest of weights in 4 bits and their scales: the same for a base, and for adapters on it."""
+    quantized: Any = (x for x in model.parameters() if getattr(x, "quant_state", None) is not None)
+    return digest_of_weights(tensor for x in quantized for tensor in (x, x.quant_state.absmax))

@@ -6,25 +6,30 @@ from copy import copy
 from typing import Any, cast
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model
+from huggingface_hub.errors import HFValidationError
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, logging
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..config import PPOConfig
 from ..redaction import shortened
 from .actor_critic import ActorCritic
-from .adapter_files import ADAPTER_CONFIG, check_same_base, read_adapter_config, read_critic
-from .adapters import adapter_parameters, adapter_weights, add_adapter, load_adapter_weights
+from .adapters import (
+    ADAPTER_CONFIG,
+    adapter_parameters,
+    adapter_weights,
+    add_adapter,
+    check_same_base,
+    load_adapter_weights,
+    read_adapter_config,
+    read_critic,
+)
 from .critics import new_critic
 
 logger = logging.get_logger(__name__)
-
-ANSWER = 2  # seconds in which the Hub must answer
 
 
 def compute_dtype(args: PPOConfig) -> torch.dtype:
@@ -62,19 +67,27 @@ def check_model_arguments(
         needed = "a `PeftConfig`, or the path or id of a saved adapter"
         raise TypeError(f"`peft_config` must be {needed}, got {type(peft_config).__name__}.")
     config = _starting_config(model, peft_config)
-    if config is not None:
-        _check_adapter(config)
+    if config is None:
+        return
+    if config.is_prompt_learning:
+        given = f"got {config.peft_type}, which adds virtual tokens"
+        raise ValueError(f"`peft_config` must put the adapter into the layers, {given}; use `LoraConfig`.")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise ValueError(f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared.")
 
 
 def _starting_config(model: Any, peft_config: Any) -> Any:
     """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
-    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+    if isinstance(model, PeftModel):
         if peft_config is not None:
             remedy = "to start a new one, pass the base model"
             raise ValueError(f"`peft_config` must be None when `model` has an adapter; {remedy}.")
-        return model.peft_config[model.active_adapter if isinstance(model, PeftModel) else model.active_adapters()[0]]
+        return model.active_peft_config
     if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise ValueError("`model` holds the adapters of another trainer; pass its `PeftModel`, or `unload()` it.")
+        remedy = "pass the base and the adapter's path as `peft_config`; after another trainer, `unload()` its model"
+        raise ValueError(f"`model` holds an adapter, but is not a `PeftModel`; {remedy}.")
     if isinstance(peft_config, str):
         config = read_adapter_config(peft_config)
         if config is None:
@@ -88,59 +101,40 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
     return peft_config
 
 
-def _check_adapter(config: Any) -> None:
-    if config.is_prompt_learning:
-        given = f"got {config.peft_type}, which adds virtual tokens"
-        raise ValueError(f"`peft_config` must put the adapter into the layers, {given}; use `LoraConfig`.")
-    if getattr(config, "alora_invocation_tokens", None):
-        raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
-    if (bias := getattr(config, "bias", "none")) != "none":
-        raise ValueError(f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared.")
+def model_kwargs(args: PPOConfig) -> dict[str, Any]:
+    """Keyword arguments of `from_pretrained` that the config holds."""
+    return {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
 
 
 def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained` that locate a model's files."""
+    """Those of [`model_kwargs`] that locate a model's files."""
     names = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
-    settings = {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
-    return {key: value for key, value in settings.items() if key in names}
+    return {key: value for key, value in model_kwargs(args).items() if key in names}
 
 
 def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` for a model that is neither on this machine nor on the Hub, after one short request.
-
-    A busy or slow Hub is left to `from_pretrained`, which tries again.
-    """
-    if os.path.isdir(name):
-        return
-    revision, folder = kwargs.get("revision"), kwargs.get("subfolder") or ""
+    """Raise a `ValueError` that names the argument for a model that is neither on this machine nor on the Hub."""
     try:
-        cached = try_to_load_from_cache(name, os.path.join(folder, CONFIG_NAME), kwargs.get("cache_dir"), revision)
-        if not isinstance(cached, str):
-            url = hf_hub_url(name, CONFIG_NAME, subfolder=folder, revision=revision)
-            get_hf_file_metadata(url, token=kwargs.get("token"), timeout=ANSWER)
-    except (OSError, HFValidationError, HTTPError) as error:
-        wrong = isinstance(error, RepositoryNotFoundError | HFValidationError | OfflineModeIsEnabled)
-        if wrong or type(error).__name__ == "ConnectError":  # of httpx or httpx2, whichever the Hub's client uses
-            cause = shortened((str(error) or type(error).__name__).splitlines()[0], 160)
-            given = f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth login`)"
-            raise ValueError(f"`{argument}` must be a directory or a model on the Hub, {given}.") from None
+        AutoConfig.from_pretrained(name, **kwargs)
+    except (OSError, HFValidationError) as error:
+        cause = shortened(str(error).splitlines()[0], 160)
+        given = f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth login`)"
+        raise ValueError(f"`{argument}` must be a directory or a model on the Hub, {given}.") from None
 
 
 def load_base(
     model_id: str, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
     """Load a base for a run, quantized on its device."""
-    kwargs: dict[str, Any] = {"dtype": compute_dtype(args), "trust_remote_code": args.trust_remote_code}
-    options = cast(dict[str, Any], args.model_init_kwargs or {})
+    kwargs = {"dtype": compute_dtype(args)} | model_kwargs(args)
     if quantization_config is not None:
-        quantization_config, dtype = copy(quantization_config), options.get("dtype", "auto")
+        quantization_config = copy(quantization_config)
         if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
-            dtype = kwargs["dtype"] if dtype == "auto" else dtype
+            dtype = compute_dtype(args) if kwargs["dtype"] == "auto" else kwargs["dtype"]
             quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
         # quantized weights cannot be moved afterwards
-        kwargs |= {"quantization_config": quantization_config, "device_map": {"": device}}
-    kwargs |= {**options, "output_loading_info": True}
-    model, report = AutoModelForCausalLM.from_pretrained(model_id, **kwargs)
+        kwargs = {"quantization_config": quantization_config, "device_map": {"": device}} | kwargs
+    model, report = AutoModelForCausalLM.from_pretrained(model_id, **kwargs, output_loading_info=True)
     check_loaded(model_id, report, "a causal language model with its output projection")
     return model
 
@@ -171,15 +165,13 @@ def _prepare_modules(model: nn.Module) -> None:
 
 def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel, bool]:
     """Add the policy's adapter, unless it is there, and return if it was trained before."""
-    is_trained = True
+    is_trained = isinstance(model, PeftModel) or isinstance(peft_config, str)
     if isinstance(model, PeftModel):
         policy = model
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
-    elif getattr(model, "_hf_peft_config_loaded", False):  # by `from_pretrained` of a saved adapter
-        policy = _wrap(model)
     else:
-        is_trained, config = False, peft_config or default_peft_config()
+        config = peft_config or default_peft_config()
         for name, rate in vars(config).items():
             if "dropout" in name and rate:
                 logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
@@ -195,21 +187,6 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     return policy, is_trained
 
 
-def _wrap(model: Any) -> PeftModel:
-    """Turn a model with an adapter that transformers loaded into a `PeftModel`."""
-    name = model.active_adapters()[0]
-    weights = {f"base_model.model.{key}": x.clone() for key, x in adapter_weights(model, name).items()}
-    config = copy(model.peft_config[name])
-    config.inference_mode = False
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others have changed the base already
-    model._hf_peft_config_loaded = False
-    del model.peft_config
-    policy = PeftModelForCausalLM(model, config, adapter_name=name)  # draws the adapter anew
-    load_adapter_weights(policy, name, weights)
-    return policy
-
-
 def load_actor_critic(
     model: str | PreTrainedModel | PeftModel,
     args: PPOConfig,
@@ -220,10 +197,6 @@ def load_actor_critic(
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
     if isinstance(model, str):
         model = load_base(model, args, quantization_config, torch.device(device))
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not hasattr(base, base.base_model_prefix):
-        needed = f"the attribute `{base.base_model_prefix}` (its `base_model_prefix`)"
-        raise ValueError(f"{type(base).__name__} must have {needed}; use a model whose class has it.")
 
     # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
     reference = critic_adapter = saved_head = files = None

@@ -18,7 +18,7 @@ from transformers import (
 from trl import apply_chat_template, is_conversational
 
 from ..modeling import ActorCritic
-from ..modeling.adapter_files import SCORE_HEADS, check_same_base, find_file, read_adapter
+from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from .scoring import RewardError, ScoringBatch
 

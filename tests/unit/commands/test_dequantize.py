@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_ppo_ext.commands import dequantize as command
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.modeling.adapter_files import dequantized_from, quantized_weights
+from trl_ppo_ext.modeling.adapters import dequantized_from, quantized_weights
 
 IDS = torch.arange(2, 26).reshape(2, 12)
 
