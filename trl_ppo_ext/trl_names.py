@@ -38,11 +38,9 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
     else:  # no groups are compared; what remains is whether advantages are scaled
         options |= {"group": {}, "batch": {"whiten_advantages": True}, "none": {"whiten_advantages": False}}
         if scale == "group" or (scale == "none" and config.normalize_values is not False):
-            logger.warning(
-                "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns.",
-                value,
-                "`critic='none'`" if scale == "group" else "`normalize_values=False` too",
-            )
+            needed = "`critic='none'`" if scale == "group" else "`normalize_values=False` too"
+            message = "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns."
+            logger.warning(message, value, needed)
     return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
 
 
@@ -65,7 +63,6 @@ def _dual_clip(config: Any, delta: float) -> Settings:
 
 
 ANY, NO_EFFECT = ..., "Already the case, or without effect."
-_DERIVED = "it is derived; set `generation_batch_size` and `num_mini_batches`"
 # name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a mapping), a function
 # from config and value to such fields, or why other values are refused
 NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
@@ -114,7 +111,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "local_rollout_forward_batch_size": (
         int,
         ANY,
-        lambda _, size: {"per_device_generation_batch_size": size, "per_device_reward_batch_size": size},
+        lambda _, n: {"per_device_generation_batch_size": n, "per_device_reward_batch_size": n},
     ),
     "stop_token_id": (int, ANY, lambda _, token: {"stop_token_ids": [token]}),
     "stop_token": (str, "eos", "EOS ends a completion; set `stop_token_ids` for others"),
@@ -122,11 +119,6 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "num_sample_generations": (int, 0, "set `log_completions` and `num_completions_to_print`"),
     "sft_model_path": (str, None, "pass it as `model`, or `model_name_or_path` in a file"),
     "reward_model_path": (str, None, "pass it in `reward_funcs`"),
-    "model_adapter_name": (str, None, "pass a `PeftModel` as `model`; its active adapter initializes the policy"),
-    "ref_adapter_name": (str, None, "the reference is a frozen copy of the adapter of `model`"),
-    **dict.fromkeys(["batch_size", "mini_batch_size", "micro_batch_size"], (int, None, _DERIVED)),
-    **dict.fromkeys(["local_batch_size", "local_mini_batch_size"], (int, None, _DERIVED)),
-    "num_total_batches": (int, None, "set `max_steps`"),
     # our own earlier names
     "critic_backprop": (bool, ANY, "critic_kwargs.backprop"),
     "critic_prompt": (str, ANY, "critic_kwargs.prompt"),
@@ -144,12 +136,11 @@ _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 
 def _field(name: str) -> tuple[str, Any, Any]:
     kind, accepted, effect = NAMES[name]
-    help_text = NO_EFFECT if effect == NO_EFFECT else "See docs/from_grpo.md."
+    help_text = "See docs/from_grpo.md."
     if accepted is not ANY:
         help_text = f"{accepted} only: {effect}."
-    elif isinstance(effect, str) and effect != NO_EFFECT:
-        ours, _, key = effect.partition(".")
-        help_text = f"`{ours}{f'={{{key!r}: ...}}' if key else ''}` under another name."
+    elif isinstance(effect, str):
+        help_text = effect if effect == NO_EFFECT else f"Sets `{effect}`."
     metadata: dict[str, Any] = {"help": help_text}
     if kind is bool and name not in _ON:
         metadata |= {"nargs": "?", "const": True}  # --use_vllm is --use_vllm true
@@ -188,11 +179,11 @@ def applied(config: Any) -> Iterator[None]:
             raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}: {effect}.")
         if effect == NO_EFFECT:
             idle.append(name)
-        elif accepted is ANY and isinstance(effect, str):
-            ours, _, key = effect.partition(".")
-            settings = {ours: {key: value} if key else value}
         elif not isinstance(effect, str):
             settings = effect(config, value)
+        elif accepted is ANY:
+            ours, _, key = effect.partition(".")
+            settings = {ours: {key: value} if key else value}
         _set(config, name, settings)
         sources |= dict.fromkeys(settings, name)
     if idle:
