@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
-        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
+        with gathered([head.weight, head.bias]):
             return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
 
     @torch.no_grad()
@@ -250,17 +250,17 @@ class ActorCritic(nn.Module):
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
-        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
+        with gathered([head.weight, head.bias]):
             projected = head(hidden)
         if not torch.equal(projected, logits):
-            change = "changes its logits after the output projection (a cap or a scale)"
-            raise ValueError(f"{type(base).__name__} {change}, which log-probs ignore; use a model that does not.")
+            wrong = "changes its logits after the output projection, which log-probs ignore; use a model that does not"
+            raise ValueError(f"{type(base).__name__} {wrong}.")
         # a padded row differs from the same row without padding by rounding only
         rows = Sequences.from_token_ids([[0], [3, 2, 1, 0]], [[1, 2, 3], [1]], 0, self.device)
         padded, plain = (self._hidden_states(x)[:3].float() for x in (rows, rows.rows(torch.tensor([0]))))
         if (padded - plain).norm() > 0.1 * plain.norm():
-            wrong = "does not ignore padding on the left, so log-probs would depend on other rows"
-            raise ValueError(f"{type(base).__name__} {wrong}; use a model that reads the attention mask.")
+            wrong = "does not ignore padding on the left; use a model that reads the attention mask"
+            raise ValueError(f"{type(base).__name__} {wrong}.")
         self._is_checked = True
 
     @torch.no_grad()
@@ -291,8 +291,7 @@ class ActorCritic(nn.Module):
         if self.critic_adapter is None:
             return kwargs
         if kwargs["use_reentrant"]:
-            needed = "must be False with a critic adapter, or recompute the critic's layers under the policy's adapter"
-            raise ValueError(f"`use_reentrant` in `gradient_checkpointing_kwargs` {needed}.")
+            raise ValueError("`use_reentrant` in `gradient_checkpointing_kwargs` must be False with a critic adapter.")
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
             active = self.active_adapter

@@ -149,10 +149,8 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     if config is None:
         raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
-        raise ValueError(
-            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the base of all roles. "
-            "Train it with `bias='none'`, or merge a reward into its base and pass that model."
-        )
+        wrong = f"has `bias={config.bias!r}`: it would put its biases into the base of all roles"
+        raise ValueError(f"The adapter `{place}` {wrong}. Train it with `bias='none'`, or merge it into its base.")
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
         raise ValueError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
@@ -206,8 +204,7 @@ def read_critic(
         wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
         raise ValueError(f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter.")
     if critic != "adapter":
-        wrong = "is a reward adapter: its score head fits only its own adapter"
-        raise ValueError(f"`critic_init={path!r}` {wrong}; set `critic='adapter'`.")
+        raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
     rows, row = len(reward.head["weight"]), label or 0
     if (rows > 1 and label is None) or not 0 <= row < rows:
@@ -227,8 +224,8 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[st
     """Write an adapter as PEFT does, with these weights by parameter name."""
     tensors = adapter_weights(policy, name, weights)
     if not tensors:
-        cause, remedy = "`merge_and_unload()` or `unload()` removed it", "call `save_model()` before them"
-        raise ValueError(f"The policy has no adapter any more, because {cause}; {remedy}, or save what they return.")
+        remedy = "call `save_model()` before `merge_and_unload()` or `unload()`, or save what they return"
+        raise ValueError(f"The policy has no adapter any more; {remedy}.")
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True

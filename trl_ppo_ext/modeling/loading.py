@@ -49,29 +49,24 @@ def check_model_arguments(
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
-        needed = "a model id or path, a `PreTrainedModel`, or a `PeftModel`"
-        raise TypeError(f"`model` must be {needed}, got {type(model).__name__}.")
+        raise TypeError(f"`model` must be a model or the id or path of one, got {type(model).__name__}.")
     if isinstance(model, str):
         if os.path.isfile(os.path.join(model, ADAPTER_CONFIG)):
-            remedy = "pass its base as `model`, and this path as `peft_config` (`adapter_name_or_path`)"
+            remedy = "pass its base, and this path as `peft_config` (`adapter_name_or_path`)"
             raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
         settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in (name for name, value in settings.items() if value is not None):
-            given = f"got a loaded {type(model).__name__}; pass the model's id, or load it with these settings"
-            raise ValueError(f"`{name}` needs a `model` that is a string, {given}.")
+            raise ValueError(f"`{name}` has no effect on a loaded {type(model).__name__}; pass the model's id.")
         if model.get_output_embeddings() is None:
-            needed = f"a causal language model with an output projection, got {type(model).__name__}"
-            raise ValueError(f"`model` must be {needed}; load it with `AutoModelForCausalLM`.")
+            raise ValueError(f"`model` must be a causal language model, got {type(model).__name__}.")
     if not isinstance(peft_config, PeftConfig | str | None):
-        needed = "a `PeftConfig`, or the path or id of a saved adapter"
-        raise TypeError(f"`peft_config` must be {needed}, got {type(peft_config).__name__}.")
+        raise TypeError(f"`peft_config` must be a `PeftConfig`, path or id, got {type(peft_config).__name__}.")
     config = _starting_config(model, peft_config)
     if config is None:
         return
     if config.is_prompt_learning:
-        given = f"got {config.peft_type}, which adds virtual tokens"
-        raise ValueError(f"`peft_config` must put the adapter into the layers, {given}; use `LoraConfig`.")
+        raise ValueError(f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`.")
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
     if (bias := getattr(config, "bias", "none")) != "none":
@@ -82,8 +77,7 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
     """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
     if isinstance(model, PeftModel):
         if peft_config is not None:
-            remedy = "to start a new one, pass the base model"
-            raise ValueError(f"`peft_config` must be None when `model` has an adapter; {remedy}.")
+            raise ValueError("`peft_config` must be None when `model` has an adapter; or pass the base model.")
         return model.active_peft_config
     if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         remedy = "pass the base and the adapter's path as `peft_config`; after another trainer, `unload()` its model"
@@ -179,11 +173,11 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     try:
         adapter_parameters(policy, policy.active_adapter)
     except (KeyError, ValueError) as error:
-        wrong = f"{policy.active_peft_config.peft_type} saves other tensors, too"
-        raise ValueError(f"An adapter must consist of its trained weights, but {wrong}; use `LoraConfig`.") from error
+        kind = policy.active_peft_config.peft_type
+        raise ValueError(f"{kind} saves other tensors than its trained weights; use `LoraConfig`.") from error
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
-        remedy = "Remove `lm_head` from `target_modules` and `modules_to_save`."
-        raise ValueError(f"The adapter must not be on the output projection (`lm_head`). {remedy}")
+        remedy = "remove `lm_head` from `target_modules` and `modules_to_save`"
+        raise ValueError(f"The adapter must not be on the output projection; {remedy}.")
     return policy, is_trained
 
 
@@ -241,5 +235,5 @@ def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, ac
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
     missing = [name for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present]
     if missing and optimizer is not None:
-        wrong = f"lacks `{missing[-1]}` and {len(missing) - 1} others, which the trainer creates"
-        raise ValueError(f"`optimizers` must hold all trained weights, but {wrong}; set `optim` and `learning_rate`.")
+        weights = f"`{missing[-1]}` and {len(missing) - 1} others"
+        raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
