@@ -45,10 +45,9 @@ def _check_processes(num_gpus: int, world_size: int) -> None:
     if num_gpus > 1:
         remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
         raise ValueError(f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; {remedy}.")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > world_size:
-        given = f"{started} processes were started, but the world size is {world_size}"
-        raise ValueError(f"{given}; set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`).")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > world_size:
+        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
+        raise ValueError(f"{started} processes were started, but the world size is {world_size}; {remedy}.")
 
 
 def check_trainer_arguments(
@@ -90,9 +89,9 @@ def check_trainer_arguments(
             raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
-    others = ["environments"] if environments.has_instances else []
-    for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
-        if environments.rollout_func is None:  # it may return columns
+    if environments.rollout_func is None:  # it may return columns
+        others = ["environments"] if environments.has_instances else []
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
 
 
@@ -118,8 +117,7 @@ def load_tokenizer(
     if any(not 0 <= token < vocab_size for token in stops or []):
         raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
-    if tokenizer.pad_token_id >= vocab_size:
-        given = f"The pad token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}"
-        remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}: padding is masked"
-        raise ValueError(f"{given}, but the model has {vocab_size} tokens; {remedy}.")
+    if (pad := tokenizer.pad_token_id) >= vocab_size:
+        remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
+        raise ValueError(f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; {remedy}.")
     return tokenizer, getattr(text_config, "max_position_embeddings", None), vocab_size
