@@ -46,14 +46,6 @@ def test_whitening_counts_only_the_tokens_of_the_policy(tmp_path):
     torch.testing.assert_close(torch.stack([learned.mean(), learned.std()]), torch.tensor([0.0, 1.0]))
 
 
-@pytest.mark.parametrize("critic", [{}, {"critic": "none", "advantage_estimator": "reinforce"}], ids=str)
-def test_rollout_has_one_mask_unless_critic_and_policy_differ(tmp_path, critic):
-    run = trainer(tmp_path, mask_truncated_completions=bool(critic), max_steps=1, **critic)
-    rollouts = rollouts_of(run)
-    run.train()
-    assert rollouts[0][0].policy_mask is None
-
-
 # ---- gradients clipped apart
 
 
@@ -62,31 +54,28 @@ def test_huge_value_loss_does_not_shrink_the_step_of_the_policy(tmp_path):
     for vf_coef in (0.1, 1e6):
         runs.append(trainer(tmp_path / str(vf_coef), vf_coef=vf_coef, max_steps=1, max_grad_norm=1e-3, **SIDE))
         runs[-1].train()
-    (policy, _), (other_policy, _) = map(parts, runs)
-    assert equal(policy, other_policy)
+    assert equal(*(parts(run)[0] for run in runs))
     one, other = (run.state.log_history[0] for run in runs)
     assert one["grad_norm"] == other["grad_norm"] > 1e-3
     assert other["value/grad_norm"] == pytest.approx(1e7 * one["value/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["policy", "critic"])
-def test_gradients_are_clipped_each_to_the_bound(tmp_path, part):
+def test_gradients_are_clipped_each_to_the_bound(tmp_path):
     run = trainer(tmp_path, max_steps=2, max_grad_norm=1e-3, **SIDE)
     roles, norms = (run.actor_critic.policy_parameters, run.actor_critic.critic_parameters), []
     get = run._get_grad_norm
 
     def getting(*args, **kwargs):
         norm = get(*args, **kwargs)
-        norms.append(torch.nn.utils.get_total_norm([x.grad for x in roles[part]().values()]).item())
+        norms.extend(torch.nn.utils.get_total_norm([x.grad for x in role().values()]).item() for role in roles)
         return norm
 
     run._get_grad_norm = getting
     run.train()
-    assert norms == pytest.approx([1e-3] * 2, rel=1e-2)
+    assert norms == pytest.approx([1e-3] * 4, rel=1e-2)
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-@pytest.mark.parametrize("part", ["policy_parameters", "critic_parameters"])
+@pytest.mark.parametrize("part, max_grad_norm", [("policy_parameters", 0.0), ("critic_parameters", 1.0)])
 def test_non_finite_gradient_of_one_skips_the_step_of_both(tmp_path, part, max_grad_norm):
     run = trainer(tmp_path, max_steps=2, max_grad_norm=max_grad_norm, critic="side")
     for parameter in getattr(run.actor_critic, part)().values():

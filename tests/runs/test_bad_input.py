@@ -2,13 +2,10 @@
 
 import re
 from types import SimpleNamespace
-from unittest.mock import Mock
 
-import httpx2
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import config, length_reward, llama, prompts, tokenizer
 from torch import nn
@@ -16,8 +13,6 @@ from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, Tr
 
 from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
-from trl_ppo_ext.modeling import loading
-from trl_ppo_ext.rewards import RewardError
 from trl_ppo_ext.tracking import completions
 
 
@@ -59,9 +54,8 @@ OUT_OF_RANGE = {
     "reward_on_error": (1e20, True),
     "kl_estimator": ("k4",),
     "reward_quantization": ("int4",),
-    **dict.fromkeys(["max_completion_length", "num_ppo_epochs", "num_mini_batches", "num_generations"], (0, 1.5)),
-    **dict.fromkeys(["generation_batch_size", "per_device_reward_batch_size"], (0, 1.5)),
-    **dict.fromkeys(["per_device_train_batch_size", "gradient_accumulation_steps"], (0, 1.5)),
+    **dict.fromkeys(["num_ppo_epochs", "num_mini_batches", "num_generations", "generation_batch_size"], (0, 1.5)),
+    **dict.fromkeys(["per_device_train_batch_size", "gradient_accumulation_steps"], (0,)),
 }
 
 
@@ -134,7 +128,6 @@ KNOWN_FROM_ARGUMENTS = [
         "long prompt", VALUE, "Row 1 of .*60 tokens.*56.*overlong_prompts", train_dataset=questions("w1", "w1 " * 60)
     ),
     case("empty dataset", VALUE, "`train_dataset` is empty", train_dataset=questions()),
-    case("list of text", TYPE, "`train_dataset` must be .*got list", train_dataset=["w1"]),
     case("DatasetDict", TYPE, r"dict.*dataset\['train'\]", train_dataset=lambda: DatasetDict(train=prompts())),
     case(
         "evaluation rows",
@@ -161,37 +154,34 @@ KNOWN_FROM_ARGUMENTS = [
     case("no tokenizer", VALUE, "`processing_class`", processing_class=None),
     # rewards
     case("no reward", VALUE, "`reward_funcs` is empty; pass", reward_funcs=[]),
-    case("reward is a number", TYPE, "must be a function, .*got 3", reward_funcs=3),
     case("too many tokenizers", VALUE, "has 2 entries for 1 rewards", reward_processing_classes=[None, None]),
     # model and adapter
     case("model is a number", TYPE, "`model` must be .*got int", model=3),
-    case("model of torch", TYPE, "`model` must be .*got Linear", model=nn.Linear(2, 2)),
     case("model without lm_head", VALUE, "causal language model", model=lambda: llama(classifier=True)),
     case(
         "prompt learning",
         VALUE,
-        "`peft_config`.*PROMPT_TUNING.*use `LoraConfig`",
+        "`peft_config` .*PROMPT_TUNING; use `LoraConfig`",
         peft_config=PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     ),
     case("peft_config as a dict", TYPE, "`peft_config`.*got dict", peft_config={"r": 16}),
     case(
         "PeftModel and peft_config",
         VALUE,
-        "`peft_config` must be None.*pass the base model",
+        "`peft_config` must be None",
         model=ready_peft_model(),
         peft_config=LoraConfig(),
     ),
     case(
         "loaded model and quantization_config",
         VALUE,
-        "`quantization_config`.*LlamaForCausalLM; pass",
+        "`quantization_config` has no effect on a loaded LlamaForCausalLM",
         quantization_config=BitsAndBytesConfig(load_in_4bit=True),
     ),
     # args and unknown arguments; tests/docs/test_migration.py has the old ones
     case(
         "args of another trainer", TYPE, "`args`.*TrainingArguments", args=lambda: TrainingArguments("x", use_cpu=True)
     ),
-    case("args as a dict", TYPE, "`args` must be .*got dict", args={}),
     case("tokenizer", TYPE, "`tokenizer`.*`processing_class`", tokenizer=tokenizer),
     case("unknown argument", TYPE, "no argument `max_length`", max_length=3),
 ]
@@ -216,8 +206,7 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
     ("settings", "message"),
     [
         ({"reward_weights": [1.0, 2.0]}, "reward_weights` has 2 entries for 1 rewards"),
-        ({"reward_weights": []}, "reward_weights` has 0 entries for 1 rewards"),
-        ({"model_init_kwargs": {"dtype": "float32"}}, "`model_init_kwargs`.*LlamaForCausalLM; pass"),
+        ({"model_init_kwargs": {"dtype": "float32"}}, "`model_init_kwargs` has no effect on a loaded Llama"),
         ({"max_completion_length": 64}, "max_completion_length=64 .*64 tokens; lower it"),
     ],
     ids=str,
@@ -231,8 +220,8 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
     ("stage", "deepspeed", "settings", "message"),
     [
         (0, {}, {}, "NaN or inf gradients.*`stage`"),
-        (2, {"bf16": {"check_grad_overflow": False}}, {}, "`check_grad_overflow`.*`stage`"),
-        (2, {}, {"critic_kwargs": {"warmup_steps": 3}}, "`critic_kwargs={'warmup_steps': 3}`.*`critic_init`"),
+        (2, {"bf16": {"check_grad_overflow": False}}, {}, "NaN or inf gradients.*remove `check_grad_overflow`"),
+        (2, {}, {"critic_kwargs": {"warmup_steps": 3}}, "`critic_kwargs.*warmup_steps.*`critic_init`"),
         (2, {}, {"fp16": True}, "`fp16=True`.*`bf16`"),
         (2, {"scheduler": {}}, {}, "`scheduler`.*`lr_scheduler_type`"),
         (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, "`critic_learning_rate`.*`optimizer`"),
@@ -246,15 +235,6 @@ def test_unsupported_settings_of_deepspeed_raise(
     args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=SimpleNamespace(config=deepspeed))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=message):
-        build(tmp_path, {"args": args})
-
-
-def test_old_deepspeed_raises(tmp_path, nothing_is_loaded, monkeypatch):
-    args = config(tmp_path)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, hf_ds_config=SimpleNamespace(config={}))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("trl_ppo_ext.distributed.version", lambda name: "0.17.1")
-    with pytest.raises(ValueError, match=r"DeepSpeed 0\.17\.1 may apply .*install 0\.19\.8 or newer"):
         build(tmp_path, {"args": args})
 
 
@@ -281,15 +261,14 @@ FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     ("launched", "settings", "arguments", "message"),
     [
         ({"VERSION": "1"}, {}, {}, "FSDP1 .*`fsdp_version: 2`"),
-        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, "`fsdp_auto_wrap_policy`"),
-        ({"AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, {}, "`fsdp_auto_wrap_policy`"),
-        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, "`fsdp_transformer_layer_cls_to_wrap`.*remove"),
-        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, "whole base on every rank; set it true"),
-        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, "adapters without weights.*set it false"),
-        ({"OFFLOAD_PARAMS": "true"}, {}, {}, "`fsdp_offload_params`.*set it false"),
-        ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, "set it false, and `gradient_checkpointing=True`"),
+        ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, "`fsdp_auto_wrap_policy` must be TRANSFORMER"),
+        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, "`fsdp_transformer_layer_cls_to_wrap` must be omitted"),
+        ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, "`fsdp_reshard_after_forward` must be true"),
+        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, "`fsdp_cpu_ram_efficient_loading` must be false"),
+        ({"OFFLOAD_PARAMS": "true"}, {}, {}, "`fsdp_offload_params` must be false"),
+        ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, "must be false; set `gradient_checkpointing=True`"),
         ({}, {"fp16": True}, {}, "`fp16=True`.*`bf16`"),
-        ({}, {"optim": "adafactor"}, {}, "`optim='adafactor'`.*'adamw_torch'"),
+        ({}, {"optim": "adafactor"}, {}, "`optim` must be .*'adamw_torch'"),
         ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, "quantized base.*DDP"),
         ({}, {}, {}, "needs several processes.*`accelerate launch"),
     ],
@@ -330,32 +309,21 @@ def test_training_needs_a_dataset(tmp_path):
 
 def model_that_changes_its_logits():
     torch.manual_seed(0)
-    settings = Gemma2Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        eos_token_id=1,
-        final_logit_softcapping=30.0,
-    )
-    return Gemma2ForCausalLM(settings)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, eos_token_id=1, final_logit_softcapping=30.0))
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {"peft_config": LoraConfig(target_modules=r".*(q_proj|lm_head)")},
-        {"model": ready_peft_model(target_modules=["q_proj", "lm_head"])},
         {"model": ready_peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"])},
     ],
-    ids=["pattern", "PeftModel", "trained in full"],
+    ids=["pattern", "trained in full"],
 )
 def test_adapter_on_the_output_projection_raises(tmp_path, given):
-    with pytest.raises(ValueError, match=r"`lm_head`.*Remove `lm_head`"):
+    with pytest.raises(ValueError, match="output projection; remove `lm_head`"):
         build(tmp_path, given)
 
 
@@ -368,53 +336,13 @@ def test_capped_logits_raise_before_a_completion_is_sampled(tmp_path, run):
     assert trainer.state.global_step == 0
 
 
-# ---- scores, at the first rollout ----
-
-
-@pytest.mark.parametrize("scores", [[1.0] * 9, [float("inf")] * 8], ids=["too many", "inf"])
-def test_invalid_scores_end_the_run_before_an_update(tmp_path, scores):
-    """tests/unit/rewards/test_rewards.py has all kinds."""
-
-    def verdict(**kwargs):
-        return scores
-
-    trainer = build(tmp_path, {"reward_funcs": [verdict]}, max_steps=1)
-    with pytest.raises(RewardError, match="`verdict` returned"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
 # ---- names ----
 
 
 @pytest.mark.parametrize("argument", ["model", "reward_funcs"])
-def test_name_that_cannot_be_read_fails_at_once(tmp_path, monkeypatch, argument):
-    """Loading would ask the Hub five more times, for 23 seconds."""
-    asked = []
-
-    def offline(url, **kwargs):
-        asked.append((url, kwargs["timeout"]))
-        raise httpx2.ConnectError("Name or service not known")
-
-    monkeypatch.setattr(loading, "get_hf_file_metadata", offline)
-    with pytest.raises(ValueError, match=rf"`{argument}` must be .*'some/modle' \(Name or .*check its spelling"):
-        build(tmp_path, {argument: "some/modle"})
-    assert asked == [("https://huggingface.co/some/modle/resolve/main/config.json", loading.ANSWER)]
-
-
-def test_busy_hub_is_left_to_loading(monkeypatch):
-    busy, missing = (httpx2.Response(status, request=httpx2.Request("HEAD", "https://hub")) for status in (503, 404))
-    entry = RemoteEntryNotFoundError("no config.json", response=missing)
-    for answer in (HfHubHTTPError("", response=busy), httpx2.ReadTimeout(""), entry):
-        monkeypatch.setattr(loading, "get_hf_file_metadata", Mock(side_effect=answer))
-        loading.check_available("model", "some/model", {})
-
-
-@pytest.mark.parametrize("name", ["a/b/c", "some/"])
-def test_invalid_name_is_refused_without_a_request(monkeypatch, name):
-    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda *args, **kwargs: pytest.fail("it was looked up"))
-    with pytest.raises(ValueError, match="`model` must be a directory or a model on the Hub"):
-        loading.check_available("model", name, {})
+def test_name_that_cannot_be_read_raises_by_argument(tmp_path, nothing_is_loaded, argument):
+    with pytest.raises(ValueError, match=rf"`{argument}` must be a directory or a model .*'./modle' .*check its spel"):
+        build(tmp_path, {argument: "./modle"})
 
 
 def test_tracker_that_is_not_installed_is_named_before_loading(tmp_path, monkeypatch):

@@ -33,13 +33,13 @@ def test_earned_is_the_mean_of_earlier_standardized_rewards():
     torch.testing.assert_close(earned, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0], [0.0, 2.0, 1.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("token", range(6))
-def test_earned_never_depends_on_its_own_or_later_rewards(token):
+def test_earned_never_depends_on_its_own_or_later_rewards():
     rewards, mask = torch.randn(3, 6), torch.ones(3, 6, dtype=torch.bool)
-    later = rewards.clone()
-    later[:, token:] += 10 * torch.randn(3, 6 - token)
-    before, after = (rewards_so_far(x, mask, Units(), is_known=True) for x in (rewards, later))
-    assert torch.equal(before[:, : token + 1], after[:, : token + 1])
+    for token in range(6):
+        later = rewards.clone()
+        later[:, token:] += 10 * torch.randn(3, 6 - token)
+        before, after = (rewards_so_far(x, mask, Units(), is_known=True) for x in (rewards, later))
+        assert torch.equal(before[:, : token + 1], after[:, : token + 1]), token
 
 
 def test_outliers_are_bounded_and_unknown_units_give_zero():
