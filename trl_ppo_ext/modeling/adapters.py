@@ -186,23 +186,20 @@ def read_critic(
         if kind != critic:
             kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
             raise ValueError(f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another.")
-        if kind == "adapter":
-            files = read_adapter(path, CRITIC_FOLDER)
-            check_same_base(path, files.config.base_model_name_or_path, base, _OTHER_BASE)
-            return head, files
-        policy_config = read_adapter_config(path)
-        if policy_config is not None:  # the policy next to the head names the base
-            check_same_base(path, policy_config.base_model_name_or_path, base, _OTHER_BASE)
+        files = read_adapter(path, CRITIC_FOLDER) if kind == "adapter" else None
+        # without an adapter of its own, the policy next to the head names the base, or the record of its training
+        config = read_adapter_config(path) if files is None else files.config
+        if config is not None:
+            check_same_base(path, config.base_model_name_or_path, base, _OTHER_BASE)
         elif (numbers_file := find_file(path, CRITIC_NUMBERS)) is not None:
             trained_on = json.loads(Path(numbers_file).read_text()).get("base_model")
             check_same_base(path, trained_on, public_name(base), _OTHER_BASE)
-        return head, None
+        return head, files
 
     # 2. a reward adapter, of whose score head one row becomes the value head
     reward = None if read_adapter_config(path) is None else read_adapter(path)
     if reward is None or "weight" not in reward.head:
-        wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
-        raise ValueError(f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter.")
+        raise ValueError(f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head.")
     if critic != "adapter":
         raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
