@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from peft import PeftConfig
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
-from .modeling.loading import check_available, check_model_arguments, hub_kwargs
+from .modeling.loading import check_model_arguments, hub_kwargs, load_config
 from .rewards import check_reward_arguments, check_reward_columns
 
 # arguments of TRL's PPOTrainer (until 1.12), and what replaces them
@@ -105,8 +105,7 @@ def load_tokenizer(
         raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
     kwargs = hub_kwargs(args)
     if isinstance(model, str):
-        check_available("model", model, kwargs)
-        config, generation_config = AutoConfig.from_pretrained(model, **kwargs), None
+        config, generation_config = load_config("model", model, kwargs), None
         with suppress(OSError):  # a model need not have one
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
     else:

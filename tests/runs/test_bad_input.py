@@ -16,11 +16,6 @@ from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.tracking import completions
 
 
-def case(name, error, message, **given):
-    """`given` holds each invalid argument, or a function that makes it."""
-    return pytest.param(given, error, message, id=name)
-
-
 def build(tmp_path, given, **settings):
     arguments = {
         "model": llama,
@@ -91,99 +86,48 @@ def test_settings_that_do_not_fit_raise_with_a_remedy(tmp_path, settings, messag
 # ---- PPOTrainer: arguments ----
 
 
-def without(*tokens):
-    def make():
-        made = tokenizer()
-        for token in tokens:
-            setattr(made, token, None)
-        return made
-
-    return make
-
-
-def model_that_never_stops():
-    model = llama()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    return model
+def without_eos():
+    model, made = llama(), tokenizer()
+    made.eos_token = model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return {"model": model, "processing_class": lambda: made}
 
 
 def ready_peft_model(**kwargs):
     return lambda: get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **kwargs))
 
 
-def questions(*texts):
-    return lambda: Dataset.from_dict({"prompt": list(texts)})
+def evaluation_rows(prompt):
+    return lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": [prompt]})}
 
 
-def needs_answer(completions, answer, **kwargs):
-    return [0.0] * len(completions)
-
-
-VALUE, TYPE = ValueError, TypeError
+PROMPT_TUNING = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+# each invalid argument, or a function that makes it; tests/unit/test_data.py has more of the rows
 KNOWN_FROM_ARGUMENTS = [
-    # data; tests/unit/test_data.py has more of it
-    case("no reward column", VALUE, "`needs_answer`.*`answer`.*`target`.*add", reward_funcs=lambda: needs_answer),
-    case("empty prompt", VALUE, "Row 2 of `train_dataset`.*empty; drop", train_dataset=questions("w1", "w2", "")),
-    case(
-        "long prompt", VALUE, "Row 1 of .*60 tokens.*56.*overlong_prompts", train_dataset=questions("w1", "w1 " * 60)
-    ),
-    case("empty dataset", VALUE, "`train_dataset` is empty", train_dataset=questions()),
-    case("DatasetDict", TYPE, r"dict.*dataset\['train'\]", train_dataset=lambda: DatasetDict(train=prompts())),
-    case(
-        "evaluation rows",
-        VALUE,
-        r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty",
-        eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": [""]})},
-    ),
-    case(
-        "evaluation columns",
-        VALUE,
+    (
+        ValueError,
         r"`needs_target`.*`target`.*`eval_dataset\['hard'\]`",
-        reward_funcs=[needs_target],
-        eval_dataset=lambda: {"easy": prompts(), "hard": Dataset.from_dict({"prompt": ["w1"]})},
+        {"reward_funcs": [needs_target], "eval_dataset": evaluation_rows("w1")},
     ),
-    # tokenizer
-    case(
-        "no EOS",
-        VALUE,
-        "EOS.*set `tokenizer.eos_token`",
-        processing_class=without("eos_token"),
-        model=model_that_never_stops,
-    ),
-    case("tokenizer by name", TYPE, "`processing_class`.*got str", processing_class="gpt2"),
-    case("no tokenizer", VALUE, "`processing_class`", processing_class=None),
-    # rewards
-    case("no reward", VALUE, "`reward_funcs` is empty; pass", reward_funcs=[]),
-    case("too many tokenizers", VALUE, "has 2 entries for 1 rewards", reward_processing_classes=[None, None]),
-    # model and adapter
-    case("model is a number", TYPE, "`model` must be .*got int", model=3),
-    case("model without lm_head", VALUE, "causal language model", model=lambda: llama(classifier=True)),
-    case(
-        "prompt learning",
-        VALUE,
-        "`peft_config` .*PROMPT_TUNING; use `LoraConfig`",
-        peft_config=PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    ),
-    case("peft_config as a dict", TYPE, "`peft_config`.*got dict", peft_config={"r": 16}),
-    case(
-        "PeftModel and peft_config",
-        VALUE,
-        "`peft_config` must be None",
-        model=ready_peft_model(),
-        peft_config=LoraConfig(),
-    ),
-    case(
-        "loaded model and quantization_config",
-        VALUE,
+    (TypeError, r"dict.*dataset\['train'\]", {"train_dataset": lambda: DatasetDict(train=prompts())}),
+    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows("")}),
+    (ValueError, "EOS.*set `tokenizer.eos_token`", without_eos()),
+    (TypeError, "`processing_class`.*got str", {"processing_class": "gpt2"}),
+    (ValueError, "`processing_class`", {"processing_class": None}),
+    (ValueError, "`reward_funcs` is empty; pass", {"reward_funcs": []}),
+    (ValueError, "has 2 entries for 1 rewards", {"reward_processing_classes": [None, None]}),
+    (TypeError, "`model` must be .*got int", {"model": 3}),
+    (ValueError, "causal language model", {"model": lambda: llama(classifier=True)}),
+    (ValueError, "`peft_config` .*PROMPT_TUNING; use `LoraConfig`", {"peft_config": PROMPT_TUNING}),
+    (TypeError, "`peft_config`.*got dict", {"peft_config": {"r": 16}}),
+    (ValueError, "`peft_config` must be None", {"model": ready_peft_model(), "peft_config": LoraConfig()}),
+    (
+        ValueError,
         "`quantization_config` has no effect on a loaded LlamaForCausalLM",
-        quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+        {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
     ),
-    # args and unknown arguments; tests/docs/test_migration.py has the old ones
-    case(
-        "args of another trainer", TYPE, "`args`.*TrainingArguments", args=lambda: TrainingArguments("x", use_cpu=True)
-    ),
-    case("tokenizer", TYPE, "`tokenizer`.*`processing_class`", tokenizer=tokenizer),
-    case("unknown argument", TYPE, "no argument `max_length`", max_length=3),
+    # tests/docs/test_migration.py has the arguments of TRL
+    (TypeError, "`args`.*TrainingArguments", {"args": lambda: TrainingArguments("x", use_cpu=True)}),
+    (TypeError, "no argument `max_length`", {"max_length": 3}),
 ]
 
 
@@ -196,7 +140,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr("trl_ppo_ext.trainer.build_rewards", refuse)
 
 
-@pytest.mark.parametrize(("given", "error", "message"), KNOWN_FROM_ARGUMENTS)
+@pytest.mark.parametrize(("error", "message", "given"), KNOWN_FROM_ARGUMENTS, ids=lambda x: x if str(x) == x else "")
 def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, given, error, message):
     with pytest.raises(error, match=message):
         build(tmp_path, given)

@@ -111,7 +111,7 @@ def test_config_file_gives_a_config_or_names_a_field(capsys, given):
     assert text is None or names(text, given) or "surrogates not allowed" in text, text
 
 
-@pytest.mark.parametrize("value", [[[1]], {"a": {"b": [None]}}, "\x00", 2.5, True], ids=repr)
+@pytest.mark.parametrize("value", [{"a": {"b": [None]}}, 2.5, True], ids=repr)
 def test_fields_refuse_values_of_other_types_by_name(capsys, value):
     """One value at a time, so that the name must be that of the field."""
     own = {field.name for field in dataclasses.fields(PPOConfig)} - {

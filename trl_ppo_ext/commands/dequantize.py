@@ -20,7 +20,7 @@ from ..checkpoints.atomic import STAGING, publish
 from ..checkpoints.files import CheckpointError
 from ..memory import on_meta
 from ..modeling.adapters import DEQUANTIZED, public_name, quantized_weights
-from ..modeling.loading import check_available, check_model_arguments, hub_kwargs, load_base
+from ..modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
 from ..rewards.model import choose_device
 
 FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer, generation config, code
@@ -73,7 +73,7 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     kind, is_double = options.bnb_4bit_quant_type, options.use_bnb_nested_quant
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double)
     check_model_arguments(model, args, config, None)
-    check_available("MODEL", model, hub_kwargs(args))
+    load_config("MODEL", model, hub_kwargs(args))  # for its error
     base = load_base(model, args, config, torch.device(choose_device(options.device, dtype)[0]))
     config = base.config.quantization_config
     if not config.load_in_4bit:

@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig, check_types
 from ..data import get_split, load_splits, spread_indices
-from ..modeling.loading import check_available, hub_kwargs
+from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
@@ -285,7 +285,7 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
                 f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`; omit one of the two."
             )
     args.model_init_kwargs = options or None
-    check_available("model_name_or_path", name, hub_kwargs(args))
+    load_config("model_name_or_path", name, hub_kwargs(args))  # for its error
     # the compute dtype of a quantized base is the run's, unless a dtype is named
     quantized = replace(config, dtype=None if model.dtype == "auto" else model.dtype)
     place = script.directory, args.max_completion_length

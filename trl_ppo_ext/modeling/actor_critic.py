@@ -291,7 +291,8 @@ class ActorCritic(nn.Module):
         if self.critic_adapter is None:
             return kwargs
         if kwargs["use_reentrant"]:
-            raise ValueError("`use_reentrant` in `gradient_checkpointing_kwargs` must be False with a critic adapter.")
+            needed = "must be False with a critic adapter, or recompute the critic's layers under the policy's adapter"
+            raise ValueError(f"`use_reentrant` in `gradient_checkpointing_kwargs` {needed}.")
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
             active = self.active_adapter

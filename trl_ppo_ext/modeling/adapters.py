@@ -199,7 +199,8 @@ def read_critic(
     # 2. a reward adapter, of whose score head one row becomes the value head
     reward = None if read_adapter_config(path) is None else read_adapter(path)
     if reward is None or "weight" not in reward.head:
-        raise ValueError(f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head.")
+        wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
+        raise ValueError(f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter.")
     if critic != "adapter":
         raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)

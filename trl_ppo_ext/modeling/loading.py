@@ -106,10 +106,10 @@ def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
     return {key: value for key, value in model_kwargs(args).items() if key in names}
 
 
-def check_available(argument: str, name: str, kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names the argument for a model that is neither on this machine nor on the Hub."""
+def load_config(argument: str, name: str, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """Load a model's config, or raise a `ValueError` that names the argument."""
     try:
-        AutoConfig.from_pretrained(name, **kwargs)
+        return AutoConfig.from_pretrained(name, **kwargs)
     except (OSError, HFValidationError) as error:
         cause = shortened(str(error).splitlines()[0], 160)
         given = f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth login`)"

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
-from ..modeling.loading import check_available
+from ..modeling.loading import load_config
 from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, load_classifier
 from .scoring import FunctionReward, Reward, RewardError, function_name
 
@@ -75,7 +75,7 @@ def check_reward_arguments(
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
     for model_id in (reward for reward in rewards if isinstance(reward, str)):
-        check_available("reward_funcs", model_id, {})
+        load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
