@@ -8,7 +8,6 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .config import PPOConfig
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
@@ -82,7 +81,7 @@ def check_trainer_arguments(
     processing_classes = reward_processing_classes or None
     check_reward_arguments(reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards)
     if args.generation_backend == "vllm":
-        if is_fsdp or is_deepspeed_zero3_enabled():
+        if is_fsdp or (is_deepspeed and args.deepspeed_plugin.zero_stage == 3):
             wrong = "is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads"
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:
