@@ -19,7 +19,7 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import seal
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling.loading import load_actor_critic
-from trl_ppo_ext.rewards import RewardAdapter, RewardError
+from trl_ppo_ext.rewards import RewardAdapter
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def only_pickled(path, mark):
 
 def test_a_pickled_reward_adapter_is_refused_and_not_read(base, reward_adapter, tmp_path, mark):
     path = only_pickled(copied(reward_adapter, tmp_path / "adapter"), mark)
-    with pytest.raises(RewardError, match=r"has no adapter_model.safetensors; only safetensors are read"):
+    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors; only safetensors are read"):
         PPOTrainer(base, RewardAdapter(str(path)), config(tmp_path / "run"), prompts())
 
 
@@ -286,7 +286,7 @@ def test_weights_of_other_names_are_refused_by_name(base, saved, tmp_path, file,
 def test_a_damaged_reward_adapter_is_refused_by_name(base, reward_adapter, tmp_path, file, content, message):
     path = copied(reward_adapter, tmp_path / "adapter")
     (path / file).write_bytes(content)
-    with pytest.raises(RewardError, match=rf"`{path / file}` {message}.*copy or save it anew"):
+    with pytest.raises(ValueError, match=rf"`{path / file}` {message}.*copy or save it anew"):
         PPOTrainer(base, RewardAdapter(str(path)), config(tmp_path / "run"), prompts())
     with pytest.raises(ValueError, match=rf"`{path / file}` {message}.*copy or save it anew"):
         load_actor_critic(base, config(tmp_path / "run", critic="adapter", critic_init=str(path)))
@@ -299,7 +299,7 @@ def test_a_reward_adapter_with_biases_is_refused_and_the_base_keeps_its_own(rewa
     model = qwen2()  # it has biases
     before = {name: x.clone() for name, x in model.named_parameters()}
     reward = RewardAdapter(str(path), check_base=False)
-    with pytest.raises(RewardError, match=f"has `bias='{bias}'`: it would put its biases into the base"):
+    with pytest.raises(ValueError, match=f"has `bias='{bias}'`: it would put its biases into the base"):
         PPOTrainer(model, reward, config(tmp_path / "run"), prompts(), processing_class=tokenizer())
     after = {name.replace("base_layer.", ""): x for name, x in model.named_parameters()}
     assert all(torch.equal(x, after[name]) for name, x in before.items())
