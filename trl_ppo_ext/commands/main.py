@@ -1,22 +1,23 @@
 """Console script `trl-ppo`. Only the chosen subcommand's module is imported, so `--help` does not load torch."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from textwrap import indent
 
 from ..redaction import printable, redacted
 
-# subcommand: (module with `add_arguments(parser)` and `main(options)`, line of help)
-COMMANDS = {
-    "check-reward": ("commands.check_reward", "compare a reward model in full precision and quantized"),
-    "dequantize": ("commands.dequantize", "write a 4-bit base as a plain checkpoint, e.g. for vLLM"),
-    "estimate": ("commands.estimate", "estimate the memory of a run, and settings that would make it fit"),
-    "pretrain-critic": ("commands.pretrain_critic", "train a critic on rollouts of a frozen policy"),
-    "probe": ("commands.probe", "measure whether a critic pays on a task, before training"),
-    "replay": ("commands.replay", "print an episode or completion of a run, turn by turn"),
-    "report": ("commands.report", "write the report of a running or finished run, as one HTML file"),
-    "train": ("commands.train", "train a policy with PPO; --dry_run checks the arguments and stops"),
+COMMANDS = {  # each has a module in this folder, except for `replay` and `report`
+    "check-reward": "compare a reward model in full precision and quantized",
+    "dequantize": "write a 4-bit base as a plain checkpoint, e.g. for vLLM",
+    "estimate": "estimate the memory of a run, and settings that would make it fit",
+    "pretrain-critic": "train a critic on rollouts of a frozen policy",
+    "probe": "measure whether a critic pays on a task, before training",
+    "replay": "print an episode or completion of a run, turn by turn",
+    "report": "write the report of a running or finished run, as one HTML file",
+    "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`
 LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
@@ -26,13 +27,63 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Build the parser, with the arguments of one subcommand."""
     root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module_name, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == command:
-            module = import_module(f"trl_ppo_ext.{module_name}")
+        if name in ("replay", "report"):
+            sub.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run")
+        elif name == command:
+            module = _module(name)
             module.add_arguments(sub)
             sub.set_defaults(run=module.main)
+    hint = "the file to write (default: report.html in RUN_DIR)"
+    commands.choices["report"].add_argument("--output", metavar="FILE", default=argparse.SUPPRESS, help=hint)
+    commands.choices["report"].set_defaults(run=report)
+    add = commands.choices["replay"].add_argument
+    add("--row", type=int, default=0, help="row of those logged at the step, counted from 0")
+    add("--step", type=int, default=argparse.SUPPRESS, help="step of the log (default: the last with rows)")
+    add("--mode", default="train", help="train, eval, or eval_NAME in a dict of evaluation sets")
+    commands.choices["replay"].set_defaults(
+        run=lambda options: print(replay(options.run_dir, options.row, getattr(options, "step", None), options.mode))
+    )
     return root
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the report of a run."""
+    from ..tracking.reading import REPORT
+    from ..tracking.report import write_report
+
+    path = write_report(options.run_dir, getattr(options, "output", os.path.join(options.run_dir, REPORT)))
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train") -> str:
+    """Prompt and turns of a logged row, with the rewards, values and advantages of its turns."""
+    from ..tracking.reading import CREDIT, read_run
+
+    def line(title: str, numbers: dict[str, float | None]) -> str:
+        return "  ".join([title, *(f"{name} {x:.4g}" for name, x in numbers.items() if x is not None)])
+
+    sheets = {sheet.step: sheet.rows for sheet in read_run(run_dir).sheets if sheet.mode == mode}
+    if not sheets:
+        raise ValueError(f"`{run_dir}` has no completions of mode {mode!r} in its log yet; choose another `--mode`.")
+    step = max(sheets) if step is None else step
+    if step not in sheets:
+        raise ValueError(f"`--step` must be one with logged completions, {[*sheets]}, got {step}.")
+    if not 0 <= row < len(sheets[step]):
+        raise ValueError(f"`--row` must be from 0 to {len(sheets[step]) - 1} at step {step}, got {row}.")
+    logged = sheets[step][row]
+    totals = line(f"step {step}  row {row}", {name: logged[name] for name in ("score", "kl", "tokens")})
+    lines = [totals if logged["ended"] else f"{totals}  truncated", line("rewards", logged["rewards"])]
+    lines += ["", "prompt", indent(logged["prompt"], "    ")]
+    for turn in logged["turns"]:
+        credit = line(turn["role"] or "completion", {name: turn[name] for name in CREDIT})
+        lines += ["", credit, indent(turn["text"], "    ")]
+    return printable("\n".join(lines))
+
+
+def _module(command: str):
+    return import_module(f"trl_ppo_ext.commands.{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argv[0] if argv else None
     try:
         if command in LAUNCHERS:
-            import_module(f"trl_ppo_ext.{COMMANDS[command][0]}").main(argv[1:])
+            _module(command).main(argv[1:])
         else:
             options = parser(command).parse_args(argv)
             options.run(options)
