@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast
@@ -80,29 +80,22 @@ class PPOModelConfig(trl.ModelConfig):
     adapter_name_or_path: str | None = HfArg(
         default=None, help="Saved adapter on the model that starts the policy, e.g. of SFT. Default: a new adapter."
     )
-    lora_dropout: float = HfArg(default=0.0, help="Must be 0: log-probs must be repeatable.")
+    lora_dropout: float = HfArg(default=0.0, help="Is set to 0: log-probs must be repeatable.")
     lora_target_modules: list[str] | None = HfArg(default_factory=lambda: ["all-linear"], help="LoRA target modules.")
 
     def __post_init__(self):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
-        super().__post_init__()
-        needed = {
-            "use_peft": (True, "the policy is an adapter on a frozen base"),
-            "lora_dropout": (0.0, "log-probs must be repeatable"),
-            "lora_task_type": ("CAUSAL_LM", "the policy is a causal language model"),
-        }
-        for name, (value, cause) in needed.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"`{name}` must be {value!r}, got {getattr(self, name)!r}: {cause}; omit it.")
-        for entry in fields(self) if self.adapter_name_or_path is not None else ():
-            value, default = getattr(self, entry.name), getattr(PPOModelConfig(), entry.name)
-            if entry.name.startswith(("lora_", "use_rslora", "use_dora")) and value != default:
+        defaults = {x.name: x.default_factory() if x.default is MISSING else x.default for x in fields(self)}
+        for name in (name for name, default in defaults.items() if getattr(self, name) != default):
+            given = f"`{name}={getattr(self, name)!r}`"
+            if name in ("use_peft", "lora_task_type"):
+                raise ValueError(f"{given} is invalid: the policy is an adapter on a causal language model; omit it.")
+            if self.adapter_name_or_path is not None and name.startswith(("lora_", "use_rslora", "use_dora")):
                 cause = "configures a new adapter, but `adapter_name_or_path` loads one"
-                raise ValueError(f"`{entry.name}={value!r}` {cause}; remove one of the two.")
-        only_4bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": None, "use_bnb_nested_quant": False}
-        for name, default in only_4bit.items():
-            if getattr(self, name) != default and not self.load_in_4bit:
-                raise ValueError(f"`{name}` only applies to 4 bits; set `load_in_4bit` too, or omit it.")
+                raise ValueError(f"{given} {cause}; remove one of the two.")
+            if name.startswith(("bnb_4bit", "use_bnb")) and not self.load_in_4bit:
+                raise ValueError(f"{given} only applies to 4 bits; set `load_in_4bit` too, or omit it.")
+        super().__post_init__()
 
 
 @dataclass
@@ -146,13 +139,8 @@ def parse(
         *parsed, in_file, in_line = parser.parse_args_and_config(
             argv, return_remaining_strings=True, separate_remaining_strings=True
         )
-    except argparse.ArgumentError as error:
-        name, problem = str(error.argument_name).split("/")[0].lstrip("-"), shortened(error.message)
-        for kind, needed in (("float", "a number"), ("int", "an integer")):
-            problem = problem.replace(f"invalid {kind} value:", f"must be {needed}, got")
-        raise ValueError(f"`{name}` {problem}") from None
-    except (yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"The arguments cannot be read: {error}") from error
+    except (argparse.ArgumentError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
     for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
         if strings:
             name = strings[0].partition("=")[0].lstrip("-").replace("-", "_")
@@ -163,26 +151,20 @@ def parse(
     return tuple(parsed)
 
 
-class _Loader(yaml.SafeLoader):
-    """Loader that raises for a repeated key, of which YAML keeps the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value]
-        if repeated := [key for key, _ in node.value if names.count(key.value) > 1]:
-            name, line = repeated[0].value, repeated[0].start_mark.line + 1
-            raise ValueError(f"`{name}` appears twice in the config file, first in line {line}; keep one.")
-        return node
-
-
 def _check_config(path: str) -> None:
     """Check what TRL's parser does not: repeated keys, and the environment variables that it sets."""
     with open(path, encoding="utf-8") as file:
-        config = _Loader(file).get_single_data()
-    variables = config.get("env") if isinstance(config, dict) else None
+        text = file.read()
+    config, names = yaml.safe_load(text), set[str]()
+    if not isinstance(config, dict):
+        raise ValueError(f"`--config` must contain a YAML mapping, got {path!r}.")
+    for key, _ in yaml.compose(text, yaml.SafeLoader).value:  # of a repeated one, YAML keeps the last
+        if key.value in names:
+            raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
+        names.add(key.value)
+    variables = config.get("env")
     if isinstance(variables, dict) and variables:
-        refused = [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]
-        if refused:
+        if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:
             remedy = "export it before `trl-ppo` starts, if you want that"
             raise ValueError(f"`env` must not set `{refused[0]}`, which chooses the code of processes; {remedy}.")
         if os.environ.get("RANK", "0") == "0":
@@ -231,19 +213,17 @@ def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = No
     """Load the splits of `datasets` or of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
     mixture, name = mixture or MixtureConfig(), script.dataset_name
     train, test = script.dataset_train_split, script.dataset_test_split
-    of_name = [option for option in ("dataset_name", "dataset_config", "dataset_streaming") if getattr(script, option)]
-    of_mixture = [option for option in ("streaming", "test_split_size") if getattr(mixture, option)]
-    if mixture.datasets and of_name:
-        raise ValueError(f"Both `datasets` and `{of_name[0]}` are set; omit one.")
-    if of_mixture and not mixture.datasets:
-        remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
-        raise ValueError(f"`{of_mixture[0]}` only applies to `datasets`; {remedy}.")
+    for option in ("dataset_name", "dataset_config", "dataset_streaming"):
+        if mixture.datasets and getattr(script, option):
+            raise ValueError(f"Both `datasets` and `{option}` are set; omit one.")
+    for option in ("streaming", "test_split_size"):
+        if getattr(mixture, option) and not mixture.datasets:
+            remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
+            raise ValueError(f"`{option}` only applies to `datasets`; {remedy}.")
     if name is None and not mixture.datasets:
         raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     if script.eval_rows is not None and test == train:
-        raise ValueError(
-            f"`eval_rows` needs a `dataset_test_split` other than the split that is trained on, got {test!r}."
-        )
+        raise ValueError(f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}.")
     if mixture.datasets:
         splits = dict(trl.get_dataset(mixture))
     else:
