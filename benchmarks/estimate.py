@@ -19,7 +19,6 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,11 +40,13 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from common import LORA, SHAPES, Shape, model, prompts, resident, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter, estimate_memory
+from trl_ppo_ext.commands.estimate import changed
+from trl_ppo_ext.memory import on_meta
 from trl_ppo_ext.ppo import rollouts
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 MIB = 2**20
-PHASES = ("generate", "forward", "score", "update")
+PHASES = ("generate", "forward", "score", "update")  # the estimate has no "forward", since an update takes more
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Case:
     quantized: bool = False  # NF4 base
     family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
     lora: dict[str, Any] = field(default_factory=dict)
-    same_length: bool = True  # whether prompts have one length, so that no attention mask is needed
+    same_length: bool = True  # whether prompts have one length, so that no attention mask is needed; else estimated
 
 
 WIDE = Shape(32000, 512, 4, 8, 64, 64)
@@ -278,13 +279,12 @@ def estimated(case: Case, directory: str) -> Any:
     base, classifier = Path(directory) / "base", Path(directory) / "classifier"
     reward: Any = rewards(case, str(classifier)) if case.classifier in ("nf4", "adapter") else None
     if case.classifier in ("bf16", "fp32"):
-        reward = AutoConfig.from_pretrained(classifier)
-        reward.dtype = {"fp32": torch.float32}.get(case.classifier, torch.bfloat16)
+        dtype = {"fp32": torch.float32}.get(case.classifier, torch.bfloat16)
+        reward = on_meta(AutoConfig.from_pretrained(classifier), classifier=True).to(dtype)
     return estimate_memory(
         AutoConfig.from_pretrained(base),
         reward_funcs=reward,
         prompt_length=case.shape.prompt,
-        same_length=case.same_length,
         device="cuda" if torch.cuda.is_available() else "cpu",
         **arguments(case, directory),
     )
@@ -297,8 +297,8 @@ def one(name: str) -> None:
         estimate = estimated(CASES[name], directory)
     numbers = {
         "peak": estimate.peak / MIB,
-        "phases": {phase.name: phase.bytes / MIB for phase in estimate.phases},
-        "parts": {phase.name: {key: x / MIB for key, x in phase.parts.items()} for phase in estimate.phases},
+        "phases": (estimate.phases.sum() / MIB).to_dict(),
+        "parts": {phase: (parts.dropna() / MIB).to_dict() for phase, parts in estimate.phases.items()},
     }
     print("\n" + json.dumps({"name": name, "measured": measured, "estimated": numbers}), flush=True)
 
@@ -325,7 +325,7 @@ def main(names: list[str]) -> None:
         results.append(result)
         measured, estimate = result["measured"]["phases"], result["estimated"]["phases"]
         peak = max(measured[phase] for phase in PHASES)
-        ratios = "  ".join(f"{phase} {estimate.get(phase, 0):.1f}/{measured[phase]:.1f}" for phase in PHASES)
+        ratios = "  ".join(f"{phase} {estimate[phase]:.1f}/{measured[phase]:.1f}" for phase in estimate)
         ratio = result["estimated"]["peak"] / peak
         resident = result["measured"]["resident"]
         print(f"{name:42} {result['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} {resident:9.1f}   {ratios}")
@@ -363,26 +363,16 @@ def config_of(name: str, **more: Any) -> Qwen2Config:
 def table() -> str:
     """The table of docs/speed_and_memory.md."""
     lines = ["| base | bf16 | NF4 | bf16, checkpointing | NF4, checkpointing |", "|---|---:|---:|---:|---:|"]
-    needed: dict[str, list[str]] = {name: [name] for name in MODELS}
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 512}
+    settings |= {"per_device_generation_batch_size": 32, "use_cpu": True, "bf16": True, "report_to": "none"}
     with tempfile.TemporaryDirectory() as directory:
         config_of("Qwen2.5-0.5B", num_labels=1).save_pretrained(directory)
-        for name, checkpointing, quantized in product(MODELS, (False, True), (False, True)):
-            args = PPOConfig(
-                directory,
-                use_cpu=True,
-                bf16=True,
-                per_device_train_batch_size=4,
-                gradient_accumulation_steps=8,
-                per_device_generation_batch_size=32,
-                max_completion_length=512,
-                gradient_checkpointing=checkpointing,
-                report_to="none",
-            )
-            quantization = four_bit if quantized else None
-            estimate = estimate_memory(config_of(name), args, reward_funcs=directory, quantization_config=quantization)
-            needed[name].append(f"{estimate.needed / 2**30:.1f}")
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in needed.values())])
+        for name in MODELS:
+            plain = estimate_memory(config_of(name), PPOConfig(directory, **settings), reward_funcs=directory)
+            runs = [plain, changed(plain, {"gradient_checkpointing": True})]
+            runs = [x for run in runs for x in (run, changed(run, {"load_in_4bit": True}))]
+            lines.append(f"| {name} | {' | '.join(f'{run.needed / 2**30:.1f}' for run in runs)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -155,10 +155,11 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
 
 
 def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
-    """Reward of the run; for a classifier in bf16 the estimate reads the config."""
+    """Reward of the run; for a classifier in bf16 the estimate reads one without weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from trl_ppo_ext import RewardAdapter
+    from trl_ppo_ext.memory import on_meta
 
     path = directory / "classifier"
     if case.reward == "adapter":
@@ -167,7 +168,7 @@ def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
         return str(path)
     if loaded:
         return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16)
-    return AutoConfig.from_pretrained(path)
+    return on_meta(AutoConfig.from_pretrained(path), classifier=True).to(torch.bfloat16)
 
 
 def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu") -> dict[str, Any]:
@@ -178,11 +179,10 @@ def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu
         str(directory / "base"),
         reward_funcs=reward_of(case, directory, loaded=False),
         prompt_length=case.prompt,
-        same_length=True,
         device=device,
         **arguments(case, directory),
     )
-    by_phase = {phase.name: phase.bytes / GB for phase in estimate.phases}
+    by_phase = (estimate.phases.sum() / GB).to_dict()
     return {"peak_gb": estimate.peak / GB, "needed_gb": estimate.needed / GB, "by_phase": by_phase}
 
 

@@ -3,22 +3,22 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from pandas import DataFrame
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
 from ..memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
 from .launch import model_arguments, parse
 
-_NAMES = {  # by usable GiB, as nvidia-smi reports it
-    10: "RTX 3080", 12: "RTX 3060, RTX 4070", 15: "T4", 22.5: "A10, A10G, L4", 24: "RTX 3090, RTX 4090",
-    16: "V100 16GB, RTX 4060 Ti 16GB, RTX 4080, RTX 5070 Ti, RTX 5080", 31.8: "RTX 5090, V100 32GB", 40: "A100 40GB",
-    45: "L40S", 48: "RTX A6000", 79.6: "H100, A100 80GB", 140.4: "H200",
+GPUS = {  # usable GiB, as nvidia-smi reports it
+    "RTX 3060": 12, "RTX 3080": 10, "RTX 3090": 24, "RTX 4060 Ti 16GB": 16, "RTX 4070": 12, "RTX 4080": 16,
+    "RTX 4090": 24, "RTX 5070 Ti": 16, "RTX 5080": 16, "RTX 5090": 31.8, "RTX A6000": 48, "T4": 15, "A10": 22.5,
+    "A10G": 22.5, "L4": 22.5, "L40S": 45, "V100 16GB": 16, "V100 32GB": 31.8, "A100 40GB": 40, "A100 80GB": 79.6,
+    "H100": 79.6, "H200": 140.4,
 }  # fmt: skip
-GPUS = {name: float(memory) for memory, names in _NAMES.items() for name in names.split(", ")}
 
 
 def gpu_memory(name: str) -> float:
@@ -39,11 +39,9 @@ class EstimateConfig(PPOConfig):
     num_processes: int = HfArg(default=1, help="World size of the run.")
 
     def __post_init__(self):
-        if self.deepspeed or self.fsdp:  # before they are initialized
-            raise ValueError("`deepspeed` and `fsdp` are not estimated; omit them.")
         if self.gpu is not None and self.memory is not None:
             raise ValueError("Both `gpu` and `memory` are set; omit one.")
-        for name in ("memory", "num_processes"):
+        for name in ("memory", "prompt_length", "num_processes"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"`{name}` must be above 0, got {value}.")
         self.memory = gpu_memory(self.gpu) if self.gpu is not None else self.memory
@@ -70,14 +68,48 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
+def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, Any], MemoryEstimate]]:
+    """Changes, each of which lowers the peak, until the run fits in `memory` GiB, and the estimates with them."""
+    plan = estimate.args.plan(estimate.processes)
+    minibatch, completions = plan.mini_batch_size, plan.completions_per_process
+    sizes, samples = ([x for x in range(n, 0, -1) if n % x == 0] for n in (minibatch, completions))
+    # the least costly first, each with its values from the largest
+    changes: list[list[dict[str, Any]]] = [
+        [{"gradient_checkpointing": True}],
+        [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} for x in sizes],
+        [{"per_device_generation_batch_size": x} for x in samples],
+        [{"offload_rewards": True}],
+    ]
+    if estimate.base.quantization is None:
+        changes.insert(-1, [{"load_in_4bit": True, "use_bnb_nested_quant": True}])
+    steps: list[tuple[dict[str, Any], MemoryEstimate]] = []
+    while not estimate.fits(memory):
+        tried = [[(change, changed(estimate, change)) for change in values] for values in changes]
+        # of each setting the largest value that fits, else the smallest
+        chosen = (next((x for x in values if x[1].fits(memory)), values[-1]) for values in tried)
+        step = next((x for x in chosen if x[1].needed < estimate.needed), None)
+        if step is None:
+            break
+        steps.append(step)
+        estimate = step[1]
+    return steps
+
+
+def changed(estimate: MemoryEstimate, setting: dict[str, Any]) -> MemoryEstimate:
+    """Estimate a run with another setting."""
+    args = copy(estimate.args)
+    args.__dict__.update(setting)
+    base = replace(estimate.base, quantization="4bit double") if "load_in_4bit" in setting else estimate.base
+    return replace(estimate, args=args, base=base)
+
+
 def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     """Print an estimate, and how to fit it in `memory` GiB; return False if it does not fit."""
-    table = DataFrame({phase.name: phase.parts for phase in estimate.phases}) / GIB
-    table.loc["tensors"] = table.sum()
+    table, needed = estimate.phases / GIB, estimate.needed / GIB
+    table.loc["tensors"] = totals = table.sum()
     print(f"GiB at the peak of each phase\n{table.to_string(float_format='{:.2f}'.format, na_rep='')}")
-    peak, needed = estimate.peak_phase, estimate.needed / GIB
-    where = "with context and fragmentation (assumed)" if estimate.on_gpu else "in tensors"
-    print(f"peak: {peak.bytes / GIB:.2f} GiB in {peak.name}; {needed:.2f} GiB {where}")
+    hint = "with context and fragmentation (assumed)" if estimate.on_gpu else "in tensors"
+    print(f"peak: {totals.max():.2f} GiB in {totals.idxmax()}; {needed:.2f} GiB {hint}")
     if memory is None:
         return True
     if share := estimate.share_of_vllm(memory) / GIB:
@@ -86,11 +118,11 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     if estimate.fits(memory):
         print(f"fits in {memory:g} GiB, with {memory - needed:.1f} GiB to spare")
         return True
-    steps = estimate.proposals(memory)
     print(f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. With these changes, each added:")
-    for step in steps:
-        change = ", ".join(f"{name}: {json.dumps(value)}" for name, value in step.settings[-1].items())
-        print(f"  {step.needed / GIB:6.1f} GiB, {'fits' if step.fits(memory) else 'does not fit'}: {change}")
-    if not (steps and steps[-1].fits(memory)):
+    fits = False
+    for setting, step in proposals(estimate, memory):
+        fits, change = step.fits(memory), ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
+        print(f"  {step.needed / GIB:6.1f} GiB, {'fits' if fits else 'does not fit'}: {change}")
+    if not fits:
         print("All of them together do not fit: use a smaller model or shorter completions.")
     return False

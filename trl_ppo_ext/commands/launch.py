@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast
@@ -85,7 +85,7 @@ class PPOModelConfig(trl.ModelConfig):
 
     def __post_init__(self):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
-        defaults = {x.name: x.default_factory() if x.default is MISSING else x.default for x in fields(self)}
+        defaults = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in fields(self)}
         for name in (name for name, default in defaults.items() if getattr(self, name) != default):
             given = f"`{name}={getattr(self, name)!r}`"
             if name in ("use_peft", "lora_task_type"):

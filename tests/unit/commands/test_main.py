@@ -46,12 +46,8 @@ def test_report_writes_a_page(tmp_path, capsys):
 
 
 def test_interrupted_command_exits_with_130(monkeypatch):
-    monkeypatch.setitem(cli.COMMANDS, "train", ("commands.interrupted", ""))
+    def interrupt(run_dir):
+        raise KeyboardInterrupt
 
-    class Interrupted:
-        @staticmethod
-        def main(argv):
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "trl_ppo_ext.commands.interrupted", Interrupted)
-    assert cli.main(["train"]) == 130
+    monkeypatch.setattr("trl_ppo_ext.tracking.reading.read_run", interrupt)
+    assert cli.main(["replay", "run"]) == 130

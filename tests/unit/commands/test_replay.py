@@ -5,8 +5,7 @@ import json
 import pytest
 from runs_of_tiny import rollouts_of, trainer
 
-from trl_ppo_ext.commands.main import main
-from trl_ppo_ext.commands.replay import replay
+from trl_ppo_ext.commands.main import main, replay
 
 
 def turn(role, text, reward=None, value=None, advantage=None):

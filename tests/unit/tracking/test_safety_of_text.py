@@ -103,7 +103,7 @@ def test_errors_escape_control_characters_and_mask_secrets(capsys, monkeypatch):
 
     scores = read_scores("r", OSError("\x1b[31mred at http://user:hunter2@proxy:80"), [1])
     assert r"\x1b[31mred at http://***@proxy:80" in str(scores.failures[0])
-    monkeypatch.setattr("trl_ppo_ext.commands.report.main", lambda options: fails())
+    monkeypatch.setattr("trl_ppo_ext.tracking.report.write_report", lambda *given: fails())
     assert cli.main(["report", "x"]) == 2
     error = capsys.readouterr().err
     assert r"\x1b]0;title\x07 at http" in error and error.strip().isprintable()
