@@ -78,10 +78,11 @@ def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, A
         [{"gradient_checkpointing": True}],
         [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} for x in sizes],
         [{"per_device_generation_batch_size": x} for x in samples],
-        [{"offload_rewards": True}],
     ]
     if estimate.base.quantization is None:
-        changes.insert(-1, [{"load_in_4bit": True, "use_bnb_nested_quant": True}])
+        changes.append([{"load_in_4bit": True, "use_bnb_nested_quant": True}])
+    if all(getattr(reward, "quantization", None) != "int8" for reward in estimate.rewards):  # which cannot be moved
+        changes.append([{"offload_rewards": True}])
     steps: list[tuple[dict[str, Any], MemoryEstimate]] = []
     while not estimate.fits(memory):
         tried = [[(change, changed(estimate, change)) for change in values] for values in changes]
