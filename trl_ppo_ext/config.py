@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
+import yaml
 from huggingface_hub.dataclasses import type_validator
 from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -21,13 +23,13 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
-from .presets import load_preset
 from .redaction import shown, without_secrets
 from .trl_names import NAMES, TRLFields, applied
 
 logger = logging.get_logger(__name__)
 
 LOCK = ".lock"  # in the output directory; a run that trains holds it
+PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 
@@ -517,7 +519,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         Returns:
             [`PPOConfig`]: The config.
         """
-        return cls(output_dir, **(load_preset(name) | overrides))
+        if name not in PRESETS:
+            raise ValueError(f"Unknown preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}.")
+        return cls(output_dir, **(yaml.safe_load(PRESETS[name].read_text(encoding="utf-8")) | overrides))
 
 
 # limits of the Trainer's fields; those of ours stand beside them

@@ -37,7 +37,6 @@ from trl_ppo_ext.arguments import as_list
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
 from trl_ppo_ext.commands.launch import build_trainer
-from trl_ppo_ext.presets import load_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
@@ -224,7 +223,7 @@ def test_recipe_has_a_dry_run(file, hub, tmp_path, made, capsys):
 
 def test_tldr_is_n_plus_except_for_the_learning_rate():
     given = yaml.safe_load((RECIPES / "tldr" / "ppo.yaml").read_text())
-    paper = load_preset("n_plus")
+    paper = yaml.safe_load((PRESETS[0].parent / "n_plus.yaml").read_text())
     assert given["learning_rate"] == pytest.approx(10 * paper.pop("learning_rate"))
     assert {name: given[name] for name in paper} == paper
 

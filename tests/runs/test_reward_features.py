@@ -439,30 +439,3 @@ def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
     if expected is None:
         expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
     assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
-
-
-# ---- scores far from 0, where a new critic expects them
-
-
-@pytest.mark.parametrize(
-    "mean, settings, message",
-    [
-        (-25, {}, "-25 ± 1.*`normalize_rewards=True`.*pretrain-critic"),
-        (3.2, {}, "3.2 ± 1"),
-        (2.9, {}, None),
-        (-25, {"per_device_train_batch_size": 3}, None),  # too few scores
-        (-25, {"normalize_rewards": True}, None),
-        (-25, {"normalize_values": True}, None),
-        (-25, {"lam": 1.0}, None),
-        (-25, {"critic": "none", "num_generations": 2}, None),
-    ],
-)
-def test_first_scores_far_from_zero_warn_once_with_a_remedy(tmp_path, caplog, mean, settings, message):
-    def reward(completion_ids, **kwargs):
-        spread = numpy.linspace(-1, 1, len(completion_ids))
-        return [mean + x / spread.std() for x in spread]
-
-    plain = {} if settings.get("critic") == "none" else {"normalize_values": False}
-    trainer(tmp_path, reward_funcs=reward, max_steps=8, **plain | settings).train()
-    warnings = [x.getMessage() for x in caplog.records if "a new critic predicts 0" in x.getMessage()]
-    assert len(warnings) == (message is not None) and re.search(message or "", warnings[0] if warnings else "")

@@ -217,7 +217,7 @@ def collect(
         policy_mask = response_mask & samples.stopped[:, None]
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
-        warn_about_first_scores(roles, scored)
+        warn_about_equal_scores(roles, scored)
     log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
@@ -342,26 +342,13 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 # ---- parts ----
 
 
-def warn_about_first_scores(roles: Roles, scored: Scored) -> None:
-    """Warn if all scores of the first rollout are equal, or far from 0 where a new critic predicts 0."""
+def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
+    """Warn if all scores of the first rollout are equal."""
     first = Moments().add(scored.totals, scored.usable, roles.all_sum)
-    args, head, deviation = roles.args, roles.actor_critic.value_head, math.sqrt(first.squares / max(first.weight, 1))
-    expects_zero = head is not None and not head.is_normalized and args.critic_init is None and args.lam < 1
-    if not roles.accelerator.is_main_process or first.weight < 8:
-        return
-    if deviation <= 1e-6 * abs(first.mean):  # equal scores may differ by rounding
+    is_equal = first.squares <= first.weight * (1e-6 * first.mean) ** 2  # up to rounding
+    if roles.accelerator.is_main_process and first.weight >= 8 and is_equal:
         found = "All %d scores of the first rollout are %.3g, which teaches nothing; check the reward, or the task."
         logger.warning(found, first.weight, first.mean)
-    elif expects_zero and not args.normalize_rewards and deviation < abs(first.mean) / 3:
-        # with λ < 1 the score reaches earlier tokens through values that start at 0
-        logger.warning(
-            "The scores of the first rollout are %.3g ± %.3g, but a new critic predicts 0, so ending looks %s than "
-            "continuing, for any reward; set `normalize_values=True` or `normalize_rewards=True`, or start from a "
-            "`critic_init` (see `trl-ppo pretrain-critic`).",
-            first.mean,
-            deviation,
-            "worse" if first.mean < 0 else "better",
-        )
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:

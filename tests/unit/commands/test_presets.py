@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.presets import load_preset
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "variants.md"
 FILES = {path.stem: path for path in sorted((ROOT / "trl_ppo_ext" / "presets").glob("*.yaml"))}
-PRESETS = {name: load_preset(name) for name in FILES}
+PRESETS = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 # name: prompts of a rollout, completions of an optimizer step, optimizer steps that a rollout feeds
 SIZES = {
     "instructgpt": (512, 64, 8),
