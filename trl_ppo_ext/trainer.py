@@ -33,8 +33,6 @@ from . import distributed
 from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, load_tokenizer
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
-from .checkpoints.fingerprints import fingerprints
-from .checkpoints.model_card import model_card
 from .config import PPOConfig
 from .data import RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from .episodes import Environments, build_player, record
@@ -146,9 +144,6 @@ class PPOTrainer(Trainer):
         check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments)
         check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
-        if args.push_to_hub:
-            is_main = args.process_index == 0
-            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
 
         # 2. Tokenize and check every prompt.
         tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
@@ -191,7 +186,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
-        self._inputs = fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, train_dataset)
+        self._inputs = files.fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, train_dataset)
 
         # 4. Set up the Trainer.
         parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer
@@ -434,7 +429,7 @@ class PPOTrainer(Trainer):
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
         with resume.locked(output_dir, is_writer):
             if source:
-                checkpoint, self._resumed = resume.find_checkpoint(self, source)
+                checkpoint, self._resumed = resume.find_checkpoint(self, source, output_dir, is_writer)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             if not (self._begun or in_place):
@@ -542,7 +537,7 @@ class PPOTrainer(Trainer):
         state = {"run": self.run_state.to_json(), "settings": files.run_settings(self.args) | self._inputs}
         Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
         self.processing_class.save_pretrained(directory)
-        model_card(self, final_directory).save(os.path.join(directory, "README.md"))
+        hub.model_card(self, final_directory).save(os.path.join(directory, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
@@ -556,7 +551,12 @@ class PPOTrainer(Trainer):
         """Write the model card of the run to its output directory; `fields` are further metadata of the card."""
         if self.is_world_process_zero():
             fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            model_card(self, self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
+            hub.model_card(self, self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository on the Hub, if it does not exist: with the trainer, or at the first push."""
+        with hub.push_errors(self):
+            super().init_hf_repo(token, private)
 
     push_to_hub = hub.push_run
 

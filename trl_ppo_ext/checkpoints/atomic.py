@@ -63,10 +63,9 @@ def restore_replaced(output_dir: str | os.PathLike) -> None:
 
 def find_damage(directory: str | os.PathLike) -> str | None:
     """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
-    path, name, remedy = Path(directory), "its content", "Resume from another checkpoint."
+    path, name, remedy = Path(directory), MANIFEST, "Resume from another checkpoint."
     if not (path / MANIFEST).is_file():
-        cause = f"has no {MANIFEST}, and was not written by PPOTrainer" if path.is_dir() else "does not exist"
-        return f"`{path}` {cause}. {remedy}"
+        return f"`{path}` has no {MANIFEST}: it does not exist, or is of another trainer. {remedy}"
     try:
         for name, entry in json.loads((path / MANIFEST).read_text()).items():
             size = (path / name).stat().st_size
@@ -74,8 +73,7 @@ def find_damage(directory: str | os.PathLike) -> str | None:
                 return f"`{path}` is damaged: {name} ({size} bytes) differs from {MANIFEST}. {remedy}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"`{path}` is damaged: {name} cannot be read or compared with {MANIFEST} ({error}). {remedy}"
-    # the loop replaces the name by that of a file
-    return f"`{path}` is damaged: {MANIFEST} lists no file. {remedy}" if name == "its content" else None
+    return None
 
 
 def verify(directory: str | os.PathLike) -> None:
@@ -99,11 +97,8 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
         if (damage := find_damage(path)) is None:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
-    if candidates:
-        remedy = "start again in another directory, or restore one of them"
-        raise CheckpointError(f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; {remedy}.")
-    remedy = "call `train()` without `resume_from_checkpoint`, or name one"
-    raise CheckpointError(f"`{output_dir}` has no checkpoint to resume from; {remedy}.")
+    remedy = "restore one, name another, or call `train()` without `resume_from_checkpoint`"
+    raise CheckpointError(f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; {remedy}.")
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:

@@ -1,19 +1,21 @@
-"""Contents of a checkpoint: plain PEFT adapters, the critic beside them as safetensors, state and settings."""
+"""Contents of a checkpoint: plain PEFT adapters, the critic beside them as safetensors, state, settings and inputs."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from datasets import IterableDataset
 from safetensors.torch import load_file
-from torch import Tensor, float64, tensor
-from transformers import TrainingArguments
+from torch import Tensor, float64, nn, tensor
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..config import PPOConfig
+from ..data import TOKEN_COLUMNS, spread_indices
 from ..distributed import uses_fsdp
 from ..modeling import ActorCritic
 from ..modeling.adapters import (
@@ -21,20 +23,17 @@ from ..modeling.adapters import (
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
     VALUE_HEAD,
+    digest_of_weights,
     kind_of_critic,
     load_adapter_weights,
     save_adapter,
     write_weights,
 )
+from ..rewards.model import AdapterReward
 
 STATE = "ppo_state.json"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-CRITIC_FILES = {  # by `PPOConfig.critic`
-    "none": [],
-    "head": [VALUE_HEAD],
-    "side": [VALUE_HEAD],
-    "adapter": [VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER)],
-}
+CRITIC_FILES = (VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER))  # of any kind of critic
 
 
 class CheckpointError(ValueError):
@@ -51,12 +50,6 @@ def check_target(directory: str, base: str) -> None:
 # ---- adapters and critic ----
 
 
-def _critic_kind(actor_critic: ActorCritic) -> str:
-    if actor_critic.value_head is None:
-        return "none"
-    return kind_of_critic(actor_critic.value_head.state_dict(), actor_critic.critic_adapter is not None)
-
-
 def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")}
 
@@ -65,8 +58,7 @@ def save_critic(
     actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor], moments: Mapping[str, Iterable[float]]
 ) -> None:
     """Write the value head with the moments of its units, and the critic's adapter in its own folder, if there are."""
-    # files of a run with another kind of critic would be read as part of this one
-    for file in set(CRITIC_FILES["adapter"]) - set(CRITIC_FILES[_critic_kind(actor_critic)]):
+    for file in CRITIC_FILES:  # those of another kind of critic would be read as part of this one
         Path(output_dir, file).unlink(missing_ok=True)
     head = actor_critic.value_head
     if head is not None:
@@ -83,29 +75,27 @@ def save_actor_critic(
     actor_critic: ActorCritic,
     output_dir: str,
     weights: dict[str, Tensor] | None = None,
-    moments: Mapping[str, Iterable[float]] = MappingProxyType({}),
+    moments: Mapping[str, Iterable[float]] | None = None,
 ) -> None:
     """Write the policy's adapter, and the critic beside it; pass `weights` if they are sharded."""
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
-    save_critic(actor_critic, output_dir, weights, moments)
+    save_critic(actor_critic, output_dir, weights, moments or {})
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Load the weights written by [`save_actor_critic`]."""
-    kind, saved_kind = _critic_kind(actor_critic), "none"
+    head, kind, saved_kind, missing = actor_critic.value_head, "none", "none", f" (it has no {VALUE_HEAD})"
+    if head is not None:
+        kind = kind_of_critic(head.state_dict(), actor_critic.critic_adapter is not None)
     if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
         has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
-        saved_kind = kind_of_critic(load_file(head_file), has_adapter)
+        saved_kind, missing = kind_of_critic(load_file(head_file), has_adapter), ""
     if saved_kind != kind:
-        missing = f" (it has no {VALUE_HEAD})" if saved_kind == "none" else ""
         needed = f"must be {saved_kind!r} to resume from `{directory}`{missing}"
         raise CheckpointError(f"`critic` {needed}, got {kind!r}; set `critic={saved_kind!r}`.")
-    loads: dict[str, Callable] = {}
-    if actor_critic.value_head is not None:
-        loads[VALUE_HEAD] = actor_critic.value_head.load_saved
-    folders = {actor_critic.policy_adapter: "", actor_critic.critic_adapter: CRITIC_FOLDER}
-    for name, folder in folders.items():
+    loads: dict[str, Callable] = {} if head is None else {VALUE_HEAD: head.load_saved}
+    for name, folder in ((actor_critic.policy_adapter, ""), (actor_critic.critic_adapter, CRITIC_FOLDER)):
         if name is not None:
             loads[os.path.join(folder, ADAPTER_WEIGHTS)] = partial(load_adapter_weights, actor_critic.policy, name)
     for file, load in loads.items():
@@ -116,7 +106,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
             raise CheckpointError(f"{file} does not fit the model: {error} {remedy}") from None
 
 
-# ---- state and settings ----
+# ---- state, settings and inputs ----
 
 # fields of TrainingArguments that change the result
 TRAINER_SETTINGS = (
@@ -131,6 +121,11 @@ NOT_COMPARED = set(
     "reward_timeout trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url "
     "vllm_server_timeout".split()
 )
+# rollout shares and random states are per rank, and the optimizer's files differ per backend
+NEVER_CHANGED = {"num_processes", "zero_stage", "fsdp_version"}
+# fields of an adapter's config that name places, or change nothing
+ADAPTER_NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+SAMPLED_ROWS = 64
 
 
 def load_state(directory: str) -> dict[str, Any]:
@@ -151,21 +146,60 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(directory: str, saved: dict, args: PPOConfig, inputs: dict[str, Any] | None = None) -> None:
+def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> None:
     """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
-    current = run_settings(args) | (inputs or {})
-    was, now = _processes(current | saved), _processes(current)
-    if was != now:  # rollout shares and random states are per rank, and the optimizer's files differ per backend
-        message = f"`{directory}` was saved by {was}, and this run has {now} (num_processes, zero_stage, fsdp_version)"
-        raise CheckpointError(f"{message}; resume with {was}.")
-    changed = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
-    if changed and not args.resume_with_changed_settings:
-        listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in changed)
-        remedy = "Restore them, or set `resume_with_changed_settings=True`."
-        raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}")
+    changed = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
+    impossible = changed & NEVER_CHANGED
+    if impossible or (changed and not may_change):
+        names = sorted(impossible or changed)
+        listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in names)
+        remedy = "Restore them" if impossible else "Restore them, or set `resume_with_changed_settings=True`"
+        raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}.")
 
 
-def _processes(settings: dict[str, Any]) -> str:
-    number, stage, fsdp = (settings[name] for name in ("num_processes", "zero_stage", "fsdp_version"))
-    backend = "without DeepSpeed or FSDP" if stage is None else f"under DeepSpeed's ZeRO-{stage}"
-    return f"{number} process{'es' * (number > 1)} {backend if fsdp is None else f'under FSDP{fsdp}'}"
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=lambda x: type(x).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rows(dataset: Any) -> str:
+    columns = sorted(set(dataset.column_names or ()) - TOKEN_COLUMNS)
+    if isinstance(dataset, IterableDataset):  # its rows are not read ahead
+        return f"stream of {', '.join(columns)}"
+    rows = [dataset[index] for index in spread_indices(len(dataset), SAMPLED_ROWS)]
+    sample = _digest([[row[name] for name in columns] for row in rows])
+    return f"{len(dataset)} rows of {', '.join(columns)} ({sample})"
+
+
+def _frozen(reward: Any) -> Iterable[Tensor]:
+    """Weights of a classifier, or the score head of an adapter."""
+    model = getattr(reward, "model", None)
+    if isinstance(model, nn.Module):
+        return model.parameters()
+    return reward.head.values() if isinstance(reward, AdapterReward) else ()
+
+
+def fingerprints(
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None,
+    rewards: list,
+    train_dataset: Any,
+) -> dict[str, Any]:
+    """Fingerprints of what a run is given besides its config, by name, as JSON. All ranks must call it."""
+    policy, config = actor_critic.policy, actor_critic.config
+    values: dict[str, Any] = {
+        "base weights": digest_of_weights(x for x in policy.parameters() if not x.requires_grad),
+        "dtype": actor_critic.dtype,
+        "attn_implementation": config._attn_implementation,
+        "quantization_config": getattr(config, "quantization_config", None),
+        "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
+        "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
+        "rewards": {reward.name: digest_of_weights(_frozen(reward)) for reward in rewards},
+        "train_dataset": None if train_dataset is None else _rows(train_dataset),
+    }
+    adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
+    for prefix, name in adapters.items():
+        adapter = policy.peft_config[name].to_dict() if name is not None else {}
+        values |= {f"{prefix}.{key}": x for key, x in adapter.items() if x and key not in ADAPTER_NOT_COMPARED}
+    return json.loads(json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))

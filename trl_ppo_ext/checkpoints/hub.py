@@ -1,39 +1,127 @@
-"""Push a run to the Hub, in the background during training and at its end."""
+"""A run on the Hub: its model card, and pushes in the background during training and at its end."""
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
+from urllib.parse import quote
 
-from huggingface_hub import create_repo, get_token, run_as_future, upload_folder
+from huggingface_hub import ModelCard, ModelCardData, run_as_future, upload_folder
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
-from ..config import PPOConfig
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
-from .files import ADAPTER, CRITIC_FILES, STATE
+from ..tracking.run_log import package_versions
+from .files import ADAPTER, CRITIC_FILES, STATE, run_settings
 from .resume import EARLIER
 
 logger = logging.get_logger(__name__)
 
-_WEIGHTS = [*ADAPTER, *CRITIC_FILES["adapter"]]
+# ---- the model card ----
+
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+METRICS = (
+    "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
+    "value/explained_variance"
+).split()
+BASE_COPY = "path/to/your/copy/of/the/base"
+PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
+
+
+def _one_line(text: Any) -> str:
+    """A name for a code span: it ends neither the span nor its table cell."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return " ".join(printable.replace("|", "\\|").replace("`", "'").split())
+
+
+def _text(text: Any) -> str:
+    """A name for prose, in which it acts neither as Markdown nor as HTML."""
+    return re.sub(r"([\[\]()*_#!~])", r"\\\1", escape(_one_line(text), quote=False))
+
+
+def _is_hub_id(name: str) -> bool:
+    """Return `True` if a name is an id on the Hub, and not the path of a directory."""
+    with suppress(HFValidationError):
+        validate_repo_id(name)
+        return not os.path.exists(name)
+    return False
+
+
+def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
+    """Build the card of a run, as saved in a directory; it contains no path of this machine."""
+    actor_critic, rewards, settings = trainer.actor_critic, trainer.reward_func_names, run_settings(trainer.args)
+    peft_config = actor_critic.policy.peft_config[actor_critic.policy_adapter]
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    base_model = metadata.pop("finetuned_from", actor_critic.config._name_or_path) or ""
+    adapter = trainer.hub_model_id or os.path.abspath(output_dir)
+    on_hub, adapter_on_hub = _is_hub_id(base_model), _is_hub_id(adapter)
+    shown = adapter if adapter_on_hub else os.path.basename(os.path.normpath(adapter))
+    model_name = metadata.pop("model_name", shown.split("/")[-1])
+
+    # 1. datasets, under any name that the Trainer and TRL use
+    fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
+    names = [name for field in fields for name in as_list(metadata.pop(field, None))]
+    datasets = [name for name in dict.fromkeys(names) if _is_hub_id(name)]
+
+    # 2. metrics of training and of each evaluation set, as they were logged last
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+    prefixes = ["", "eval_", *(f"eval_{name}_" for name in sets)]
+    names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
+    metrics = [prefix + name for prefix in prefixes for name in names if prefix + name in logged]
+
+    # 3. the card
+    table = settings | {name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")}
+    if isinstance(table["target_modules"], set):  # a set has no order
+        table["target_modules"] = sorted(table["target_modules"])
+    card_data = ModelCardData(
+        base_model=base_model if on_hub else None,
+        datasets=datasets or None,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys(["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *as_list(metadata.pop("tags", None))])),
+        **metadata,
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        model_name=_text(model_name),
+        base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
+        base_name=_text(base_model),
+        base_link=quote(base_model),
+        on_hub=on_hub,
+        adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),
+        adapter_on_hub=adapter_on_hub,
+        rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
+        adapter_type=peft_config.peft_type.value,
+        reference="a frozen copy of the adapter it started from" if actor_critic.reference_adapter else "adapter off",
+        critic=settings["critic"],
+        settings={name: _text(value) for name, value in table.items() if value is not None},
+        metrics={_one_line(name): f"{logged[name]:.4g}" for name in metrics},
+        step=trainer.state.global_step,
+        versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
+    )
+
+
+# ---- pushes ----
+
+WEIGHTS = [*ADAPTER, *CRITIC_FILES]  # deleted on the Hub if they are not pushed: of another kind of critic
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo report`, and the arguments
 # that another Trainer has pickled, which hold the token
 NOT_PUSHED = ("_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", RUN_LOG, TRAINING_ARGS_NAME)
-REMEDIES = {
-    401: "The token is missing or invalid: log in with `hf auth login`, or set HF_TOKEN or `hub_token`",
-    403: "The token has no write access: grant it, or set another repository in `hub_model_id`",
-    404: "The repository does not exist, or the token cannot read it: check `hub_model_id` and the token",
-}
 
 
 class PushError(RuntimeError):
@@ -41,36 +129,22 @@ class PushError(RuntimeError):
 
 
 @contextmanager
-def push_errors(repo: str, folder: str | None, token: str | None, when: str | None = None) -> Iterator[None]:
+def push_errors(trainer: Trainer, when: str | None = None) -> Iterator[None]:
     """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and signed URLs."""
     try:
         yield
     except Exception as error:
         links = [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
         texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
-        reason = re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts)))
-        for secret in filter(None, (token, get_token())):
-            reason = reason.replace(secret, "<HUB_TOKEN>")
-        statuses = [getattr(getattr(link, "response", None), "status_code", None) for link in links]
-        remedy = next((REMEDIES[x] for x in statuses if x in REMEDIES), "Check the connection to the Hub")
-        kept = f"Nothing was trained for it yet. {remedy}."
-        if folder is not None:
-            again = "call `trainer.push_to_hub()` again; large files that arrived are not sent twice"
-            kept = f"Nothing is lost: all files are in `{folder}`. {remedy}, and {again}."
-        message = f"`{repo}` was not pushed to the Hub ({shortened(reason)}). {kept}"
+        reason = shortened(re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts))))
+        message = (
+            f"`{trainer.args.output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the connection, "
+            "and the write access of the token (`hf auth login`, HF_TOKEN or `hub_token`). Nothing is lost: its files "
+            "are on disk, `trainer.push_to_hub()` pushes them, and large ones that arrived are not sent twice."
+        )
         if when is None:
             raise PushError(message) from None
         logger.warning("The push of %s failed; training continues. %s", when, message)
-
-
-def _repository(args: PPOConfig) -> str:
-    return args.hub_model_id or Path(args.output_dir).absolute().name
-
-
-def create_repository(args: PPOConfig) -> None:
-    """Create the run's repository if it does not exist, before models are loaded."""
-    with push_errors(_repository(args), None, args.hub_token):
-        create_repo(_repository(args), token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(
@@ -86,27 +160,26 @@ def push_run(
 
     This is [`~transformers.Trainer.push_to_hub`]: all processes call it, and `metadata` are fields of the card.
     """
-    args = trainer.args
-    folder, token, revision = args.output_dir, token or args.hub_token, revision or args.hub_revision
+    folder = trainer.args.output_dir
     # 1. write everything to disk before the first request to the Hub
     trainer.save_model(_internal_call=True)
-    if trainer.is_world_process_zero():
-        _write_report(folder)
-    if trainer.hub_model_id is None:
-        with push_errors(_repository(args), folder, token):
-            trainer.init_hf_repo(token, private)
-    # 2. write the card; when a push begins, trackers add their page to the model's tags
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     if not trainer.is_world_process_zero():
         return None
+    _write_report(folder)
+    if trainer.hub_model_id is None:
+        trainer.init_hf_repo(token, private)
+    # 2. write the card; when a push begins, trackers add their page to the model's tags
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     tags = [*as_list(metadata.get("tags")), *as_list(getattr(trainer.model, "model_tags", None))]
     trainer.create_model_card(**metadata | {"tags": tags})
     # 3. upload, after the pushes of checkpoints
     trainer._finish_current_push()
 
     def push() -> Any:
-        with push_errors(trainer.hub_model_id, folder, token):
-            return _upload(trainer.hub_model_id, folder, commit_message, token, revision)
+        with push_errors(trainer):
+            ignored = [pattern for name in NOT_PUSHED for pattern in (name, f"{name}/*")]
+            patterns = {"ignore_patterns": ignored, "delete_patterns": WEIGHTS}
+            return _upload(trainer, folder, commit_message, token, revision, **patterns)
 
     if blocking:
         return push()
@@ -117,11 +190,9 @@ def push_run(
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
-    args = trainer.args
-    strategy, folder, token, revision = args.hub_strategy, args.output_dir, args.hub_token, args.hub_revision
-    if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
+    args, folder, when = trainer.args, trainer.args.output_dir, f"step {trainer.state.global_step}"
+    if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
         return  # other processes have no repository
-    state, repo = trainer.state, trainer.hub_model_id
     # 1. skip the push while an earlier one is in progress
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
         for copy_of_killed_run in Path(folder).glob(f"{PUSHING}*"):
@@ -129,19 +200,18 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         trainer.push_in_progress = PushInProgress([])
     elif not args.hub_always_push:
         return
-    when = f"step {state.global_step}" if args.save_strategy == SaveStrategy.STEPS else f"epoch {int(state.epoch)}"
+    places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+    place = places.get(args.hub_strategy)
 
-    def push(copy: TemporaryDirectory, place: str | None) -> None:
-        message = f"Training in progress, {when}"
-        with copy, push_errors(repo, folder, token, when):
-            _upload(repo, f"{copy.name}/run", message, token, revision)
-            if place is not None:
-                _upload(repo, f"{copy.name}/checkpoint", f"{message}, checkpoint", token, revision, place)
+    def push(copy: TemporaryDirectory) -> None:
+        with copy, push_errors(trainer, when):
+            stale = WEIGHTS if place is None else [*WEIGHTS, f"{place}/*"]  # also of an older checkpoint there
+            _upload(trainer, copy.name, f"Training in progress, {when}", None, None, delete_patterns=stale)
 
-    with push_errors(repo, folder, token, when):
-        trainer.callback_handler.on_push_begin(args, state, trainer.control)
+    with push_errors(trainer, when):
+        trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
         # 2. copy what `save_model` writes: it would gather sharded weights, which needs all processes
-        for file in (*_WEIGHTS, STATE, "README.md"):  # weights that are missing are of another kind of critic
+        for file in (*WEIGHTS, STATE, "README.md"):  # weights that are missing are of another kind of critic
             source, target = Path(checkpoint_folder, file), Path(folder, file)
             target.unlink(missing_ok=True)
             if source.is_file():
@@ -152,27 +222,24 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         # 3. upload a copy, because the run overwrites and deletes its files meanwhile
         copy = TemporaryDirectory(prefix=PUSHING, dir=folder, ignore_cleanup_errors=True)
         skip = shutil.ignore_patterns(*NOT_PUSHED)
-        shutil.copytree(folder, f"{copy.name}/run", ignore=lambda at, names: skip(at, names) if at == folder else ())
-        places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
-        if strategy in places:
-            shutil.copytree(checkpoint_folder, f"{copy.name}/checkpoint")
-        trainer.push_in_progress.jobs.append(run_as_future(push, copy, places.get(strategy)))
+        shutil.copytree(
+            folder, copy.name, ignore=lambda at, names: skip(at, names) if at == folder else (), dirs_exist_ok=True
+        )
+        if place is not None:
+            shutil.copytree(checkpoint_folder, os.path.join(copy.name, place))
+        trainer.push_in_progress.jobs.append(run_as_future(push, copy))
 
 
 def _upload(
-    repo: str, folder: str, message: str | None, token: str | None, revision: str | None, place: str | None = None
+    trainer: Trainer, folder: str, message: str | None, token: str | None, revision: str | None, **patterns: Any
 ) -> Any:
-    # the repository may hold files of a run with another kind of critic, and `place` those of an older checkpoint
-    stale = [file for file in _WEIGHTS if not os.path.isfile(os.path.join(folder, file))] if place is None else ["*"]
     return upload_folder(
-        repo_id=repo,
+        repo_id=cast(str, trainer.hub_model_id),
         folder_path=folder,
-        path_in_repo=place,
         commit_message=message,
-        token=token,
-        revision=revision,
-        ignore_patterns=[pattern for name in NOT_PUSHED for pattern in (name, f"{name}/*")],
-        delete_patterns=stale or None,
+        token=token or trainer.args.hub_token,
+        revision=revision or trainer.args.hub_revision,
+        **patterns,
     )
 
 

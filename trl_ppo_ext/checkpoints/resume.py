@@ -16,27 +16,22 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..config import LOCK
 from ..distributed import on_every_rank
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
-from .files import CheckpointError, check_settings, load_state
+from .files import CheckpointError, check_settings, load_state, run_settings
 
 logger = logging.get_logger(__name__)
 
+RUN_STATE = "run_state_{rank}.safetensors"  # a rank's rollout in progress and metrics
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
-
-
-def run_state_file(rank: int) -> str:
-    """Name of the file that holds a rank's rollout in progress and metrics."""
-    return f"run_state_{rank}.safetensors"
 
 
 class StopSignals:
@@ -126,30 +121,26 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
 
-def find_checkpoint(trainer: Any, resume_from: str | bool) -> tuple[str, dict[str, Tensor]]:
+def find_checkpoint(
+    trainer: Any, resume_from: str | bool, output_dir: str, is_writer: bool
+) -> tuple[str, dict[str, Tensor]]:
     """Find a valid checkpoint (a path, or `True` for the latest) on all ranks; return it and this rank's run state."""
-    args, rank = trainer.args, trainer.accelerator.process_index
 
     def find() -> str:
         if resume_from is True:
-            return str(latest_valid_checkpoint(args.output_dir))
+            return str(latest_valid_checkpoint(output_dir))
         restore_replaced(Path(str(resume_from)).parent)
         verify(str(resume_from))
         return str(resume_from)
 
     def read() -> dict[str, Tensor]:
-        check_settings(directory, load_state(directory).get("settings", {}), args, trainer._inputs)
-        needed = [TRAINER_STATE_NAME, run_state_file(rank)]
-        needed += [] if trainer.is_deepspeed_enabled else [OPTIMIZER_NAME, SCHEDULER_NAME]
-        missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
-        if missing:
-            remedy = "resume from another checkpoint, in a directory that all ranks see"
-            raise CheckpointError(f"`{directory}` lacks {', '.join(missing)}; {remedy}.")
-        return load_file(os.path.join(directory, run_state_file(rank)))
+        saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
+        check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
 
     try:
         # one rank of those that share a disk reads all of it
-        path = on_every_rank(find, *READ_ERRORS, runs=args.should_save)
+        path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")

@@ -31,9 +31,8 @@ FULL_DISK = ("inline_container", "iostream error", "(os error ")
 
 def write_checkpoint(trainer: Any) -> Path | None:
     """Write a checkpoint from which the run continues bit for bit: aside first, then renamed; none with NaN."""
-    args, state, rank = trainer.args, trainer.state, trainer.accelerator.process_index
-    is_writer = args.should_save
-    final = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    state, rank, is_writer = trainer.state, trainer.accelerator.process_index, trainer.args.should_save
+    final = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
     staged = final.parent / STAGING / final.name
     # 1. all ranks gather sharded weights and optimizer states together, before one of them can fail to write
     weights = trainer.actor_critic.trained_weights()
@@ -67,7 +66,7 @@ def write_checkpoint(trainer: Any) -> Path | None:
             state.save_to_json(str(staged / TRAINER_STATE_NAME))
         trainer._save_scaler(str(staged))
         trainer._save_rng_state(str(staged))
-        save_file(_run_state(trainer), staged / resume.run_state_file(rank))
+        save_file(_run_state(trainer), staged / resume.RUN_STATE.format(rank=rank))
 
     # 2. write aside on all ranks, and rename when all are done
     try:
@@ -88,7 +87,7 @@ def write_checkpoint(trainer: Any) -> Path | None:
         if is_writer:
             shutil.rmtree(staged.parent, ignore_errors=True)
     trainer._validity[final] = True
-    record.forget(args.output_dir, rank, before=state.global_step)
+    record.forget(str(final.parent), rank, before=state.global_step)
     return final
 
 
@@ -122,16 +121,17 @@ def save_after_error(trainer: Any, error: BaseException) -> None:
 
 def settle_best_checkpoint(trainer: Any) -> None:
     """Forget a damaged best checkpoint, and load that of another directory, before training ends."""
-    args, state = trainer.args, trainer.state
-    best = state.best_model_checkpoint
-    if best is not None and (args.load_best_model_at_end or args.save_total_limit == 1):
-        try:
-            on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=args.should_save)
-        except resume.READ_ERRORS as error:
-            logger.warning("The best checkpoint cannot be used (%s); the model keeps its last weights.", error)
-            state.best_model_checkpoint = best = None
-    if best is not None and not os.path.samefile(Path(best).parent, args.output_dir):
+    args, best = trainer.args, trainer.state.best_model_checkpoint
+    if best is None:
+        return
+    try:
+        on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=args.should_save)
+    except resume.READ_ERRORS as error:
+        logger.warning("The best checkpoint cannot be used (%s); the model keeps its last weights.", error)
+    else:
+        if os.path.samefile(Path(best).parent, args.output_dir):
+            return
         # of the run that this one resumed from; the Trainer would delete every checkpoint of this one for it
         if args.load_best_model_at_end:
             trainer._load_best_model()
-        state.best_model_checkpoint = None
+    trainer.state.best_model_checkpoint = None
