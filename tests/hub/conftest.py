@@ -16,10 +16,10 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.tracking import report
 
-draw_all, report.draw_all = report.draw_all, lambda curves: {}  # the plots of a report take seconds
+report.draw_all = lambda curves: {}  # the plots of a report take seconds
 
-def make(folder, base="base", critic="head", r=8, **settings):
-    lora = LoraConfig(r=r, target_modules="all-linear")
+def make(folder, base="base", critic="head", **settings):
+    lora = LoraConfig(target_modules="all-linear")
     args = config(folder, critic=critic, **{"learning_rate": 1e-2, "max_steps": 2} | settings)
     return PPOTrainer(base, length_reward, args, prompts(), peft_config=lora)
 
@@ -54,5 +54,5 @@ def reader(hub, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_fault(hub):
     yield
-    hub.fault, hub.hold, hub.echo = None, None, False
+    hub.hold, hub.echo = None, False
     hub.expired.clear()

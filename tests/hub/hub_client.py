@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-TOKEN, READER = "hf_writesWritesWrites", "hf_readsReadsReads"
+TOKEN, READER = "hf_writesWritesWritesWrites", "hf_readsReadsReadsReads"
 TESTS = Path(__file__).parents[1]
 # without Xet, which the server does not implement, without proxies, and without settings of another run
 LEFT_OUT = {"HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"}

@@ -1,4 +1,4 @@
-"""A server with the Hub's endpoints: repositories, commits, large files in parts, downloads.
+"""A server with the Hub's endpoints: repositories, commits, large files, downloads.
 
 It keeps everything in memory, and fails on request of a test. It implements what the client uses with
 `HF_HUB_DISABLE_XET=1`, Git LFS over HTTP, and not the Xet protocol, whose client is not Python.
@@ -8,12 +8,10 @@ import base64
 import hashlib
 import json
 import re
-import socket
-import struct
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -55,15 +53,6 @@ class Repository:
         return found[-1] if found else None
 
 
-@dataclass
-class Fault:
-    """Interrupts the next upload of a part half-way; its address may expire afterwards."""
-
-    part: int
-    expires: bool = False
-    left: int = 1
-
-
 class RefusedError(Exception):
     def __init__(self, status, message, code=None):
         super().__init__(message)
@@ -76,19 +65,14 @@ class Hub:
     `tokens` maps a token to its user and its write access.
     """
 
-    def __init__(self, part_size=64 * 1024):
-        self.part_size = part_size
+    def __init__(self):
         self.tokens = {}
         self.repositories = {}
         self.objects = {}  # sha256 -> bytes
-        self.parts = {}  # (sha256, part) -> bytes
-        self.uploads = []  # (sha256, part, bytes that arrived, complete)
-        self.requests = []  # (method, path, status)
-        self.fault = None
-        self.expired = set()
+        self.uploads = []  # the sha256 of each
+        self.expired = set()  # the sha256 of files whose addresses have expired
         self.hold = None  # pushes wait until it returns true
         self.echo = False  # errors repeat the token, which no server should do
-        self.lock = Lock()
 
     def __enter__(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
@@ -168,37 +152,21 @@ class Hub:
         objects = []
         for entry in json.loads(ask.body)["objects"]:
             oid, size = entry["oid"], entry["size"]
-            objects.append({"oid": oid, "size": size} if oid in self.objects else self.instructions(oid, size))
+            new = {} if oid in self.objects else {"actions": self.instructions(oid)}
+            objects.append({"oid": oid, "size": size} | new)
         return {"transfer": "basic", "objects": objects}
 
-    def instructions(self, oid, size):
-        self.expired.discard(oid)  # every batch signs anew
+    def instructions(self, oid):
         verify = {"href": f"{self.url}/_lfs/verify"}
-        address = f"{self.url}/_lfs/upload/{oid}"
-        if size <= self.part_size:
-            return {"oid": oid, "size": size, "actions": {"upload": {"href": f"{address}/1?sign=s"}, "verify": verify}}
-        count = -(-size // self.part_size)
-        header = {"chunk_size": str(self.part_size)} | {str(n): f"{address}/{n}?sign=s" for n in range(1, count + 1)}
-        upload = {"href": f"{self.url}/_lfs/complete/{oid}", "header": header}
-        return {"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}}
+        return {"upload": {"href": f"{self.url}/_lfs/upload/{oid}?sign=s"}, "verify": verify}
 
-    def upload(self, ask, oid, part):
+    def upload(self, ask, oid):
+        self.uploads.append(oid)
         if oid in self.expired:
             raise RefusedError(403, "Request has expired")
-        data = ask.body
-        with self.lock:
-            self.uploads.append((oid, int(part), len(data), True))
-            self.parts[oid, int(part)] = data
-            if sha256(data) == oid:
-                self.objects[oid] = data
-        return {}, 200, {"ETag": f'"{git_sha1(data)}"'}
-
-    def complete(self, ask, oid):
-        parts = json.loads(ask.body)["parts"]
-        data = b"".join(self.parts[oid, entry["partNumber"]] for entry in parts)
-        if sha256(data) != oid:
-            raise RefusedError(400, "The parts are not the file")
-        self.objects[oid] = data
+        if sha256(ask.body) != oid:
+            raise RefusedError(400, "The body is not the file")
+        self.objects[oid] = ask.body
         return {}
 
     def verify(self, ask):
@@ -266,8 +234,7 @@ ROUTES = [
     ("POST", f"/api/models/{NAME}/preupload/(?P<revision>[^/]+)", Hub.preupload),
     ("POST", f"/api/models/{NAME}/commit/(?P<revision>[^/]+)", Hub.commit),
     ("POST", f"/{NAME}[.]git/info/lfs/objects/batch", Hub.batch),
-    ("PUT", "/_lfs/upload/(?P<oid>[0-9a-f]+)/(?P<part>[0-9]+)", Hub.upload),
-    ("POST", "/_lfs/complete/(?P<oid>[0-9a-f]+)", Hub.complete),
+    ("PUT", "/_lfs/upload/(?P<oid>[0-9a-f]+)", Hub.upload),
     ("POST", "/_lfs/verify", Hub.verify),
     ("GET", f"/api/models/{NAME}(/revision/(?P<revision>[^/]+))?", Hub.information),
     ("GET", f"/api/models/{NAME}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", Hub.tree),
@@ -285,8 +252,6 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         path = urlsplit(self.path).path
         self.authorization, status, headers = self.headers.get("Authorization"), 200, {}
-        if self.command == "PUT" and self._cut_off(path):
-            return
         self.body = self._read()
         try:
             result = self._route("GET" if self.command == "HEAD" else self.command, path)
@@ -297,7 +262,6 @@ class Handler(BaseHTTPRequestHandler):
             status, result = error.status, {"error": str(error)}
             headers = {"X-Error-Message": str(error)} | ({"X-Error-Code": error.code} if error.code else {})
         data = result if isinstance(result, bytes) else json.dumps(result).encode()
-        self.hub.requests.append((self.command, path, status))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -326,24 +290,6 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return data
 
-    def _cut_off(self, path):
-        """Read half of the body, and drop the connection."""
-        hub, match = self.hub, re.fullmatch("/_lfs/upload/([0-9a-f]+)/([0-9]+)", path)
-        with hub.lock:
-            fault = hub.fault
-            if fault is None or not fault.left or int(match[2]) != fault.part:
-                return False
-            fault.left -= 1
-        half = int(self.headers.get("Content-Length") or 2) // 2
-        got = len(self.rfile.read(half)) if self.headers.get("Content-Length") else len(self.rfile.readline())
-        hub.uploads.append((match[1], fault.part, got, False))
-        if fault.expires:
-            hub.expired.add(match[1])
-        self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
-        return True
-
 
 def card_problems(text):
     """Errors of the Hub's validation of a card's metadata, as documented."""
@@ -356,13 +302,4 @@ def card_problems(text):
         for name in [names] if isinstance(names, str) else names:
             if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
                 problems.append(f'"{key}" must be an id, got {name}')
-    for model in data.get("model-index", []):
-        for result in model["results"]:
-            kinds = {type(metric["value"]) for metric in result["metrics"]}
-            if (
-                not {"type", "name"} <= result["dataset"].keys()
-                or "type" not in result["task"]
-                or not kinds <= {float}
-            ):
-                problems.append(f'"model-index" is malformed: {result}')
     return problems

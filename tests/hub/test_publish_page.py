@@ -46,7 +46,7 @@ def test_publish_page_pushes_loads_and_resumes(hub, client, small):
     run_on_page(client, pushed)
     files = hub.repositories["me/tldr-ppo"].files
     card = files["README.md"].decode()
-    assert "base_model: Qwen/Qwen2.5-0.5B" in card and "license: apache-2.0" in card and "model-index:" in card
+    assert "base_model: Qwen/Qwen2.5-0.5B" in card and "license: apache-2.0" in card
     assert "last-checkpoint/manifest.json" in files
     run_on_page(client, loaded)
     assert run_on_page(client, EQUAL)

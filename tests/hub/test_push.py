@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hub_client import READER, TOKEN, FailedError
-from hub_server import Fault, sha256
+from hub_server import sha256
 from safetensors.torch import load, load_file
 from tiny import config
 
@@ -21,16 +21,6 @@ SEEN = """
 ids = torch.randint(4, 32, (3, 9), generator=torch.Generator().manual_seed(7))
 with torch.no_grad():
     seen = {"logits": policy(input_ids=ids).logits}
-"""
-VALUES = """
-from trl_ppo_ext.sequences import Sequences
-inner = built.actor_critic
-text = built.processing_class("A prompt, and what was written so far", return_tensors="pt").input_ids
-inner.policy.set_adapter("critic") if inner.critic_adapter else None
-with torch.no_grad():
-    outputs = inner.value_head(inner.trunk(input_ids=text).last_hidden_state.float())[..., 0]
-seen["values"] = inner.value_head.units(built.run_state.returns).values(outputs)
-inner.policy.set_adapter(inner.policy_adapter)
 """
 
 
@@ -52,60 +42,47 @@ def held(hub, repo, folder=""):
     return {path.removeprefix(folder): sha256(data) for path, data in files.items() if path.startswith(folder)}
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter"])
-def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader, critic):
-    """The card's code loads base and adapter from the server in another process: bit for bit."""
-    repo = f"whole-{critic}"
-    client.run(f"llama().push_to_hub('me/base-{critic}', token={TOKEN!r})")
-    client.run(f"tokenizer().push_to_hub('me/base-{critic}', token={TOKEN!r})")
-    client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
-    folder = train(client, repo, base=f"me/base-{critic}", critic=critic, r=64)
-    client.run("report.draw_all, without_plots = draw_all, report.draw_all")
-    client.run("built.push_to_hub(dataset='me/prompts')\nreport.draw_all = without_plots")
-    client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}{VALUES}save_file(seen, 'trained-{critic}')")
+def push_base(client, repo):
+    for made in ("llama", "tokenizer"):
+        client.run(f"{made}().push_to_hub({repo!r}, token={TOKEN!r})")
 
-    files = hub.repositories[f"me/{repo}"].files
-    extra = {"critic/adapter_config.json", "critic/adapter_model.safetensors"} if critic == "adapter" else set()
-    assert files.keys() == PLAIN | extra
-    assert b"Completions" in files["report.html"] and TOKEN.encode() not in files["report.html"]
+
+def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader):
+    """The card's code loads base and adapter from the server in another process, without this package: bit for bit."""
+    push_base(client, "me/base")
+    client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
+    folder = train(client, "whole", base="me/base", critic="adapter")
+    client.run("built.push_to_hub(dataset='me/prompts')")
+    client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}save_file(seen, 'trained')")
+
+    files = hub.repositories["me/whole"].files
+    assert files.keys() == PLAIN | {"critic/adapter_config.json", "critic/adapter_model.safetensors"}
+    assert b"Completions" in files["report.html"]
     local = contents(folder)
-    assert all(local[path] == digest for path, digest in held(hub, repo).items() if path != ".gitattributes")
-    assert len(files["adapter_model.safetensors"]) > 4 * hub.part_size  # it came in parts
-    assert not hub.repositories[f"me/{repo}"].commits[-1].large - {path for path in files if "safetensors" in path}
+    assert all(local[path] == digest for path, digest in held(hub, "whole").items() if path != ".gitattributes")
+    assert not hub.repositories["me/whole"].commits[-1].large - {path for path in files if "safetensors" in path}
 
     code = "".join(FIRST_BLOCKS.findall(files["README.md"].decode()))
-    assert f'"me/base-{critic}"' in code and f'"me/{repo}"' in code and str(client.home) not in code
-    reader.run(f"{code}\nfrom safetensors.torch import save_file\npolicy = model\n{SEEN}")
-    reader.run("seen['values'] = values\nsave_file(seen, 'loaded')")
-    trained, loaded = load_file(client.home / f"trained-{critic}"), load_file(reader.home / "loaded")
-    assert torch.equal(trained["logits"], loaded["logits"]) and torch.equal(trained["values"], loaded["values"])
-    assert trained["values"].abs().max() > 1e-3
+    assert '"me/base"' in code and '"me/whole"' in code and str(client.home) not in code
+    reader.run("import sys\nsys.modules['trl_ppo_ext'] = None  # importing it would fail")
+    reader.run(f"{code}\nimport torch\nfrom safetensors.torch import save_file\npolicy = model\n{SEEN}")
+    reader.run("save_file(seen, 'loaded')\ndel sys.modules['trl_ppo_ext']")
+    trained, loaded = (load_file(path)["logits"] for path in (client.home / "trained", reader.home / "loaded"))
+    assert torch.equal(trained, loaded)
     client.run(f"policy = AutoModelForCausalLM.from_pretrained('base')\n{SEEN}save_file(seen, 'untrained')")
-    assert not torch.allclose(load_file(client.home / "untrained")["logits"], trained["logits"], atol=1e-3)
-
-
-def test_interrupted_upload_continues_by_itself(hub, client):
-    """The client sends the interrupted part again, and no other."""
-    folder = train(client, "cut", r=64, seed=1, hub_strategy="end")
-    hub.uploads.clear()
-    hub.fault = Fault(part=2)
-    client.run("built.push_to_hub()")
-    oid = contents(folder)["adapter_model.safetensors"]
-    tried = [(part, whole) for of, part, _, whole in hub.uploads if of == oid]
-    assert (2, False) in tried and tried.count((2, True)) == 1 and tried.count((1, True)) == 1
-    assert held(hub, "cut")["adapter_model.safetensors"] == oid
+    assert not torch.allclose(load_file(client.home / "untrained")["logits"], trained, atol=1e-3)
 
 
 def test_push_after_a_failed_push_completes_it(hub, client):
-    folder = train(client, "failed", r=64, seed=2, hub_strategy="end")
+    folder = train(client, "failed", seed=2, hub_strategy="end")
     client.run("built.save_model(_internal_call=True)")
     before = contents(folder)
     hub.uploads.clear()
-    hub.fault = Fault(part=2, expires=True)
+    hub.expired.add(before["adapter_model.safetensors"])
     with pytest.raises(FailedError) as caught:
         client.run("built.push_to_hub()")
     assert caught.value.kind == "PushError" and "adapter_model.safetensors" in caught.value.message
-    for said in ("`me/failed`", "403", "Nothing is lost", "`failed`", "trainer.push_to_hub()"):
+    for said in ("`failed` was not pushed", "403", "Nothing is lost", "trainer.push_to_hub()"):
         assert said in caught.value.message
     assert TOKEN not in str(caught.value) and "sign=s" not in str(caught.value)
     after = contents(folder)
@@ -115,8 +92,9 @@ def test_push_after_a_failed_push_completes_it(hub, client):
 
     arrived = set(hub.objects)
     hub.uploads.clear()
+    hub.expired.clear()
     client.run("built.push_to_hub()")
-    assert hub.uploads and not arrived & {oid for oid, *_ in hub.uploads}
+    assert hub.uploads and not arrived & {*hub.uploads}
     local = contents(folder)
     assert held(hub, "failed").keys() == PLAIN
     assert all(local[path] == digest for path, digest in held(hub, "failed").items() if path != ".gitattributes")
@@ -125,23 +103,23 @@ def test_push_after_a_failed_push_completes_it(hub, client):
 
 def test_wrong_token_is_rejected_before_training(hub, client):
     hub.echo = True
-    wrong = "hf_wrongWrongWrong"
+    wrong = "hf_wrongWrongWrongWrong"
     with pytest.raises(FailedError) as caught:
         train(client, "nobody", token=wrong)
     assert caught.value.kind == "PushError" and wrong not in str(caught.value)
-    for said in ("`me/nobody`", "401", "hf auth login", "hub_token", "<HUB_TOKEN>", "Nothing was trained"):
+    for said in ("401", "hf auth login", "hub_token"):
         assert said in caught.value.message
-    assert "me/nobody" not in hub.repositories and "push_to_hub()" not in caught.value.message
+    assert "me/nobody" not in hub.repositories and not (client.home / "nobody" / "run_log.jsonl").exists()
 
 
 def test_rejected_push_keeps_all_files_and_hides_the_token(hub, client):
     hub.echo = True
     folder = train(client, "refused", token=None, push_to_hub=False)
-    for token, status in (("hf_wrongWrongWrong", 401), (READER, 403)):
+    for token, status in (("hf_wrongWrongWrongWrong", 401), (READER, 403)):
         with pytest.raises(FailedError) as caught:
             client.run(f"built.push_to_hub(token={token!r})")
         assert caught.value.kind == "PushError" and str(status) in caught.value.message
-        assert token not in str(caught.value) and f"all files are in `{folder.name}`" in caught.value.message
+        assert token not in str(caught.value) and f"`{folder.name}` was not pushed" in caught.value.message
         assert contents(folder).keys() >= PLAIN - {".gitattributes"}
         assert token.encode() not in client.output.read_bytes()
     client.run(f"built.push_to_hub(token={TOKEN!r})")
@@ -178,7 +156,7 @@ def test_hub_strategy_every_save_pushes_each_checkpoints_weights(hub, client):
     """Even if the run has overwritten its files, and deleted the checkpoint, before the push begins."""
     card = client.home / "each" / "README.md"
     hub.hold = lambda: card.is_file() and "(step 4)" in card.read_text()
-    folder = train(client, "each", hub_strategy="every_save", save_total_limit=1, r=64, **STEPS)
+    folder = train(client, "each", hub_strategy="every_save", save_total_limit=1, **STEPS)
     first, second = hub.repositories["me/each"].commits[1:]
     assert [first.message, second.message] == ["Training in progress, step 2", "Training in progress, step 4"]
     assert first.files.keys() == second.files.keys() == PLAIN
@@ -227,10 +205,10 @@ def test_push_in_background_skips_other_processes(tmp_path):
 
 
 def test_push_deletes_files_of_another_critic(hub, client):
+    settings = {"push_to_hub": True, "hub_model_id": "me/shared", "hub_token": TOKEN}
     for critic in ("adapter", "head"):
-        train(client, f"run-{critic}", hub_model_id="me/shared", critic=critic, hub_strategy="end")
-        client.run("built.push_to_hub()")
-    assert held(hub, "shared").keys() == PLAIN
+        client.run(f"make('run-{critic}', critic={critic!r}, **{settings!r}).push_to_hub()")
+    assert held(hub, "shared").keys() == PLAIN - {"report.html"}  # nothing was trained
 
 
 def test_pushed_files_hold_no_token_and_no_pickle(hub, client):
@@ -256,8 +234,7 @@ result = sorted({"bokeh", "openai", "trl_ppo_ext.rewards.http"} & sys.modules.ke
 
 
 def test_dequantized_base_of_the_hub_records_its_commit(hub, client):
-    client.run(f"llama().push_to_hub('me/base-4bit', token={TOKEN!r})")
-    client.run(f"tokenizer().push_to_hub('me/base-4bit', token={TOKEN!r})")
+    push_base(client, "me/base-4bit")
     client.run("from trl_ppo_ext.commands.main import main")
     client.run("assert main(['dequantize', 'me/base-4bit', 'plain', '--device', 'cpu']) == 0")
     files = contents(client.home / "plain")

@@ -44,16 +44,13 @@ def mapped(**columns):
 CHANGES = {
     "base weights": lambda: {"model": llama(seed=1)},
     "dtype": lambda: {"model": llama(dtype=torch.bfloat16)},
-    "attn_implementation": lambda: {"model": llama(attn_implementation="eager")},
     "tokenizer": lambda: {"processing_class": tokenizer(WORDS[::-1], CHAT_TEMPLATE)},
     "chat_template": lambda: {"processing_class": tokenizer(chat_template="{{ messages }}")},
     "rewards": lambda: {"reward_funcs": [brevity, llama(classifier=True)]},
     "rewards of another model": lambda: {"reward_funcs": [length_reward, llama(classifier=True, seed=1)]},
     "train_dataset": lambda: {"train_dataset": prompts(15)},
-    "train_dataset of other columns": lambda: {"train_dataset": mapped(answer="4")},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "peft_config.lora_alpha": lambda: {"peft_config": lora(lora_alpha=16)},
-    "peft_config.use_rslora": lambda: {"peft_config": lora(use_rslora=True)},
 }
 
 

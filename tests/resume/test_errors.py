@@ -21,7 +21,9 @@ SETTINGS = {
     "kl_target": 0.5,
     "kl_horizon": 100,
     "save_total_limit": 1,
+    "normalize_values": True,
 }
+EVALUATED = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)}
 
 
 class FaultError(Exception):
@@ -67,35 +69,26 @@ def logs(built):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    """Runs that nothing happened to, each trained once."""
-    runs = {}
-
-    def get(settings):
-        if str(settings) not in runs:
-            runs[str(settings)] = trainer(tmp_path_factory.mktemp("whole"), reward_funcs=Reward(), **settings)
-            runs[str(settings)].train()
-        return runs[str(settings)]
-
-    return get
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    built = trainer(tmp_path_factory.mktemp("whole"), reward_funcs=Reward(), **EVALUATED)
+    built.train()
+    return built
 
 
 @pytest.mark.parametrize(
-    ("install", "step", "others"),
+    ("install", "step"),
     [
-        (fails_in_reward, 8, {}),
-        (fails_after("compute_loss", 13), 6, {}),  # the second micro-batch of a step
-        (fails_after("compute_loss", 17), 8, {}),  # the second one of a rollout
-        (fails_after("compute_loss", 17), 8, {"normalize_values": True}),
-        (fails_after("_get_grad_norm", 6), 6, {}),
-        (fails_after("evaluate", 1), 10, {}),
+        (fails_in_reward, 8),
+        (fails_after("compute_loss", 13), 6),  # the second micro-batch of a step
+        (fails_after("compute_loss", 17), 8),  # the second one of a rollout, with its new units
+        (fails_after("_get_grad_norm", 6), 6),
+        (fails_after("evaluate", 1), 10),
     ],
-    ids=["reward", "second micro-batch", "new rollout", "new units", "before the step", "evaluation"],
+    ids=["reward", "second micro-batch", "new rollout", "before the step", "evaluation"],
 )
-def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(whole_run, tmp_path, install, step, others):
-    settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(4)} | others
-    whole = whole_run(settings)
-    failing = trainer(tmp_path, reward_funcs=Reward(), **settings)
+def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(whole, tmp_path, install, step):
+    failing = trainer(tmp_path, reward_funcs=Reward(), **EVALUATED)
     install(failing)
     with pytest.raises(Exception) as error:
         failing.train()
@@ -103,20 +96,21 @@ def test_run_that_fails_resumes_at_its_last_step_bit_for_bit(whole_run, tmp_path
     assert checkpoint.name == f"checkpoint-{step}" and failing.state.global_step == step
     verify(checkpoint)
     assert any(str(checkpoint) in note for note in error.value.__notes__)
-    again = trainer(tmp_path, reward_funcs=Reward(), **settings)
+    again = trainer(tmp_path, reward_funcs=Reward(), **EVALUATED)
     again.train(resume_from_checkpoint=True)
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
     assert logs(again) == logs(whole)
 
 
 @pytest.mark.parametrize("error", [FaultError, SystemExit])
-def test_callback_that_fails_after_a_step_loses_nothing(whole_run, tmp_path, error):
+def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
+    """Evaluations do not change a run."""
+
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 raise error
 
-    whole = whole_run(SETTINGS)
     with pytest.raises(error):
         trainer(tmp_path, reward_funcs=Reward(), callbacks=[Fails()], **SETTINGS).train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]

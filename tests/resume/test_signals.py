@@ -138,23 +138,32 @@ class Asks(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+BEST = {
+    "max_steps": 6,
+    "save_strategy": "best",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "eval_dataset": prompts(4),
+    "metric_for_best_model": "eval_reward",
+    "load_best_model_at_end": True,
+    "save_total_limit": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    built = trainer(tmp_path_factory.mktemp("whole"), **BEST)
+    built.train()
+    return built
+
+
 @pytest.mark.parametrize("during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"])
-def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, during, last):
+def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, whole, during, last):
     """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended.
 
     An evaluation that is due at the last step finds nothing better, and would leave the checkpoint out.
     """
-    settings = {
-        "max_steps": 6,
-        "save_strategy": "best",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_dataset": prompts(4),
-        "metric_for_best_model": "eval_reward",
-        "load_best_model_at_end": True,
-        "save_total_limit": 1,
-    }
-    asked = trainer(tmp_path, callbacks=[Asks(during)], **settings)
+    asked = trainer(tmp_path, callbacks=[Asks(during)], **BEST)
     with pytest.raises(SystemExit) as left:
         asked.train()
     assert left.value.code == PREEMPTED and asked.state.global_step == last
@@ -162,10 +171,8 @@ def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, during, last):
     newest = checkpoints(tmp_path)[0]
     assert newest.name == f"checkpoint-{last}"
     verify(newest)
-    again = trainer(tmp_path, **settings)
+    again = trainer(tmp_path, **BEST)
     again.train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path / "whole", **settings)
-    whole.train()
     assert again.state.best_global_step == whole.state.best_global_step
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
 

@@ -16,7 +16,7 @@ from runs_of_tiny import trainer
 from tiny import config, length_reward, prompts, run_with_a_card
 
 from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
-from trl_ppo_ext.checkpoints.model_card import BASE_COPY, model_card
+from trl_ppo_ext.checkpoints.hub import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
