@@ -2,22 +2,18 @@
 
 import json
 import logging
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from processes import in_a_fork
 from runs_of_tiny import trainer
 from tiny import prompts
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
-from trl_ppo_ext.checkpoints.resume import EARLIER, locked
+from trl_ppo_ext.checkpoints.resume import EARLIER
 
 SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 BEST = {
@@ -136,23 +132,6 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
     built.train()
     built.train()  # the lock was released
     assert built.state.global_step == 1
-
-
-def test_lock_is_released_when_the_process_is_killed(tmp_path):
-    def hold():
-        with locked(str(tmp_path), True):
-            (tmp_path / "held").touch()
-            time.sleep(60)
-
-    child = in_a_fork(hold, {})
-    while not (tmp_path / "held").exists():
-        time.sleep(0.01)
-    with pytest.raises(CheckpointError, match="Another run"), locked(str(tmp_path), True):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with locked(str(tmp_path), True):
-        pass
 
 
 class Breaks(TrainerCallback):

@@ -57,21 +57,3 @@ def test_finished_run_takes_no_further_step(tmp_path):
     again, drawn = drawing(tmp_path, prompts(12), max_steps=5, save_steps=5)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 5 and not drawn
-
-
-def test_run_after_a_failed_resume_starts_at_the_beginning(tmp_path, monkeypatch):
-    """Nothing of the checkpoint is left, such as its epoch in a stream: it was in the second."""
-    stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
-    first, expected = drawing(tmp_path, stream, max_steps=10)
-    first.train()
-    again, drawn = drawing(tmp_path, stream, max_steps=10)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("no memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(again, "get_train_dataloader", broken)
-        with pytest.raises(RuntimeError, match="no memory"):
-            again.train(resume_from_checkpoint=True)
-    again.train()
-    assert drawn == expected

@@ -98,27 +98,6 @@ def test_signal_from_terminal_and_launcher_counts_once():
     assert left_with([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 0.1) == 0
 
 
-def test_handlers_are_restored(monkeypatch):
-    monkeypatch.setattr(resumable.signal, "signal", recorded := Recorded())
-    monkeypatch.setattr(resumable.signal, "getsignal", lambda number: None)
-    with StopSignals().watched():
-        pass
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    assert recorded.given[-3:] == [(number, signal.SIG_DFL) for number in numbers]
-
-
-class Recorded:
-    """`signal.signal` in a process whose handlers were not set by Python."""
-
-    def __init__(self):
-        self.given = []
-
-    def __call__(self, number, handler):
-        if handler is None:
-            raise TypeError("signal handler must be callable")
-        self.given.append((number, handler))
-
-
 def test_training_in_a_thread_needs_no_signals(tmp_path):
     built = trainer(tmp_path, max_steps=1)
     thread = threading.Thread(target=built.train)

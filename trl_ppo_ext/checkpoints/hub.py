@@ -190,8 +190,8 @@ def push_run(
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
-    args, folder, when = trainer.args, trainer.args.output_dir, f"step {trainer.state.global_step}"
-    if not trainer.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+    args, strategy, folder = trainer.args, trainer.args.hub_strategy, trainer.args.output_dir
+    if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return  # other processes have no repository
     # 1. skip the push while an earlier one is in progress
     if trainer.push_in_progress is None or trainer.push_in_progress.is_done():
@@ -201,7 +201,7 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     elif not args.hub_always_push:
         return
     places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
-    place = places.get(args.hub_strategy)
+    place, when = places.get(strategy), f"step {trainer.state.global_step}"
 
     def push(copy: TemporaryDirectory) -> None:
         with copy, push_errors(trainer, when):
