@@ -18,7 +18,7 @@ from trl_ppo_ext.checkpoints.resume import PREEMPTED
 HERE = Path(__file__).parent
 # by name: processes, signal or what fails, to how many or from which step on or on which process, how often
 SCENARIOS = {
-    "killed": (1, "SIGKILL", "all", 1),
+    "killed": (1, "SIGKILL", 5, 1),
     "asked": (1, "SIGTERM", 4, 1),
     "one of two asked": (2, "SIGTERM", 8, 1),  # the second epoch of 20 prompts, in rollouts of 16, begins there
     "one of two killed": (2, "SIGKILL", 5, 1),

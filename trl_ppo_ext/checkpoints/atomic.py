@@ -98,7 +98,8 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
     remedy = "restore one, name another, or call `train()` without `resume_from_checkpoint`"
-    raise CheckpointError(f"None of the {len(candidates)} checkpoints in `{output_dir}` is valid; {remedy}.")
+    damaged = f" ({len(candidates)} are damaged)" if candidates else ""
+    raise CheckpointError(f"`{output_dir}` has no checkpoint to resume from{damaged}; {remedy}.")
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:
