@@ -66,7 +66,7 @@ def test_push_while_training_copies_files_and_saves_nothing(base, tmp_path, monk
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: creation)
     recorder = lambda folder_path, **kwargs: uploads.append(set(os.listdir(folder_path)))  # noqa: E731
     monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.upload_folder", recorder)
-    monkeypatch.setattr("trl_ppo_ext.tracking.plots.draw_all", lambda run, marks: {})  # takes seconds
+    monkeypatch.setattr("trl_ppo_ext.tracking.report.draw_all", lambda curves: {})  # takes seconds
     run, settings = tmp_path / "run", {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
     built = PPOTrainer(base, length_reward, config(run, **settings), prompts())
     (run / "critic").mkdir(parents=True)
