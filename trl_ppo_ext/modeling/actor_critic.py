@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class ActorCritic(nn.Module):
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
-        with gathered([head.weight, head.bias]):
+        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             projected = head(hidden)
         if not torch.equal(projected, logits):
             wrong = "changes its logits after the output projection, which log-probs ignore; use a model that does not"
