@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from trl_ppo_ext import ppo_math
 from trl_ppo_ext.episodes.transformers import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
@@ -23,8 +22,9 @@ from trl_ppo_ext.sequences import Sequences
 
 
 def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate=5e-4, kl_coef=0.05, lam=0.95):
-    """Train an adapter on rollouts of all prompts (texts); `reward` scores a list of completions."""
-    # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads its states.
+    """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a list of completions."""
+    # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads states of the
+    # policy, which its loss does not train, and predicts in units of the returns: their mean and deviation so far.
     policy = get_peft_model(model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     roles = ActorCritic(policy, new_critic(policy, is_normalized=True, length=length))
     trained = [list(roles.policy_parameters().values()), list(roles.critic_parameters().values())]
@@ -48,24 +48,24 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
         last = sequences.completion_lengths[:, None].to(mask.device) - 1
         token_scores = torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
 
-        # 3. Log-probs under policy and reference, and outputs of the critic, which reads the rewards so far.
+        # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier rollouts, if any.
         sequences = replace(sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0))
         with torch.no_grad():
             old, ref_logprobs = roles(sequences), roles.reference_logprobs(sequences)
 
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
-        kl = ppo_math.kl_estimate(old.logprobs, ref_logprobs, "k1")
-        rewards = ppo_math.token_rewards(token_scores, scores, kl, mask, run.kl_coef)
+        kl = old.logprobs - ref_logprobs
+        rewards = token_scores - run.kl_coef * kl
 
-        # 5. Advantages of the policy and targets of the critic, in units of the returns of recent rollouts.
-        result, returns = of_critic(rewards, old.values, mask, run.returns, True, lam=lam, lam_critic=lam)
-        result = in_units(result, returns, mask)
-        run = run._replace(returns=returns, rewards=run.rewards.add(token_scores, mask, decay=DECAY))
-        rollout = Rollout(sequences, mask, old.logprobs, result.advantages, ref_logprobs, old.values, result.targets)
+        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
+        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam, lam_critic=lam)
+        result = in_units(result, seen, mask)
+        run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))
+        data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)
 
-        # 6. Epochs of minibatches; tokens that have become twice or half as likely are clipped.
+        # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely are clipped.
         for (rows,) in schedule(sequences.lengths, plan):
-            part = rollout.rows(rows)
+            part = data.rows(rows)
             loss, _ = ppo_loss(roles(part.sequences), part, cliprange=(0.5, 1.0), dual_clip=2.0, vf_coef=0.5)
             optimizer.zero_grad()
             loss.backward()

@@ -177,7 +177,7 @@ class MemoryEstimate:
         return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT if self.on_gpu else self.peak
 
     def share_of_vllm(self, memory: float) -> float:
-        """Bytes that a colocated vLLM adds to the peak, on a device of `memory` GiB; asleep it keeps its base only."""
+        """Bytes that a colocated vLLM adds to the peak, on a device of `memory` GiB; asleep it keeps its base."""
         if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
             return 0
         share = self.args.vllm_gpu_memory_utilization * memory * GIB
@@ -242,7 +242,7 @@ def estimate_memory(
             reward_config.modules_to_save = None  # the score head, which is counted apart
             rewards.append(adapter_sizes(base, reward_config))
         elif isinstance(reward, str):
-            loaded_as = {"none": None, "int8": "int8"}.get(str(args.reward_quantization), "4bit double")
+            loaded_as = {None: None, "none": None, "int8": "int8"}.get(args.reward_quantization, "4bit double")
             classifier = on_meta(AutoConfig.from_pretrained(reward, **remote_code), True, **remote_code)
             rewards.append(model_sizes(classifier, width, loaded_as))
         elif isinstance(reward, PreTrainedModel):

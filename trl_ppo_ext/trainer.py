@@ -372,7 +372,7 @@ class PPOTrainer(Trainer):
         gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
-            num_valid = gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size
+            num_valid = max(gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size, 0)
         metrics = self._metrics["eval"]
         self._samples["eval"] = sample(self.roles, inputs, self.run_state, metrics, self.state, num_valid)
         return None, None, None

@@ -46,8 +46,7 @@ def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic,
     assert all(relative_distance(plain, other) < 0.01 for other in others)
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("placement", ["reward", "loss", "both"])
+@pytest.mark.parametrize("placement, whiten", [("reward", False), ("loss", False), ("both", True)])
 def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
     """Rewards and penalty times 100 give the same policy wherever the penalty enters."""
     settings = SIDE | {"kl_placement": placement, "kl_estimator": "k2" if placement == "loss" else "exact"}

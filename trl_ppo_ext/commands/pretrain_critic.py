@@ -15,6 +15,7 @@ from torch import Tensor
 from ..checkpoints.files import save_critic
 from ..config import PPOConfig
 from ..data import RolloutSampler
+from ..episodes import Episode
 from ..modeling import ValueHead
 from ..modeling.adapters import CRITIC_NUMBERS, public_name
 from ..ppo import math as ppo_math
@@ -93,10 +94,16 @@ def held_out_rollouts(
     args, plan, accelerator = copy(trainer.args), trainer.plan, trainer.accelerator
     # Monte Carlo returns: with another λ they would depend on the critic
     vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
-    # without monitored rewards, which nothing would log, nor the record of answers, which is the run's
-    player = trainer.roles.player
-    unrecorded = SimpleNamespace(play=lambda rows, seeds, step: player.play(rows, seeds))
-    roles = replace(trainer.roles, args=args, monitors=[], player=cast(Any, unrecorded))
+    start = 0
+
+    def play(rows: list[dict], *_: Any) -> list[Episode]:
+        """Play without the record of answers, which is the run's; environments of a prompt have one seed."""
+        seeds = [hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))]
+        return trainer.roles.player.play(rows, seeds)
+
+    # monitored rewards and the comparison with a sampler are for the log of a run
+    player: Any = SimpleNamespace(play=play)
+    roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
     device, process = accelerator.device, accelerator.process_index
     size, rounds = plan.completions_per_process, -(-completions // plan.completions)
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))

@@ -49,7 +49,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, on one process. The run is not changed.
         completions (`int`, *optional*, defaults to 256):
-            Completions to sample: `num_generations` per prompt, or 8 if that is 1.
+            Completions to sample at least, in whole rollouts: `num_generations` per prompt, or 8 if that is 1.
 
     Returns:
         `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states, `"gradient_variance"` of each
@@ -80,12 +80,12 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
     prompts = [tuple(x.prompt_ids) for samples in sampled for x in samples.batch.episodes]
     numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts[i] for i in counts.nonzero()[:, 0]))}
-    units = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])
+    blocks = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])  # that share a fold
     if len(numbers) < FOLDS:  # training would see every one of them, too
-        units = counts.cumsum(0)
+        blocks = counts.cumsum(0)
     row, flat = mask.nonzero()[:, 0], returns[mask]
     states = torch.cat([read_states(trainer, rollout) for rollout in rollouts])[: len(row)]
-    values = ridge_values(states, flat, units[row] % FOLDS)
+    values = ridge_values(states, flat, blocks[row] % FOLDS)
 
     # 3. Compare the variance of the gradient.
     totals, value_table = rewards.sum(1), torch.zeros_like(rewards).masked_scatter(mask, values)
@@ -103,8 +103,8 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
 
     # 4. Conclude.
     scores, usable = (torch.cat([getattr(x.scored, name) for x in sampled])[:rows] for name in ("totals", "usable"))
-    equal = ppo_math.dr_grpo_advantages(scores, usable, size) == 0
-    without_signal = float(equal.view(-1, size).all(1).float().mean())
+    equal = (ppo_math.dr_grpo_advantages(scores, usable, size) == 0).view(-1, size).all(1)
+    without_signal = float(equal[usable.view(-1, size).any(1)].float().mean())
     result = {
         "completions": int(counts.sum()),
         "prompts": len(numbers),

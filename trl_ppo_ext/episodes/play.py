@@ -235,6 +235,7 @@ class FunctionPlayer(Player):
         output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
         output.pop("logprobs", None)  # they are computed with the forward of the updates
         is_per_row = {name: isinstance(x, list) and len(x) == len(rows) for name, x in output.items()}
+        per_row = is_per_row.get("prompt_ids") and is_per_row.get("completion_ids")
         for number, episode in enumerate(episodes):
             own = {name: x[number] if is_per_row[name] else x for name, x in output.items()}
 
@@ -245,7 +246,7 @@ class FunctionPlayer(Player):
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0
-            if not end or len(sampled) != len(completion_ids) or not prompt_ids:
+            if not (per_row and end and prompt_ids and len(sampled) == len(completion_ids)):
                 raise ValueError(
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."

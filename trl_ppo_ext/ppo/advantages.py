@@ -46,7 +46,7 @@ def of_critic(
 
     Args:
         rewards (`Tensor`): Rewards per token.
-        outputs (`Tensor`): Outputs of the critic, in units of the returns that were seen.
+        outputs (`Tensor`): Outputs of the critic; if it is normalized, in units of the returns that were seen.
         steps (`Tensor`): 1 at tokens, or first tokens of turns, that have a value.
         seen (`Moments`): Moments of the returns of earlier rollouts.
         is_normalized (`bool`): Whether the critic predicts in their units; else in the unit of the rewards.

@@ -483,7 +483,7 @@ class Moments(NamedTuple):
         return Moments(total, self.mean + shift * count / total, squares)
 
     @property
-    def deviation(self) -> float:
+    def sample_deviation(self) -> float:
         """Standard deviation with Bessel's correction; 1 for fewer than two values, or if all are equal."""
         variance = self.squares / (self.weight - 1) if self.weight > 1 else 0.0
         return math.sqrt(variance) if variance > 0 else 1.0

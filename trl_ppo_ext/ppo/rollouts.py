@@ -83,7 +83,7 @@ class Rollout:
         return len(self.sequences)
 
     def to(self, device: torch.device | str) -> "Rollout":
-        """Move all tensors except lengths."""
+        """Move all tensors except lengths and `sampled`."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in self.tensors.items()}
         return replace(self, sequences=self.sequences.to(device), **tensors)
 
@@ -114,7 +114,7 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class Roles:
-    """Policy, reference and critic on one base, what samples, and what scores; collecting changes none of them."""
+    """Policy, reference and critic on one base, what samples, and what scores; collecting changes no weight."""
 
     actor_critic: ActorCritic
     player: Player  # samples
@@ -196,8 +196,9 @@ def sample(
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
-    head = roles.actor_critic.value_head
-    values = None if head is None else head.units(run.returns).values(tokens.values) * completion_mask
+    values, head = None, roles.actor_critic.value_head
+    if head is not None and not training:  # `collect` has those of a rollout
+        values = head.units(run.returns).values(tokens.values) * completion_mask
     return Samples(sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights)
 
 
@@ -224,7 +225,7 @@ def collect(
     scores, after, kl = scored.totals, run, torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
         after = run._replace(scores=run.scores.add(scores, usable, all_sum))
-        scores = (scores - after.scores.mean) / (after.scores.deviation + 1e-8)
+        scores = (scores - after.scores.mean) / (after.scores.sample_deviation + 1e-8)
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     if (kind := args.reward_kl) is not None:
@@ -399,7 +400,7 @@ def scoring_batch(
 
 
 def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bool) -> list[int]:
-    """Seeds of environments: the same on any number of ranks, and for all episodes of a prompt."""
+    """Seeds of environments: the same for all episodes of a prompt and, in training, on any number of ranks."""
     group, step = roles.args.num_generations, state.global_step
     if not training:  # of the evaluation's stream
         group, step = 1, int(torch.randint(2**31, ())) if roles.player.takes_seeds else 0

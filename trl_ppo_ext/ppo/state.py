@@ -1,4 +1,4 @@
-"""What one rollout leaves to the next. Collecting returns a new state and changes nothing in place."""
+"""What one rollout leaves to the next. Collecting returns a new state and changes no weight in place."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

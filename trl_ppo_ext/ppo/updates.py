@@ -87,10 +87,10 @@ def ppo_loss(
     critic_loss: Tensor | float = 0.0
     if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
         value = ppo_math.clipped_value_loss(scores.values, rollout.old_values, rollout.returns, cliprange_value)
-        metrics["value/clip_ratio"] = value.detach() > 0.5 * (scores.values.detach() - rollout.returns) ** 2
+        is_clipped = value.detach() > 0.5 * (scores.values.detach() - rollout.returns) ** 2
         if rollout.value_weights is not None:
-            value = rollout.value_weights * value
-        metrics["loss/value"] = value
+            value, is_clipped = rollout.value_weights * value, rollout.value_weights * is_clipped
+        metrics |= {"loss/value": value, "value/clip_ratio": is_clipped}
         if rollout.policy_mask is None:
             loss = loss + vf_coef * value
         else:

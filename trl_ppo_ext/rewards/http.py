@@ -46,6 +46,8 @@ class HttpReward:
         if not re.fullmatch(r"https?://[^\s?#@]+", self.url):  # addresses are logged
             needed = "an address such as http://localhost:8000/v1, without a user, a password, a query or a fragment"
             raise ValueError(f"`url` must be {needed}; pass the key with `api_key_env`.")
+        if self.concurrency < 1:
+            raise ValueError(f"`concurrency` must be at least 1, got {self.concurrency}.")
         self.name = self.name or self.model.rstrip("/").split("/")[-1]
         read_key(self.api_key_env)  # a missing one raises before the run
 

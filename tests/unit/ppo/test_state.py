@@ -28,7 +28,7 @@ def test_moments_in_parts_equal_those_of_all_values(shift):
         moments = add(moments, part)
     values = torch.cat(x)
     assert moments.mean == pytest.approx(values.mean().item())
-    assert moments.deviation == pytest.approx(values.std().item(), rel=1e-6)
+    assert moments.sample_deviation == pytest.approx(values.std().item(), rel=1e-6)
     assert moments.unit == pytest.approx(values.std(correction=0).item(), rel=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_moments_of_ranks_equal_those_of_one_process():
 def test_values_without_spread_have_the_unit_one(values):
     x = torch.tensor([values])
     moments = add(Moments(), x, torch.ones_like(x))
-    assert moments.deviation == moments.unit == 1
+    assert moments.sample_deviation == moments.unit == 1
 
 
 def test_adding_returns_new_moments_and_keeps_the_old():

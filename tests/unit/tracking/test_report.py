@@ -255,7 +255,7 @@ def opened(page, profile, width, height):
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: one of {', '.join(BROWSERS)}")
-@pytest.mark.parametrize(("width", "height"), [(390, 4_000), (1280, 9_000)])
+@pytest.mark.parametrize(("width", "height"), [pytest.param(390, 4_000, marks=pytest.mark.slow), (1280, 9_000)])
 def test_browser_draws_plots_in_view_without_errors_or_foreign_scripts(tmp_path, width, height):
     place = long_run(tmp_path / "run", steps=40)
     with open(place / RUN_LOG, "a") as file:
