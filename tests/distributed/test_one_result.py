@@ -84,10 +84,7 @@ RUNS = {
     "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "turns", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
-        ("all that is steered or added", "2 x 4"),
         ("default critic", "2 x 4"),
-        ("critic with all tokens", "2 x 4"),
-        ("turns", "2 x 4"),
         ("all other ways", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],

@@ -28,9 +28,6 @@ OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"mod
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
 
-SLOW = {"value head", "no critic", "shared prompts", "reward model"}  # the others have a head too
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """Results by configuration, from one process for those that the session runs."""
@@ -46,7 +43,8 @@ def results(tmp_path_factory, request):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CONFIGURATIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_iteration_stays_on_one_device_and_waits_as_listed(results, name):
     result = results[name]
     assert "error" not in result, result["error"]
