@@ -1,8 +1,10 @@
-"""Checks of the arguments of [`PPOTrainer`], before anything is loaded."""
+"""Checks of the arguments of [`PPOTrainer`], and its prompts, before weights are loaded."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from datasets import IterableDataset
@@ -10,6 +12,7 @@ from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from .config import PPOConfig
+from .data import tokenize_prompts
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
@@ -119,3 +122,51 @@ def load_tokenizer(
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
         raise ValueError(f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; {remedy}.")
     return tokenizer, getattr(text_config, "max_position_embeddings", None), vocab_size
+
+
+class Prompts(NamedTuple):
+    """Tokenized datasets of a run, and how they were tokenized."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int | None
+    template_kwargs: dict[str, Any] | None  # of the chat template
+    tokenize: Callable[..., Any]
+    train: Any
+    evaluation: Any
+
+
+def read_prompts(
+    model: Any,
+    model_id: str,
+    processing_class: Any,
+    args: PPOConfig,
+    environments: Environments,
+    train: Any,
+    evaluation: Any,
+) -> Prompts:
+    """Load the tokenizer, and tokenize and check every prompt of the datasets."""
+    tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
+    if args.generation_backend == "vllm" and (longest := args.vllm_max_model_length) is not None:
+        context_length = min(context_length or longest, longest)
+    if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
+        context_length -= 1  # the value of the state after the last token takes one more
+    template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
+    rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
+    train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
+    tokenize = partial(
+        tokenize_prompts,
+        tokenizer=tokenizer,
+        max_completion_length=args.max_completion_length,
+        context_length=context_length,
+        chat_template_kwargs=template_kwargs,
+        max_prompt_length=args.max_prompt_length,
+        overlong=args.overlong_prompts,
+        critic_prompt=args.critic_options.prompt,
+        vocab_size=vocab_size,
+    )
+    train = None if train is None else tokenize(train, name="train_dataset")
+    if isinstance(evaluation, dict):
+        evaluation = {key: tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in evaluation.items()}
+    elif evaluation is not None:
+        evaluation = tokenize(evaluation, name="eval_dataset")
+    return Prompts(tokenizer, context_length, template_kwargs, tokenize, train, evaluation)

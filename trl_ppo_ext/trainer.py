@@ -30,11 +30,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import logging
 
 from . import distributed
-from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, load_tokenizer
+from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, read_prompts
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .config import PPOConfig
-from .data import RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from .data import RolloutSampler, Rows, StreamedRows
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import SamplerComparison, count_skipped
@@ -146,33 +146,8 @@ class PPOTrainer(Trainer):
         files.check_target(args.output_dir, model_id)
 
         # 2. Tokenize and check every prompt.
-        tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
-        if args.generation_backend == "vllm" and args.vllm_max_model_length is not None:
-            context_length = min(context_length or args.vllm_max_model_length, args.vllm_max_model_length)
-        if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
-            context_length -= 1  # the value of the state after the last token takes one more
-        template_kwargs = cast(dict, args.chat_template_kwargs)  # parsed by the config if it was a string
-        rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
-        train_dataset, prompt_kwargs = environments.prepare(
-            train_dataset, tokenizer, template_kwargs, rows, args.environment_timeout
-        )
-        self._tokenize = partial(
-            tokenize_prompts,
-            tokenizer=tokenizer,
-            max_completion_length=args.max_completion_length,
-            context_length=context_length,
-            chat_template_kwargs=prompt_kwargs,
-            max_prompt_length=args.max_prompt_length,
-            overlong=args.overlong_prompts,
-            critic_prompt=args.critic_options.prompt,
-            vocab_size=vocab_size,
-        )
-        if train_dataset is not None:
-            train_dataset = self._tokenize(train_dataset, name="train_dataset")
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {key: self._tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in eval_dataset.items()}
-        elif eval_dataset is not None:
-            eval_dataset = self._tokenize(eval_dataset, name="eval_dataset")
+        prompts = read_prompts(model, model_id, processing_class, args, environments, train_dataset, eval_dataset)
+        tokenizer, context_length, template_kwargs, self._tokenize, train_dataset, eval_dataset = prompts
 
         # 3. Load one base with its adapters, and the rewards.
         if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
@@ -186,7 +161,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
-        self._inputs = files.fingerprints(actor_critic, tokenizer, prompt_kwargs, rewards, train_dataset)
+        self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
 
         # 4. Set up the Trainer.
         parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer

@@ -11,10 +11,10 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
-from ..arguments import check_trainer_arguments, load_tokenizer
+from ..arguments import check_trainer_arguments, read_prompts
 from ..checkpoints.files import CheckpointError, check_target
 from ..config import PPOConfig
-from ..data import PROMPT_IDS, prompt_limit, tokenize_prompts
+from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
 from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapters import read_critic
@@ -104,26 +104,21 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
     check_target(str(args.output_dir), name)
     if (start := args.critic_init) is not None:
         read_critic(start, args.critic, name, args.reward_label)
-    tokenizer, context, vocab_size = load_tokenizer(name, name, None, args)
-    length, longest, overlong = args.max_completion_length, args.max_prompt_length, args.overlong_prompts
-    template_kwargs, critic_prompt = cast(dict, args.chat_template_kwargs), args.critic_options.prompt
-    _, prompt_kwargs = environments.prepare(datasets["train_dataset"], tokenizer, template_kwargs, 1)
-    settings = length, context, prompt_kwargs, longest, overlong, critic_prompt, vocab_size
-    for argument, rows in datasets.items():
-        if rows is not None:
-            prompts = tokenize_prompts(rows, tokenizer, argument, *settings)[PROMPT_IDS]
+    prompts = read_prompts(name, name, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"])
     if not PartialState().is_main_process:
         return
 
     # 3. Print sizes, memory, and one prompt.
-    lengths, rewards = [*map(len, prompts)], [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
+    ids, context = prompts.train[PROMPT_IDS], prompts.context_length
+    lengths, rewards = [*map(len, ids)], [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
     print(
         f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
         f"rewards: {', '.join(rewards)}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, of a context of {context}\n"
         f"{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
     )
-    device, most = args.device, min(max(PROMPT_LENGTH, *lengths), prompt_limit(length, context, longest))
+    room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
+    device, most = args.device, min(max(PROMPT_LENGTH, *lengths), room)
     try:
         estimate = estimate_memory(**arguments, prompt_length=most, device=device.type)
         print(f"memory:  with prompts of {most} tokens, on each process")
@@ -131,4 +126,4 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, 
         print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)
     except ValueError as error:
         print(f"memory:  not estimated: {error}")
-    print(f"\nThe first prompt, as the model reads it:\n{shortened(tokenizer.decode(prompts[0]), LONGEST)}")
+    print(f"\nThe first prompt, as the model reads it:\n{shortened(prompts.tokenizer.decode(ids[0]), LONGEST)}")
