@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast
@@ -98,29 +98,15 @@ class PPOModelConfig(trl.ModelConfig):
         super().__post_init__()
 
 
-@dataclass
-class MixtureConfig(trl.DatasetMixtureConfig):
-    """TRL's [`~trl.DatasetMixtureConfig`], with its types checked."""
-
-    _argument_group_name = "dataset mixture (in a config file)"
-
-    def __post_init__(self):
-        entries = self.datasets if isinstance(self.datasets, list) else [None]
-        if not all(isinstance(entry, dict) or is_dataclass(entry) for entry in entries):
-            raise ValueError("`datasets` must be a list of mappings, each with a `path`; see TRL's dataset mixtures.")
-        check_types(self, skip=("datasets",))
-        super().__post_init__()
-
-
 def parse(
     command: str,
     argv: Sequence[str],
     description: str,
     config_class: type[PPOConfig] = PPOConfig,
     script_class: type[PPOScriptArguments] = PPOScriptArguments,
-) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig, MixtureConfig]:
+) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig]:
     """Read arguments from the command line, and from the YAML file named by `--config`."""
-    types = (script_class, config_class, PPOModelConfig, MixtureConfig)
+    types = (script_class, config_class, PPOModelConfig)
     parser = trl.TrlParser(
         types,
         prog=f"trl-ppo {command}",
@@ -209,25 +195,14 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
     return value
 
 
-def load_datasets(script: PPOScriptArguments, mixture: MixtureConfig | None = None) -> dict[str, Any]:
-    """Load the splits of `datasets` or of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
-    mixture, name = mixture or MixtureConfig(), script.dataset_name
+def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
+    """Load the splits of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
     train, test = script.dataset_train_split, script.dataset_test_split
-    for option in ("dataset_name", "dataset_config", "dataset_streaming"):
-        if mixture.datasets and getattr(script, option):
-            raise ValueError(f"Both `datasets` and `{option}` are set; omit one.")
-    for option in ("streaming", "test_split_size"):
-        if getattr(mixture, option) and not mixture.datasets:
-            remedy = "use `dataset_streaming` and `dataset_test_split` with `dataset_name`"
-            raise ValueError(f"`{option}` only applies to `datasets`; {remedy}.")
-    if name is None and not mixture.datasets:
+    if script.dataset_name is None:
         raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     if script.eval_rows is not None and test == train:
         raise ValueError(f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}.")
-    if mixture.datasets:
-        splits = dict(trl.get_dataset(mixture))
-    else:
-        splits = dict(load_splits(cast(str, name), script.dataset_config, script.dataset_streaming))
+    splits = dict(load_splits(script.dataset_name, script.dataset_config, script.dataset_streaming))
     if script.eval_rows is not None and test in splits:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
@@ -290,8 +265,7 @@ def trainer_arguments(
     kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
     columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
     if "prompt" not in columns:
-        name = "dataset_name" if script.dataset_name else "datasets"
-        problem = f"`{name}` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
+        problem = f"`dataset_name` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
         raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")

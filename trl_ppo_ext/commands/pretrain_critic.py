@@ -153,8 +153,8 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
 def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
-    script, args, model, mixture = parse("pretrain-critic", argv, description, PretrainCriticConfig)
-    trainer = build_trainer(script, args, model, load_datasets(script, mixture))
+    script, args, model = parse("pretrain-critic", argv, description, PretrainCriticConfig)
+    trainer = build_trainer(script, args, model, load_datasets(script))
     numbers = pretrain_critic(trainer)
     for name in ("explained_variance_before", "explained_variance_after"):
         trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")

@@ -202,8 +202,8 @@ def verdict(variances: Mapping[str, float | None], without_signal: float) -> str
 def main(argv: Sequence[str]) -> None:
     """Probe a task, and print the table and the verdict."""
     description = "Measure on completions of the frozen policy whether a critic pays, before anything is trained."
-    script, args, model, mixture = parse("probe", argv, description, ProbeConfig)
-    trainer = build_trainer(script, args, model, load_datasets(script, mixture))
+    script, args, model = parse("probe", argv, description, ProbeConfig)
+    trainer = build_trainer(script, args, model, load_datasets(script))
     result = probe(trainer, cast(ProbeConfig, args).completions)
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
     print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")

@@ -22,7 +22,6 @@ from ..redaction import shortened
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate
 from .launch import (
-    MixtureConfig,
     PPOModelConfig,
     PPOScriptArguments,
     build_trainer,
@@ -60,11 +59,11 @@ class TrainConfig(PPOConfig):
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
     description = "Train a policy with PPO, and save it in output_dir."
-    script, args, model, mixture = parse("train", argv, description, TrainConfig, TrainScriptArguments)
+    script, args, model = parse("train", argv, description, TrainConfig, TrainScriptArguments)
     if cast(TrainScriptArguments, script).dry_run:
-        dry_run(script, args, model, mixture)
+        dry_run(script, args, model)
         return
-    trainer = build_trainer(script, args, model, load_datasets(script, mixture))
+    trainer = build_trainer(script, args, model, load_datasets(script))
     try:
         trainer.train()
     except CheckpointError:
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
             "the last checkpoint with --resume_from_checkpoint true."
         ) from error
     if args.push_to_hub:
-        trainer.push_to_hub(datasets=[script.dataset_name, *(entry.path for entry in mixture.datasets)])
+        trainer.push_to_hub(datasets=[script.dataset_name])
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
     else:
         trainer.save_model()
@@ -83,14 +82,14 @@ def main(argv: Sequence[str]) -> None:
     trainer.end()
 
 
-def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, mixture: MixtureConfig) -> None:
+def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> None:
     """Check everything that needs no weights, and print the plan of the run."""
     # 1. Read the datasets, of the Hub a few rows.
     streamed, source = copy(script), script.dataset_name
     streamed.dataset_streaming |= source is not None and not os.path.exists(source)
     splits = {
         name: Dataset.from_list([*rows.take(ROWS)]) if isinstance(rows, IterableDataset) else rows
-        for name, rows in load_datasets(streamed, mixture).items()
+        for name, rows in load_datasets(streamed).items()
     }
 
     # 2. Run the trainer's checks, up to the weights.

@@ -19,7 +19,6 @@ from trl_ppo_ext.commands import launch
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import pretrain_critic as module
 from trl_ppo_ext.commands.launch import (
-    MixtureConfig,
     PPOModelConfig,
     PPOScriptArguments,
     build_trainer,
@@ -366,8 +365,6 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
         assert rows(tmp_path / name) == given, name
     assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {"train", "test"}
     assert rows(tmp_path / "a.jsonl", dataset_streaming=True) == given
-    mixture = MixtureConfig([{"path": "json", "data_files": str(tmp_path / "a.jsonl")}])
-    assert list(load_datasets(PPOScriptArguments(), mixture)["train"]) == given
 
 
 @pytest.mark.parametrize(
@@ -384,12 +381,6 @@ def test_unreadable_dataset_is_refused(tmp_path, name, content, arguments, says)
     path = tmp_path if name == "state.json" else tmp_path / name
     with pytest.raises(ValueError, match=re.escape(says)):
         rows(path, **arguments)
-
-
-@pytest.mark.parametrize("other", [{"dataset_name": "a"}, {"dataset_streaming": True}])
-def test_exactly_one_dataset_is_required(other):
-    with pytest.raises(ValueError, match=f"Both `datasets` and `{next(iter(other))}`"):
-        load_datasets(PPOScriptArguments(**other), MixtureConfig([{"path": "json"}]))
 
 
 @pytest.fixture

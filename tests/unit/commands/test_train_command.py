@@ -253,7 +253,6 @@ WRONG = [
     ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type='SEQ_CLS'`", "causal language model", "omit it"),
     ({"ignore_bias_buffers": True}, "`ignore_bias_buffers`", "without adapters", "omit it"),
     ({"dtype": "bfloat16", "model_init_kwargs": {"dtype": "float32"}}, "`dtype`", "'float32'", "omit one of the two"),
-    ({"test_split_size": 0.1}, "`test_split_size`", "only applies to `datasets`", "use `dataset_streaming`"),
     ({"reward_funcs": "cli_rewards.not_a_reward"}, "'cli_rewards.not_a_reward'", "of the type int", "name a function"),
     *(
         ({"env": {"OK": 1, name: "x"}}, "`env`", f"`{name}`", "export it before")
@@ -346,9 +345,9 @@ def test_help_lists_every_field_in_its_group(capsys):
         cli.main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0 and "--config FILE.yaml" in text
-    groups = re.split(r"(dataset and rewards|training|model|dataset mixture)(?: \([\w ]+\))?: (?=--)", text)
-    assert groups[1::2] == ["dataset and rewards", "training", "model", "dataset mixture"]
-    options = [["--dry_run", "--map_function"], [], ["--load_in_4bit"], ["--test_split_size"]]
+    groups = re.split(r"(dataset and rewards|training|model)(?: \([\w ]+\))?: (?=--)", text)
+    assert groups[1::2] == ["dataset and rewards", "training", "model"]
+    options = [["--dry_run", "--map_function"], [], ["--load_in_4bit"]]
     options[1] = [f"--{entry.name} " for entry in fields(PPOConfig)]
     for group, expected in zip(groups[2::2], options):
         assert not [option for option in expected if option not in group]
