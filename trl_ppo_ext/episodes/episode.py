@@ -16,7 +16,11 @@ from .record import NOWHERE, Place
 
 @dataclass(eq=False)
 class Episode:
-    """A prompt and what followed it: turns of the policy, and answers in between. A completion is one turn."""
+    """A prompt and what followed it: turns of the policy, and answers in between. A completion is one turn.
+
+    A turn ends at a stop token or where its room ends (`Player._note_ending`), and what follows it decides whether
+    the episode goes on (`EnvironmentPlayer._continues`). Later, `sampled` has the number of the turn at each token.
+    """
 
     # before its first turn
     prompt: Any  # text or chat messages, with the first observation
