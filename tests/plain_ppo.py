@@ -189,6 +189,7 @@ class Sample:
     values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
+    outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
     unit: float = 1.0  # of the advantages, in that of the scores; a KL in the loss has the same
 
     def __post_init__(self):
@@ -309,7 +310,9 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
 
 def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> None:
     """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
-    outcomes = [x for y in samples for x in gae(y.rewards, [0.0] * len(y.ids), s.gamma, 1.0)]
+    for sample in samples:
+        sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
+    outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
         units.begin_rollout(outcomes)
     for sample in samples:

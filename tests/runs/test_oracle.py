@@ -144,9 +144,9 @@ def metrics_of_rollout(samples):
         "completions/clipped_ratio": statistics.mean(sample.truncated for sample in samples),
     }
     if samples[0].values:
-        returns = [x for sample in samples for x in sample.returns]
-        errors = [target - value for sample in samples for target, value in zip(sample.returns, sample.values)]
-        metrics["value/explained_variance"] = 1 - statistics.variance(errors) / statistics.variance(returns)
+        outcomes = [x for sample in samples for x in sample.outcomes]
+        errors = [outcome - value for sample in samples for outcome, value in zip(sample.outcomes, sample.values)]
+        metrics["value/explained_variance"] = 1 - statistics.variance(errors) / statistics.variance(outcomes)
     return metrics
 
 

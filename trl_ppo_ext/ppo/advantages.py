@@ -27,6 +27,7 @@ class Advantages(NamedTuple):
     values: Tensor = None  # type: ignore[assignment]  # in the unit of the rewards
     returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
     targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
+    outcomes: Tensor = None  # type: ignore[assignment]  # Monte Carlo returns, to which values add after cuts only
 
 
 def of_critic(
@@ -64,11 +65,12 @@ def of_critic(
     """
     nothing = torch.zeros_like(rewards)
 
-    def moments_with(after: Tensor | None) -> Moments:
-        return seen.add(ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1], steps, all_sum, DECAY)
+    def outcomes(after: Tensor | None = None) -> Tensor:
+        return ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1]
 
     # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
-    units = Units.of(seen if seen.weight else moments_with(None)) if is_normalized else Units()
+    first = seen if seen.weight else seen.add(outcomes(), steps, all_sum, DECAY)
+    units = Units.of(first) if is_normalized else Units()
     values, after = units.values(outputs) * steps, None
     if outputs_after is not None and is_cut is not None:
         after = units.values(outputs_after) * is_cut
@@ -79,9 +81,10 @@ def of_critic(
         _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
 
     # 3. The critic learns in units with this rollout's Monte Carlo returns, which do not depend on its own values.
-    seen = moments_with(after)
+    observed = outcomes(after)
+    seen = seen.add(observed, steps, all_sum, DECAY)
     targets = (Units.of(seen) if is_normalized else Units()).targets(returns) * steps
-    return Advantages(advantages, 1.0, values, returns, targets), seen
+    return Advantages(advantages, 1.0, values, returns, targets, observed), seen
 
 
 def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reduction = torch.clone) -> Advantages:

@@ -255,7 +255,7 @@ def collect(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
-        explained = ppo_math.explained_variance(result.values, result.returns, steps, all_sum)
+        explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)

@@ -77,6 +77,22 @@ def test_value_after_a_cut_stands_for_the_rest():
     close(ended.returns, cut.flip(1).cumsum(1).flip(1))
 
 
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("length", [32, 256, 1024])
+def test_critic_of_noise_explains_no_outcome(length, lam):
+    """Returns with λ < 1 are mostly the critic's own values, so measured by these it would seem to predict."""
+    generator = torch.Generator().manual_seed(length)
+    steps = torch.ones(64, length, dtype=torch.bool)
+    scores = torch.randn(64, 1, generator=generator, dtype=torch.float64)
+    rewards = torch.cat([torch.zeros(64, length - 1, dtype=torch.float64), scores], 1)
+    noise = torch.randn(64, length, generator=generator, dtype=torch.float64).cumsum(1) / length**0.5
+    result, _ = of_critic(rewards, noise, steps, Moments(), True, lam=lam, lam_critic=lam)
+    close(result.outcomes, scores.expand(64, length))
+    assert ppo_math.explained_variance(result.values, result.outcomes, steps) <= 0.1
+    if lam < 1 and length == 1024:
+        assert ppo_math.explained_variance(result.values, result.returns, steps) > 0.8
+
+
 @pytest.mark.parametrize("scale, shift", [(100.0, 0.0), (1.0, 50.0), (0.01, -3.0)])
 def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, shift):
     """Two rollouts with one-step episodes, whose returns scale and shift with the rewards."""
