@@ -21,7 +21,6 @@ from ..checkpoints.files import CheckpointError
 from ..memory import on_meta
 from ..modeling.adapters import DEQUANTIZED, public_name, quantized_weights
 from ..modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
-from ..rewards.model import choose_device
 
 FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer, generation config, code
 
@@ -74,7 +73,8 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double)
     check_model_arguments(model, args, config, None)
     load_config("MODEL", model, hub_kwargs(args))  # for its error
-    base = load_base(model, args, config, torch.device(choose_device(options.device, dtype)[0]))
+    fastest = "cuda" if torch.cuda.is_available() else "cpu"
+    base = load_base(model, args, config, torch.device(fastest if options.device == "auto" else options.device))
     config = base.config.quantization_config
     if not config.load_in_4bit:
         raise ValueError(f"`MODEL` must be unquantized or saved in 4 bits, got `{model}` in 8 bits; use another base.")

@@ -10,7 +10,6 @@ from textwrap import indent
 from ..redaction import printable, redacted
 
 COMMANDS = {  # each has a module in this folder, except for `replay` and `report`
-    "check-reward": "compare a reward model in full precision and quantized",
     "dequantize": "write a 4-bit base as a plain checkpoint, e.g. for vLLM",
     "estimate": "estimate the memory of a run, and settings that would make it fit",
     "pretrain-critic": "train a critic on rollouts of a frozen policy",

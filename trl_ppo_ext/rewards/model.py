@@ -33,17 +33,6 @@ def checked_label(name: str, num_labels: int, label: int | None) -> int:
     return label or 0
 
 
-def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
-    """Resolve "auto" to the device and dtype of a run on this machine."""
-    gpu = torch.cuda.is_available()
-    if device.startswith("cuda") and not gpu:
-        raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
-    device = device if device != "auto" else "cuda" if gpu else "cpu"
-    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
-    return device, auto if dtype == "auto" else getattr(torch, dtype)
-
-
 def load_classifier(
     model_id: str,
     dtype: torch.dtype,

@@ -1,9 +1,11 @@
-"""`trl-ppo check-reward`: each number recomputed by other means, and every form of pairs."""
+"""recipes/check_reward.py: each number recomputed by other means, and every form of pairs."""
 
 import json
 import math
 import re
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from pandas import DataFrame
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-from trl_ppo_ext.commands import check_reward as module
-from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.commands.check_reward import check_reward, compare, verdict
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import check_reward as module
+from check_reward import check_reward, compare, verdict
 
 CONFIGS = {
     "none": None,
@@ -66,7 +68,7 @@ def write(path, rows):
 
 
 def run(*arguments):
-    return cli.main(["check-reward", *arguments, "--device", "cpu"])
+    return module.main([*arguments, "--device", "cpu"])
 
 
 # ---- the numbers, recomputed ----
@@ -176,7 +178,7 @@ def test_verdict_rejects_swapped_pairs_despite_rank_agreement():
 
 
 def test_command_prints_table_and_verdict(model, expected, tmp_path, capsys):
-    assert run(model, write(tmp_path / "pairs.jsonl", ROWS)) == 0
+    run(model, write(tmp_path / "pairs.jsonl", ROWS))
     printed = capsys.readouterr().out.splitlines()
     rows = {name.strip(): cells for name, *cells in (line.rsplit(None, 2) for line in printed[2:-1])}
     assert printed[0] == "24 pairs" and re.split(r"\s{2,}", printed[1].strip()) == [*expected]
@@ -185,7 +187,7 @@ def test_command_prints_table_and_verdict(model, expected, tmp_path, capsys):
 
 
 def test_int8_does_not_warn_for_every_layer(model, tmp_path, capsys, caplog):
-    assert run(model, write(tmp_path / "pairs.jsonl", ROWS), "--quantization", "int8") == 0
+    run(model, write(tmp_path / "pairs.jsonl", ROWS), "--quantization", "int8")
     assert "int8" in capsys.readouterr().out
     assert not [record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]
 
@@ -193,12 +195,12 @@ def test_int8_does_not_warn_for_every_layer(model, tmp_path, capsys, caplog):
 def test_pairs_are_spread_over_the_test_split(model, tmp_path, capsys):
     write(tmp_path / "train.jsonl", ROWS[1::4])
     write(tmp_path / "test.jsonl", ROWS)
-    assert run(model, str(tmp_path), "--max-pairs", "6") == 0
+    run(model, str(tmp_path), "--max-pairs", "6")
     spread = capsys.readouterr().out
-    assert run(model, write(tmp_path / "sixth.jsonl", ROWS[::4])) == 0
+    run(model, write(tmp_path / "sixth.jsonl", ROWS[::4]))
     assert capsys.readouterr().out == spread and spread.startswith("6 pairs\n")
-    assert run(model, str(tmp_path), "--split", "nowhere") == 2
-    assert "no split 'nowhere'; set `--split` to one of ['test', 'train']" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"no split 'nowhere'; set `--split` to one of \['test', 'train'\]"):
+        run(model, str(tmp_path), "--split", "nowhere")
 
 
 def test_pairs_beyond_the_context_are_skipped_and_counted(model, tmp_path, capsys):
@@ -206,7 +208,7 @@ def test_pairs_beyond_the_context_are_skipped_and_counted(model, tmp_path, capsy
     fits = {"prompt": "w1 ", "chosen": words(0, 62), "rejected": "w2"}
     rows = [long, *ROWS[:5], long, fits]
     assert check_reward(model, rows, device="cpu")[1].equals(checked(model, [*ROWS[:5], fits]))
-    assert run(model, write(tmp_path / "p.jsonl", rows)) == 0
+    run(model, write(tmp_path / "p.jsonl", rows))
     printed = capsys.readouterr().out
     assert printed.startswith("6 pairs\n") and "2 more pairs exceed the model's context and were skipped" in printed
 

@@ -1,4 +1,4 @@
-"""`trl-ppo check-reward MODEL DATASET`: compare a reward model in full precision and quantized.
+"""Compare a reward model in full precision and quantized: `python recipes/check_reward.py MODEL DATASET`.
 
 Scores the same preference pairs with both, using the scorer of a run.
 """
@@ -10,15 +10,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils.memory import clear_device_cache
 from pandas import DataFrame
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import is_conversational
 
-from ..data import get_split, load_splits, spread_indices
-from ..redaction import shortened
-from ..rewards import ClassifierReward, ScoringBatch, load_classifier
-from ..rewards.model import SequenceScorer, choose_device, context_length
+from trl_ppo_ext.data import get_split, load_splits, spread_indices
+from trl_ppo_ext.redaction import shortened
+from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch, load_classifier
+from trl_ppo_ext.rewards.model import SequenceScorer, context_length
 
 BATCH_SIZE = 8  # fits wherever the model does
 # a run should not use a quantized model beyond these limits
@@ -26,8 +27,9 @@ KEEPS_RANKING = 0.95  # rank agreement, at least
 FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check a reward model, and print the table and the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, dtypes = parser.add_argument, ("auto", "float32", "bfloat16", "float16")
     add("model", metavar="MODEL", help="id or path of a sequence classifier")
     add("dataset", metavar="DATASET", help="id of a preference dataset, or a .json, .jsonl or .parquet file")
@@ -39,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", help="split of the dataset; the first of test, validation and train")
     add("--max-pairs", type=int, default=500, help="pairs to score at most, spread evenly over the dataset")
 
-
-def main(options: argparse.Namespace) -> None:
-    """Check a reward model, and print the table and the verdict."""
+    options = parser.parse_args(argv)
     # warns for each layer of each forward that 8-bit layers take float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     splits = load_splits(options.dataset, argument="DATASET")
@@ -88,6 +88,17 @@ def check_reward(
     if invalid := int((~np.isfinite(scores.to_numpy())).sum()):
         raise ValueError(f"{invalid} scores of {model} are NaN or inf in {precision}; use e.g. float32.")
     return len(sequences) // 2, compare(scores)
+
+
+def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
+    """Resolve "auto" to the device and dtype of a run on this machine."""
+    gpu = torch.cuda.is_available()
+    if device.startswith("cuda") and not gpu:
+        raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
+    device = device if device != "auto" else "cuda" if gpu else "cpu"
+    has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    auto = torch.bfloat16 if has_bf16 else torch.float32
+    return device, auto if dtype == "auto" else getattr(torch, dtype)
 
 
 def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Any]:
@@ -137,3 +148,7 @@ def verdict(quantization: str, table: DataFrame) -> str:
         f"{quantization} loses the ranking, which needs a rank agreement of at least {KEEPS_RANKING} and a "
         f"disagreement of at most {FLIPPED}: load this model with reward_quantization={others}"
     )
+
+
+if __name__ == "__main__":
+    main()
