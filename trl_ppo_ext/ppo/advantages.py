@@ -69,8 +69,9 @@ def of_critic(
         return ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1]
 
     # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
-    first = seen if seen.weight else seen.add(outcomes(), steps, all_sum, DECAY)
-    units = Units.of(first) if is_normalized else Units()
+    units = Units()
+    if is_normalized:
+        units = Units.of(seen if seen.weight else seen.add(outcomes(), steps, all_sum, DECAY))
     values, after = units.values(outputs) * steps, None
     if outputs_after is not None and is_cut is not None:
         after = units.values(outputs_after) * is_cut
