@@ -144,6 +144,9 @@ class PPOTrainer(Trainer):
         check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments)
         check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
+        if args.push_to_hub:
+            is_main = args.process_index == 0
+            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
 
         # 2. Tokenize and check every prompt.
         prompts = read_prompts(model, model_id, processing_class, args, environments, train_dataset, eval_dataset)
@@ -527,11 +530,6 @@ class PPOTrainer(Trainer):
         if self.is_world_process_zero():
             fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
             hub.model_card(self, self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository on the Hub, if it does not exist: with the trainer, or at the first push."""
-        with hub.push_errors(self):
-            super().init_hf_repo(token, private)
 
     push_to_hub = hub.push_run
 

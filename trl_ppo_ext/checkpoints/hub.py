@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 from urllib.parse import quote
 
-from huggingface_hub import ModelCard, ModelCardData, run_as_future, upload_folder
+from huggingface_hub import ModelCard, ModelCardData, create_repo, run_as_future, upload_folder
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import Trainer
@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
+from ..config import PPOConfig
 from ..redaction import shortened
 from ..tracking.reading import REPORT, RUN_LOG
 from ..tracking.run_log import package_versions
@@ -129,7 +130,7 @@ class PushError(RuntimeError):
 
 
 @contextmanager
-def push_errors(trainer: Trainer, when: str | None = None) -> Iterator[None]:
+def push_errors(output_dir: str, when: str | None = None) -> Iterator[None]:
     """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and signed URLs."""
     try:
         yield
@@ -138,13 +139,20 @@ def push_errors(trainer: Trainer, when: str | None = None) -> Iterator[None]:
         texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
         reason = shortened(re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts))))
         message = (
-            f"`{trainer.args.output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the connection, "
+            f"`{output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the connection, "
             "and the write access of the token (`hf auth login`, HF_TOKEN or `hub_token`). Nothing is lost: its files "
             "are on disk, `trainer.push_to_hub()` pushes them, and large ones that arrived are not sent twice."
         )
         if when is None:
             raise PushError(message) from None
         logger.warning("The push of %s failed; training continues. %s", when, message)
+
+
+def create_repository(args: PPOConfig) -> None:
+    """Create the repository of a run, if it does not exist."""
+    with push_errors(args.output_dir):
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 
 
 def push_run(
@@ -167,7 +175,8 @@ def push_run(
         return None
     _write_report(folder)
     if trainer.hub_model_id is None:
-        trainer.init_hf_repo(token, private)
+        with push_errors(folder):
+            trainer.init_hf_repo(token, private)
     # 2. write the card; when a push begins, trackers add their page to the model's tags
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     tags = [*as_list(metadata.get("tags")), *as_list(getattr(trainer.model, "model_tags", None))]
@@ -176,7 +185,7 @@ def push_run(
     trainer._finish_current_push()
 
     def push() -> Any:
-        with push_errors(trainer):
+        with push_errors(folder):
             ignored = [pattern for name in NOT_PUSHED for pattern in (name, f"{name}/*")]
             patterns = {"ignore_patterns": ignored, "delete_patterns": WEIGHTS}
             return _upload(trainer, folder, commit_message, token, revision, **patterns)
@@ -204,11 +213,11 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     place, when = places.get(strategy), f"step {trainer.state.global_step}"
 
     def push(copy: TemporaryDirectory) -> None:
-        with copy, push_errors(trainer, when):
+        with copy, push_errors(folder, when):
             stale = WEIGHTS if place is None else [*WEIGHTS, f"{place}/*"]  # also of an older checkpoint there
             _upload(trainer, copy.name, f"Training in progress, {when}", None, None, delete_patterns=stale)
 
-    with push_errors(trainer, when):
+    with push_errors(folder, when):
         trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
         # 2. copy what `save_model` writes: it would gather sharded weights, which needs all processes
         for file in (*WEIGHTS, STATE, "README.md"):  # weights that are missing are of another kind of critic
