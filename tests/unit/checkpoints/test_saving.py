@@ -64,6 +64,7 @@ def test_push_while_training_copies_files_and_saves_nothing(base, tmp_path, monk
     uploads = []
     creation = SimpleNamespace(create_repo=lambda name, **kwargs: SimpleNamespace(repo_id=f"me/{name}"))
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: creation)
+    monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.create_repo", creation.create_repo)
     recorder = lambda folder_path, **kwargs: uploads.append(set(os.listdir(folder_path)))  # noqa: E731
     monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.upload_folder", recorder)
     monkeypatch.setattr("trl_ppo_ext.tracking.report.draw_all", lambda curves: {})  # takes seconds
