@@ -79,8 +79,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     r"""Configuration of the [`PPOTrainer`].
 
     Only the fields that PPO adds to [`~transformers.TrainingArguments`], or whose default it changes, are listed.
-    Sampling fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`. Their other fields are
-    accepted too: each sets one of these, changes nothing, or raises an error with the reason. See docs/from_grpo.md.
+    Sampling fields are named as in TRL's `GRPOConfig`, PPO fields as in TRL's last `PPOConfig`. Every other field of
+    `GRPOConfig`, and those of the old `PPOConfig` that users set, sets one of these, changes nothing, or raises an
+    error with the reason. See docs/from_grpo.md.
 
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process and feeds `num_ppo_epochs × num_mini_batches` optimizer steps. `max_steps`, `save_steps` and

@@ -27,6 +27,7 @@ FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # their state has the sh
 FSDP_SETTINGS: dict[str, tuple[str, Any, str]] = {
     "auto_wrap_policy": ("auto_wrap_policy", transformer_auto_wrap_policy, "TRANSFORMER_BASED_WRAP: layer by layer"),
     "transformer_layer_cls_to_wrap": ("transformer_cls_names_to_wrap", None, "omitted: the model names its layers"),
+    "ignored_modules": ("ignored_modules", None, "omitted: every layer is sharded"),
     "reshard_after_forward": ("reshard_after_forward", True, "true, or every rank would keep the whole base"),
     "cpu_ram_efficient_loading": ("cpu_ram_efficient_loading", False, "false, or ranks lack weights of adapters"),
     "offload_params": ("cpu_offload", OffloadPolicy(), "false"),

@@ -1,6 +1,7 @@
 """Episodes of several turns: what the environment writes is read, and never learned."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
+from trl_ppo_ext import trainer as trainer_module
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.rollouts import Rollout
@@ -373,6 +375,28 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     assert [(turn["role"], turn["text"], turn["reward"]) for turn in turns] == [
         ("assistant", "ab", 0), ("environment", "2", None), ("assistant", "c", 3)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("short", ["prompt_ids", "completion_ids"])
+def test_rollout_function_must_return_a_row_per_prompt(tmp_path, short):
+    def sampling(prompts, trainer):
+        output = {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * len(prompts)}
+        return output | {short: output[short][1:]}
+
+    run = chat_trainer(tmp_path, {}, lambda completions, **_: [0.0] * len(completions), rollout_func=sampling)
+    with pytest.raises(ValueError, match=r"`rollout_func` must return a dict with lists of token ids.*row 0"):
+        run.train()
+
+
+def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):
+    run, valid = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Echo), []
+    monkeypatch.setattr(trainer_module, "sample", lambda *given: valid.append(given[-1]))
+    for rank in range(3):  # the last batch has three rows for three ranks with two each
+        state = SimpleNamespace(end_of_dataloader=True, remainder=3)
+        run.accelerator = SimpleNamespace(gradient_state=state, process_index=rank)
+        monkeypatch.setattr(run.args, "per_device_eval_batch_size", 2)
+        run.prediction_step(run.model, [{}, {}])
+    assert valid == [3, 1, 0]
 
 
 def test_error_of_an_environment_ends_the_run_by_default(tmp_path):

@@ -141,13 +141,16 @@ def _check_config(path: str) -> None:
     """Check what TRL's parser does not: repeated keys, and the environment variables that it sets."""
     with open(path, encoding="utf-8") as file:
         text = file.read()
-    config, names = yaml.safe_load(text), set[str]()
+    config, nodes = yaml.safe_load(text), [yaml.compose(text, yaml.SafeLoader)]
     if not isinstance(config, dict):
         raise ValueError(f"`--config` must contain a YAML mapping, got {path!r}.")
-    for key, _ in yaml.compose(text, yaml.SafeLoader).value:  # of a repeated one, YAML keeps the last
-        if key.value in names:
-            raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
-        names.add(key.value)
+    for node in nodes:  # at any depth; of a repeated key, YAML keeps the last
+        names = set[str]()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value in names:
+                raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
+            names.add(key.value)
+            nodes.append(value)
     variables = config.get("env")
     if isinstance(variables, dict) and variables:
         if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:

@@ -15,7 +15,7 @@ from ..config import PPOConfig
 from ..data import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import load_config
-from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, load_classifier
+from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
 from .scoring import FunctionReward, Reward, RewardError, function_name
 
 logger = logging.get_logger(__name__)
@@ -75,7 +75,8 @@ def check_reward_arguments(
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
     for model_id in (reward for reward in rewards if isinstance(reward, str)):
-        load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
+        config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
+        checked_label(model_id, config.num_labels, label)
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:

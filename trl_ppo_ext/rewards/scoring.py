@@ -121,7 +121,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
-        elif entry is not None and not (nan_is_none and isinstance(entry, float) and math.isnan(entry)):
+        elif entry is not None and not (nan_is_none and isinstance(entry, float | np.floating) and math.isnan(entry)):
             try:
                 tokens[index] = _at_tokens(entry, length, max(lengths))
             except ValueError as error:

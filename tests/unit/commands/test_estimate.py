@@ -158,6 +158,9 @@ def test_rewards_count_by_how_they_are_loaded(large, tmp_path):
     in_fp32, in_4_bits = (model_sizes(reward, *x).bytes for x in ((4,), (2, "4bit double")))
     loaded = parts(reward_funcs=[print, reward], monitor_funcs=str(large / "reward"))
     assert loaded["reward models"] == in_fp32 + in_4_bits
+    for kind in (None, "none"):
+        unquantized = config(tmp_path, bf16=True, reward_quantization=kind)
+        assert parts(unquantized, reward_funcs=str(large / "reward"))["reward models"] == in_fp32 / 2
     offloaded = config(tmp_path, bf16=True, offload_rewards=True)
     assert "reward models" not in parts(offloaded, reward_funcs=reward)
     assert parts(offloaded, "score", reward_funcs=reward)["activations"] > in_fp32

@@ -214,6 +214,16 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     assert {name: getattr(run.args, name) for name in lams} == lams
 
 
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_environments_of_a_prompt_have_one_seed_across_held_out_rollouts(tmp_path, monkeypatch, size):
+    run, seeds = trainer(tmp_path), []
+    play = run.roles.player.play
+    monkeypatch.setattr(run.roles.player, "play", lambda rows, given: seeds.extend(given) or play(rows, given))
+    held_out_rollouts(run, 32, num_generations=size)
+    groups = [set(seeds[start : start + size]) for start in range(0, 32, size)]
+    assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) == len(groups) == 32 // size
+
+
 def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     # units, of values or of rewards so far, move while rollouts are held out
     run = shaken(trainer(tmp_path, critic="head", normalize_values=False))

@@ -318,6 +318,9 @@ def test_repeated_key_of_a_config_is_refused(there, capsys):
     assert cli.main(["train", "--config", str(repeated)]) == 2
     line = len(repeated.read_text().splitlines())
     assert f"`max_steps` appears twice in the config file, in line {line}" in capsys.readouterr().err
+    repeated.write_text(file.read_text() + "generation_kwargs:\n  seed: 1\n  seed: 2\n")
+    assert cli.main(["train", "--config", str(repeated)]) == 2
+    assert "`seed` appears twice in the config file" in capsys.readouterr().err
 
 
 def test_variables_that_a_config_sets_are_printed(there, monkeypatch, capsys):

@@ -334,7 +334,9 @@ def test_value_weights_scale_the_value_loss_only():
     loss, metrics = ppo_loss(scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5)
     plain, plain_metrics = ppo_loss(scores, batch, **CLIP, vf_coef=0.5)
     close(metrics["loss/value"], weights * plain_metrics["loss/value"])
-    assert torch.equal(metrics["value/clip_ratio"], plain_metrics["value/clip_ratio"])
+    clipped = ppo_loss(scores, batch, **CLIP, vf_coef=0.5, cliprange_value=0.1)[1]["value/clip_ratio"]
+    weighted = ppo_loss(scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5, cliprange_value=0.1)[1]
+    assert clipped.any() and torch.equal(weighted["value/clip_ratio"], weights * clipped)
     difference = 0.5 * (metrics["loss/value"] - plain_metrics["loss/value"])[batch.response_mask].mean()
     close(loss - plain, difference)
 

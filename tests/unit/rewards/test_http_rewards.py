@@ -223,6 +223,11 @@ def test_missing_variable_or_a_key_in_its_place_raises(make, given, said):
     assert given == "UNSET_KEY" or given not in str(caught.value)
 
 
+def test_no_request_at_a_time_is_refused():
+    with pytest.raises(ValueError, match="`concurrency` must be at least 1, got 0"):
+        Judge("http://localhost:8000", "m", TEMPLATE, concurrency=0)
+
+
 @pytest.mark.parametrize("url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 ftp://host host".split())
 def test_url_with_secrets_or_without_a_scheme_raises(url):
     with pytest.raises(ValueError, match="`url`") as caught:

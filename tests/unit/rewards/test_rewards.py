@@ -60,6 +60,12 @@ def test_scores_may_be_numbers_of_any_kind(scores):
     assert checked.tolist() == [1.0, 2.5, 1.0]
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan"), numpy.float32("nan")])
+def test_nan_of_a_function_means_that_it_does_not_apply(nothing):
+    checked = read_scores("r", [1.0, nothing], [4, 1], nan_is_none=True)
+    assert not checked.failures and checked.totals[1].isnan() and checked.totals[0] == 1
+
+
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
