@@ -61,7 +61,7 @@ def pretrain(train: list[dict], runs: Path, output_dir: str, steps: int, seed: i
         num_ppo_epochs=2,
         max_completion_length=48,
         missing_eos_penalty=2.0,
-        critic_kwargs={"lam": 1.0},
+        gradient_checkpointing=False,
         **CLIPPED | {"critic": "adapter"},
     )
     trainer = PPOTrainer(

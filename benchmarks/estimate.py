@@ -194,6 +194,9 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
         "bf16": case.dtype == "bf16",
         "per_device_train_batch_size": shape.batch,
         "num_ppo_epochs": 2,
+        "num_mini_batches": 1,
+        "kl_coef": 0.05,
+        "gradient_checkpointing": False,
         "max_completion_length": shape.response,
         "generation_kwargs": {"min_new_tokens": shape.response},
         "reward_quantization": "nf4" if case.classifier == "nf4" else "none",
@@ -365,6 +368,7 @@ def table() -> str:
     lines = ["| base | bf16 | NF4 | bf16, checkpointing | NF4, checkpointing |", "|---|---:|---:|---:|---:|"]
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 512}
     settings |= {"per_device_generation_batch_size": 32, "use_cpu": True, "bf16": True, "report_to": "none"}
+    settings |= {"num_mini_batches": 1, "kl_coef": 0.05, "gradient_checkpointing": False}
     with tempfile.TemporaryDirectory() as directory:
         config_of("Qwen2.5-0.5B", num_labels=1).save_pretrained(directory)
         for name in MODELS:

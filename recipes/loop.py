@@ -21,7 +21,7 @@ from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
 
 
-def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate=5e-4, kl_coef=0.05, lam=0.95):
+def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate=5e-4, kl_coef=0.05, lam=1.0):
     """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a list of completions."""
     # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads states of the
     # policy, which its loss does not train, and predicts in units of the returns: their mean and deviation so far.
@@ -58,7 +58,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
         rewards = token_scores - run.kl_coef * kl
 
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
-        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam, lam_critic=lam)
+        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam)
         result = in_units(result, seen, mask)
         run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))
         data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)

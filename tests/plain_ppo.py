@@ -34,7 +34,7 @@ class Settings:
     whiten_rewards: bool = False
     kl_estimator: str = "k1"
     kl_placement: str = "reward"  # or "loss", or "both"
-    kl_coef: float = 0.05
+    kl_coef: float = 0.0
     kl_target: float | None = None  # steers `kl_coef`
     kl_horizon: int = 10_000
     critic: str = "side"  # or "head", "adapter", "none"
@@ -43,8 +43,8 @@ class Settings:
     advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
-    lam: float = 0.95
-    lam_critic: float | None = None  # λ of the critic's targets; `lam` by default
+    lam: float | None = None  # by default 1 if all rewards of a rollout are at last tokens, else 0.8
+    lam_critic: float = 1.0  # λ of the critic's targets
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
     whiten_advantages: bool | None = None  # by default for "rebn", and with a critic that has no units
     # by default a probability changes by a factor of 2 at most: 0.5, 1.0, and a dual clip of 2
@@ -57,12 +57,12 @@ class Settings:
     entropy_coef: float = 0.0
     loss_aggregation: str | None = None  # by default that of the estimator's paper
     max_completion_length: int = 256
-    num_ppo_epochs: int = 4
-    target_kl: float | None = None
+    num_ppo_epochs: int = 1
+    target_kl: float | None = 0.3
     learning_rate: float = 5e-5  # falls linearly to 0 over `max_steps`
     critic_learning_rate: float | None = None  # by default 1e-3 for the side network, else `learning_rate`
     max_steps: int = -1
-    adam_epsilon: float = 1e-5
+    adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # of policy and critic, each by itself; 0: unclipped
 
@@ -81,7 +81,6 @@ class Settings:
             self.cliprange_high = 1.0 if self.cliprange_high is None else self.cliprange_high
             self.dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
         self.cliprange_high = self.cliprange if self.cliprange_high is None else self.cliprange_high
-        self.lam_critic = self.lam if self.lam_critic is None else self.lam_critic
         if self.critic_learning_rate is None:
             self.critic_learning_rate = 1e-3 if self.critic == "side" else self.learning_rate
 
@@ -119,14 +118,16 @@ class Units:
             self._move(outcomes)
             self.returns.rollouts.clear()
 
-    def end_rollout(self, outcomes: list[float]) -> None:
-        """Before the critic learns."""
+    def end_rollout(self, outcomes: list[float]) -> float:
+        """Before the critic learns; returns the new deviation."""
         self._move(outcomes)
+        return self.deviation
 
     def _move(self, returns: list[float]) -> None:
         self.returns.add(returns)
         count, self.mean, squares = self.returns.moments()
-        self.deviation = math.sqrt(squares / count) or 1.0  # equal returns have no unit
+        # equal returns have no unit, and one below the rounding of returns would be noise
+        self.deviation = max(math.sqrt(squares / count), 1e-4 * abs(self.mean)) if squares else 1.0
 
     def value(self, prediction: float) -> float:
         return self.mean + self.deviation * prediction
@@ -136,14 +137,17 @@ class Units:
 
 
 class SideNetwork(nn.Module):
-    """Gated network on [`side_inputs`], one number per token; nothing flows back into the policy."""
+    """Gated network on [`side_inputs`], one number per token; nothing flows back into the policy.
 
-    def __init__(self, inputs: nn.Linear, output: nn.Linear):
+    The inputs are scaled, as if there were 256 at any size of the policy: so a step of Adam moves it as far.
+    """
+
+    def __init__(self, first: nn.Linear, output: nn.Linear):
         super().__init__()
-        self.inputs, self.output = inputs, output
+        self.first, self.output = first, output
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.inputs(x).chunk(2, -1)
+        gate, up = self.first(256 / x.shape[-1] * x).chunk(2, -1)
         return self.output(gate * gate.sigmoid() * up)
 
 
@@ -218,7 +222,7 @@ def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
     if not recent.rollouts:
         return [0.0] * len(sample.ids)
     count, mean, squares = recent.moments()
-    deviation = math.sqrt(squares / count) or 1.0
+    deviation = max(math.sqrt(squares / count), 1e-4 * abs(mean)) if squares else 1.0
     standardized = [(x - mean) / deviation for x in sample.scores_at_tokens()]
     means = [0.0, *(statistics.mean(standardized[:t]) for t in range(1, len(standardized)))]
     return [max(-5.0, min(5.0, x)) for x in means]
@@ -315,24 +319,22 @@ def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> No
     outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
         units.begin_rollout(outcomes)
+    ends_only = not any(x for sample in samples for x in sample.token_scores[:-1])
+    of_policy = (1.0 if ends_only else 0.8) if s.lam is None else s.lam
     for sample in samples:
         sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
         # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
         alpha = s.lam_length_alpha
-        lam = s.lam if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
+        lam = of_policy if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
         sample.advantages = gae(sample.rewards, sample.values, s.gamma, lam)
         targets = gae(sample.rewards, sample.values, s.gamma, s.lam_critic)
         sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
     if s.normalize_values:
-        advantages, returns = (
-            [x for sample in samples for x in getattr(sample, name)] for name in ("advantages", "returns")
-        )
-        units.end_rollout(outcomes)
+        advantages, unit = [x for sample in samples for x in sample.advantages], units.end_rollout(outcomes)
         # a critic that is worse than a constant one has its errors scaled down to what the returns vary
-        worse = math.sqrt(statistics.mean(x**2 for x in advantages) / max(statistics.variance(returns), 1e-20))
-        unit = units.deviation * max(1.0, worse)
+        share = min(1.0, math.sqrt(statistics.variance(outcomes) / statistics.mean(x**2 for x in advantages)))
         for sample in samples:
-            sample.advantages, sample.unit = [x / unit for x in sample.advantages], sample.unit * unit
+            sample.advantages, sample.unit = [share * x / unit for x in sample.advantages], sample.unit * unit
 
 
 @torch.no_grad()

@@ -113,6 +113,9 @@ def config(output_dir, **kwargs):
         "num_ppo_epochs": 2,
         "max_steps": 4,
         "learning_rate": 1e-3,
+        "kl_coef": 0.05,
+        "adam_epsilon": 1e-5,  # a smaller one amplifies the rounding of small gradients
+        "gradient_checkpointing": False,
     }
     return PPOConfig(str(output_dir), **(defaults | kwargs))
 

@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
+NUM_MINI_BATCHES = 4  # by default
 LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 
@@ -49,8 +50,9 @@ class CriticOptions:
     know, such as the answer. Needs `critic="adapter"`."""
     warmup_steps: int = number(0, at_least=0)
     """Optimizer steps in which only the critic learns."""
-    lam: float | None = number(None, at_least=0, at_most=1)
-    """λ of the critic's targets. Defaults to the policy's `lam`."""
+    lam: float = number(1.0, at_least=0, at_most=1)
+    """λ of the critic's targets. With 1 they are Monte Carlo returns, and a score at the end of a completion reaches
+    the values of its first tokens at once."""
     lam_length_alpha: float | None = number(None, above=0)
     """α of λ = 1 − 1/(α·length), which replaces `lam` for the policy."""
     bootstrap_truncated: bool = False
@@ -94,8 +96,6 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     learning_rate: float = number(5e-5, at_least=0)
     """Initial learning rate of AdamW. LoRA needs about ten times the rate of full fine-tuning."""
-    adam_epsilon: float = number(1e-5, at_least=0)
-    """Epsilon of AdamW. PPO has used 1e-5 from the start; 1e-8 clips about four times as many tokens."""
     bf16: bool | None = None
     """Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4."""
     logging_steps: float = number(10, at_least=0)
@@ -104,6 +104,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. If off, they count as 0."""
     logging_first_step: bool | None = None
     """Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward, for a fraction of the memory."""
     remove_unused_columns: bool | None = False
     """Must stay `False`: rewards need the columns."""
 
@@ -200,12 +202,13 @@ class PPOConfig(TRLFields, TrainingArguments):
     mask_truncated_completions: bool = False
     """Whether the policy skips truncated completions; a critic learns from them."""
 
-    num_ppo_epochs: int = number(4, at_least=1)
+    num_ppo_epochs: int = number(1, at_least=1)
     """Passes over a rollout."""
     num_mini_batches: int | None = number(None, at_least=1)
-    """Optimizer steps per pass. 1 by default, see `generation_batch_size`."""
-    kl_coef: float = number(0.05, at_least=0)
-    """Coefficient of the KL penalty. 0 skips the reference's forward, and the KL is not logged."""
+    """Optimizer steps per pass. 4 by default, see `generation_batch_size`."""
+    kl_coef: float = number(0.0, at_least=0)
+    """Coefficient of the KL penalty. 0, which suits rewards that cannot be hacked, skips the reference's forward, and
+    the KL is not logged. With a reward model, 0.05 is usual."""
     kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
     """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens."""
     kl_placement: Literal["reward", "loss", "both"] = "reward"
@@ -214,8 +217,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Adapt `kl_coef` to keep the mean KL per completion at this many nats."""
     kl_horizon: int = number(10000, at_least=1)
     """Completions over which `kl_coef` adapts; larger is slower."""
-    target_kl: float | None = number(None, above=0)
-    """Stop a rollout's updates when the policy has moved this far since sampling, in nats per token."""
+    target_kl: float | None = number(0.3, above=0)
+    """Stop a rollout's updates when the policy has moved this far since sampling, in nats per token. The clip bounds
+    gradients, not what Adam's momentum adds. `None` never stops."""
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     """With a critic `"gae"`. Without one `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"` or `"rebn"`
     (whitened rewards-to-go per token)."""
@@ -236,8 +240,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     critic_init: str | None = None
     """Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter."""
     cliprange: float | None = number(None, above=0)
-    """Clip range of the ratio, e.g. 0.2. By default a token's probability changes at most by a factor of 2 per
-    rollout, up or down: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set."""
+    """Clip range of the ratio, e.g. 0.2. By default a token has no gradient once its probability has changed by a
+    factor of 2 in a rollout: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set."""
     cliprange_high: float | None = number(None, above=0)
     """Clip range above 1. Defaults to `cliprange`."""
     dual_clip: float | None = number(None, above=1)
@@ -255,8 +259,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Coefficient of the entropy bonus."""
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
-    lam: float = number(0.95, at_least=0, at_most=1)
-    """λ of generalized advantage estimation."""
+    lam: float | None = number(None, at_least=0, at_most=1)
+    """λ of generalized advantage estimation. By default 1 in rollouts whose rewards are all at last tokens. Else it
+    falls to 0.8 over a token, or over a turn if all rewards are at ends of turns."""
     whiten_rewards: bool = False
     """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
     whiten_advantages: bool | None = None
@@ -342,7 +347,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
-            self.num_mini_batches = self.num_mini_batches or 1
+            self.num_mini_batches = self.num_mini_batches or NUM_MINI_BATCHES
         elif self.num_mini_batches is None:
             accumulation = self.gradient_accumulation_steps
             self.num_mini_batches = factor_of(size, "gradient_accumulation_steps", accumulation, *sizes)

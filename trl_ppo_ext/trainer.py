@@ -43,6 +43,7 @@ from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
@@ -163,6 +164,8 @@ class PPOTrainer(Trainer):
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
+        if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
+            logger.warning("`kl_coef` is 0, and reward models can be hacked: 0.05 keeps it near the reference.")
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
         self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
 

@@ -18,7 +18,7 @@ from peft import LoraConfig
 # Its LLM modules want `liger-kernel` installed on Linux, and then use Triton kernels, which do not run on a CPU.
 # As on the platforms for which it has no Liger, the models keep their stock modules.
 agilerl.HAS_LIGER_KERNEL = agilerl.HAS_LIGER_KERNEL and torch.cuda.is_available()
-from agilerl.algorithms import LLMPPO  # noqa: E402
+from agilerl.algorithms import LLMPPO
 
 BASELINE = resident()
 

@@ -73,6 +73,9 @@ def align(
         "max_completion_length": 48,
         "missing_eos_penalty": 2.0,
         "kl_coef": 0.05,
+        "lam": 0.95,
+        "critic_kwargs": {"lam": 0.95},
+        "gradient_checkpointing": False,
         "cliprange_value": 0.2,  # without it, docstrings become shorter and less diverse
     }
     known = {word for word, count in first_words(corpus).items() if count >= 2}

@@ -165,8 +165,9 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     difference = {name: (weights[name] - x).norm() for name, x in expected.items()}
     whole = sum(x**2 for x in difference.values()).sqrt() / sum(x.norm() ** 2 for x in expected.values()).sqrt()
     assert whole <= 1e-6
-    for name, x in expected.items():  # Adam turns the rounding of a gradient near zero into a step of any size
-        assert difference[name] <= 1e-4 * x.norm(), name
+    # Adam turns the rounding of a gradient near zero into a step of any size; a critic's bias has such a gradient
+    for name, x in expected.items():
+        assert difference[name] <= 1e-4 * x.norm() + 5e-6, name
 
     assert len(log) == len(expected_log)
     for got, wanted in zip(log, expected_log):

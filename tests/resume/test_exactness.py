@@ -32,7 +32,13 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_run_resumes_bit_for_bit(tmp_path, name):
     """Within a rollout, and between two."""
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2} | RUNS[name]
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "target_kl": None,
+    } | RUNS[name]
     whole = trainer(tmp_path / "whole", **settings)
     whole.train()
     for step in (3, 4):

@@ -36,7 +36,7 @@ def test_steps_of_truncated_completions_move_only_the_critic(tmp_path, critic):
 
 
 def test_whitening_counts_only_the_tokens_of_the_policy(tmp_path):
-    run = trainer(tmp_path, mask_truncated_completions=True, normalize_values=False)
+    run = trainer(tmp_path, mask_truncated_completions=True, normalize_values=False, lam=0.95)
     rollouts = rollouts_of(run)
     run.train()
     rollout, samples = rollouts[0]

@@ -21,7 +21,14 @@ from trl_ppo_ext.sequences import Sequences
 
 GAMMA = 0.9
 VALUE = 1 / (1 - GAMMA)  # of a reward of 1 per step, for ever
-PLAIN = {"gamma": GAMMA, "lam": 0.8, "kl_coef": 0.0, "whiten_advantages": False, "normalize_values": False}
+PLAIN = {
+    "gamma": GAMMA,
+    "lam": 0.8,
+    "lam_critic": 0.8,
+    "kl_coef": 0.0,
+    "whiten_advantages": False,
+    "normalize_values": False,
+}
 
 
 class Endless:
@@ -118,7 +125,11 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
 
     settings = {"max_completion_length": 6, "stop_token_ids": [*range(24, 32)], "critic": "head", "max_steps": 1}
     run = trainer(
-        tmp_path, reward_funcs=one_per_token, bootstrap_truncated=bootstraps, **PLAIN | {"lam": 1.0}, **settings
+        tmp_path,
+        reward_funcs=one_per_token,
+        bootstrap_truncated=bootstraps,
+        **PLAIN | {"lam": 1.0, "lam_critic": 1.0},
+        **settings,
     )
     rollout, samples = first_rollout(run, VALUE)
     assert 0 < samples.stopped.sum() < len(samples.stopped)
@@ -180,8 +191,8 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, level):
     monkeypatch.setattr(pretrain_critic_module, "HELD_OUT", 64)
-    settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 20, "num_ppo_epochs": 4}
-    settings |= {"advantage_level": level, "critic_learning_rate": 1e-2, "kl_coef": 0.0}
+    settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 40, "num_ppo_epochs": 4}
+    settings |= {"advantage_level": level, "critic_learning_rate": 2e-3, "kl_coef": 0.0}
     run = episodes_run(tmp_path, Ending, **settings)
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     starts, _ = ppo_math.turn_starts(rollout.sequences.turns)

@@ -133,7 +133,8 @@ def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path
         for k in range(16):
             position[t, k] = (size / 16) ** 0.5 * torch.cos(torch.tensor(torch.pi * k * t / length))
     inputs = torch.cat([*normalized, position, torch.zeros(len(completion), 1)], 1)  # no rewards so far
-    gate, up = torch.nn.functional.linear(inputs, *head.inputs.parameters()).split(256, 1)
+    inputs *= 256 / inputs.shape[1]
+    gate, up = torch.nn.functional.linear(inputs, *head.first.parameters()).split(256, 1)
     expected = torch.nn.functional.linear(gate * gate.sigmoid() * up, head.weight, head.bias)[:, 0]
     torch.testing.assert_close(built(sequences()).values[0, : len(completion)], expected)
 

@@ -41,7 +41,7 @@ def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
 
     reward = recorded(by_trainer)
     sizes = {"per_device_train_batch_size": 8, "num_mini_batches": 2, "num_ppo_epochs": 4, "max_steps": 10 * STEPS}
-    default = {"critic": "side", "normalize_values": None, "cliprange": None, "vf_coef": 0.5}
+    default = {"critic": "side", "normalize_values": None, "cliprange": None, "vf_coef": 0.5, "target_kl": None}
     args = config(
         tmp_path, **settings, **sizes, **default, lr_scheduler_type="constant", shuffle_dataset=False, seed=0
     )

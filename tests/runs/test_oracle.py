@@ -20,15 +20,18 @@ from trl_ppo_ext import PPOConfig, PPOTrainer
 
 EOS, LONGEST = 1, 10
 FEW_WORDS = WORDS[:8]  # so that completions end
-# three rollouts of two minibatches of two micro-batches, for the default number of epochs
+# three rollouts of two minibatches of two micro-batches, for four epochs
 STEPS_PER_ROLLOUT = 8
 SIZES = {
     "per_device_train_batch_size": 3,
     "gradient_accumulation_steps": 2,
     "num_mini_batches": 2,
+    "num_ppo_epochs": 4,
     "max_steps": 3 * STEPS_PER_ROLLOUT,
     "max_completion_length": LONGEST,
     "learning_rate": 4e-3,  # so that ratios leave the clip's region
+    "target_kl": None,
+    "kl_coef": 0.05,
     "adam_epsilon": 1e-3,  # a smaller one amplifies the rounding of small gradients
 }
 RUNS = {
@@ -105,7 +108,7 @@ def plain_models(model, critic):
     if critic != "none":
         head = linear(model.value_head)
     if critic == "side":
-        head = plain_ppo.SideNetwork(linear(model.value_head.inputs), head)
+        head = plain_ppo.SideNetwork(linear(model.value_head.first), head)
     if critic == "adapter":
         body = copy.deepcopy(policy)
         body.set_adapter(model.critic_adapter)

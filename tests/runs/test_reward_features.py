@@ -304,6 +304,37 @@ def test_step_rewards_reach_the_tokens_before_them_only(tmp_path):
     assert (returns[:, 0] == 5).all() and not returns[:, 1:][mask[:, 1:]].any()
 
 
+def test_normalizing_scales_rewards_where_they_enter(tmp_path):
+    def reward(completion_ids, **kwargs):
+        return [[(0, float(sum(ids)))] for ids in completion_ids]
+
+    plain = {"normalize_values": False, "whiten_advantages": False, "kl_coef": 0.0, "max_steps": 1}
+    built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **plain)
+    rollouts = rollouts_of(built)
+    built.train()
+    (rollout, samples), moments = rollouts[0], built.run_state.scores
+    scores, deviation = samples.scored.totals, moments.sample_deviation
+    torch.testing.assert_close(rollout.returns[:, 0], (scores - moments.mean) / deviation)
+    last = rollout.returns.gather(1, rollout.response_mask.sum(1, keepdim=True) - 1)
+    torch.testing.assert_close(last, torch.full_like(last, -moments.mean / deviation))  # whatever was earned before
+
+
+def spread(completion_ids, **kwargs):
+    return [[sum(ids) / len(ids)] * len(ids) for ids in completion_ids]
+
+
+def penalty(completion_ids, **kwargs):
+    return [[-0.1] * len(ids) for ids in completion_ids]
+
+
+def test_scores_spread_over_tokens_are_refused_for_a_critic_that_reads_them(tmp_path):
+    sizes = {"per_device_train_batch_size": 16, "generation_kwargs": {"min_new_tokens": 3}, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"spread over tokens.*return one number per completion"):
+        trainer(tmp_path / "side", reward_funcs=spread, **sizes).train()
+    for name, given in {"head": {"reward_funcs": spread, "critic": "head"}, "same": {"reward_funcs": penalty}}.items():
+        trainer(tmp_path / name, **given, **sizes).train()
+
+
 # ---- failures
 
 

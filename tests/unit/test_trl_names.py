@@ -56,8 +56,8 @@ def test_every_field_of_grpo_is_a_field():
             {"local_rollout_forward_batch_size": 4},
             {"per_device_generation_batch_size": 4, "per_device_reward_batch_size": 4},
         ),
-        # 4 rollouts of 32 completions, of 4 epochs each
-        ({"total_episodes": 100, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
+        # 4 rollouts of 128 completions, of 4 minibatches each
+        ({"total_episodes": 400, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
         ({"top_k": None, "use_liger_kernel": True}, {"top_k": 0, "use_liger_kernel": False}),
         ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
     ],

@@ -30,7 +30,7 @@ HELD_OUT = 256  # completions that the explained variance is measured on, at lea
 
 @dataclass
 class PretrainCriticConfig(PPOConfig):
-    """[`PPOConfig`] whose critic learns Monte Carlo returns by default (https://huggingface.co/papers/2503.01491)."""
+    """[`PPOConfig`] of a critic, which learns Monte Carlo returns (https://huggingface.co/papers/2503.01491)."""
 
     _argument_group_name = "training (fields of PPOConfig; those about the policy's update have no effect)"
 
@@ -40,8 +40,6 @@ class PretrainCriticConfig(PPOConfig):
                 "`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`."
             )
         super().__post_init__()
-        if self.critic_options.lam is None:
-            self.critic_options = replace(self.critic_options, lam=1.0)
 
 
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:
@@ -51,7 +49,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
     Args:
         trainer ([`PPOTrainer`]):
-            Trainer of the run, not trained yet. `critic_kwargs={"lam": 1.0}` in its config gives Monte Carlo targets.
+            Trainer of the run, not trained yet.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:

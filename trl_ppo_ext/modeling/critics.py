@@ -93,6 +93,9 @@ class SideCritic(ValueHead):
     It reads the states that the policy's forward computes anyway, and nothing flows back into them: the value loss
     cannot pull at the policy. A return depends on how much of a completion is left, so the position is an input
     (https://huggingface.co/papers/1712.00378), and the rewards so far tell what no state of the policy holds.
+
+    A step of Adam moves every weight by the learning rate, and so an output by that times the sum of its inputs. They
+    are scaled to the same sum at any width of the policy (https://huggingface.co/papers/2203.03466).
     """
 
     learning_rate = 1e-3
@@ -103,7 +106,9 @@ class SideCritic(ValueHead):
         super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
         width = (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
-        self.inputs = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
+        self.scale = SIDE_WIDTH / width  # of the inputs
+        self.first = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
+        self.first.weight.data /= self.scale
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
 
@@ -117,12 +122,12 @@ class SideCritic(ValueHead):
         position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
         rewards = torch.zeros_like(waves[:1]).expand(len(positions), 1) if earned is None else earned[:, None]
         # as long as a state, or they would drown in large models
-        scale = (size / COSINES) ** 0.5
-        return torch.cat([*normalized, scale * position, scale * rewards], 1)
+        length = (size / COSINES) ** 0.5
+        return self.scale * torch.cat([*normalized, length * position, length * rewards], 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Outputs `[tokens, 1]` of what was [`read`]."""
-        gate, up = self.inputs(hidden.to(self.inputs.weight.dtype)).chunk(2, 1)
+        gate, up = self.first(hidden.to(self.first.weight.dtype)).chunk(2, 1)
         return super().forward(nn.functional.silu(gate) * up)
 
 

@@ -4,13 +4,14 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..modeling.critics import Units
 from . import math as ppo_math
 from .math import Moments, Reduction
 
 DECAY = 0.8  # of earlier rollouts in the moments of returns and rewards
+STEPWISE_LAMBDA = 0.8  # over a token or a turn, where rewards come with them
 OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
@@ -28,6 +29,23 @@ class Advantages(NamedTuple):
     returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
     targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
     outcomes: Tensor = None  # type: ignore[assignment]  # Monte Carlo returns, to which values add after cuts only
+
+
+def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_sum: Reduction = torch.clone) -> float:
+    """λ of a rollout by where its scores are, with [`turn_starts`]'s `turns`; one per turn if that is what λ counts.
+
+    1 if all are at last tokens: with a lower one, credit reaches the first tokens only through the critic, after many
+    rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a token's credit,
+    and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
+    """
+    sampled, place = turns.bool(), torch.arange(turns.shape[1], device=turns.device)
+    ends = sampled & (turns != nn.functional.pad(turns[:, 1:], (0, 1)))  # of turns
+    has_score = token_scores != 0
+    in_turns, earlier = has_score & sampled & ~ends, has_score & (place < (place * sampled).amax(1, keepdim=True))
+    counts = all_sum(torch.stack([in_turns.sum(), earlier.sum(), ends.sum(), sampled.sum()])).tolist()
+    if not counts[1]:
+        return 1.0
+    return STEPWISE_LAMBDA if counts[0] or is_per_turn else STEPWISE_LAMBDA ** (counts[2] / counts[3])
 
 
 def of_critic(
@@ -92,12 +110,12 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
     When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
-    scaled down to what the returns vary.
+    scaled down to what the returns vary. A KL in the loss keeps the unit, and its weight against the rewards.
     """
     error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
-    spread = ppo_math.masked_var(result.returns, steps, all_sum)
-    unit = seen.unit * max(1.0, math.sqrt(float(error / spread.clamp(min=1e-20))))
-    return result._replace(advantages=result.advantages / unit, unit=unit)
+    spread = ppo_math.masked_var(result.outcomes, steps, all_sum)
+    share = (spread / error.clamp(min=torch.finfo(error.dtype).tiny)).sqrt().clamp(max=1)
+    return result._replace(advantages=share * result.advantages / seen.unit, unit=seen.unit)
 
 
 def whitened(result: Advantages, mask: Tensor, all_sum: Reduction = torch.clone) -> Advantages:

@@ -27,7 +27,8 @@ SamplerCorrection = Literal[
 # became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
 KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows
-TRUST = 2.0  # factor by which a token's probability may change per rollout, by default
+UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
+TRUST = 2.0  # factor of a token's probability, per rollout, beyond which it has no gradient by default
 
 
 def _same_shape(**tensors: Tensor) -> None:
@@ -490,8 +491,9 @@ class Moments(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """Standard deviation of the values themselves; 1 for none, or if all are equal."""
-        return (math.sqrt(self.squares / self.weight) if self.weight else 0.0) or 1.0
+        """Standard deviation of the values themselves, but above their rounding; 1 for none, or if all are equal."""
+        deviation = math.sqrt(self.squares / self.weight) if self.weight else 0.0
+        return max(deviation, UNIT_FLOOR * abs(self.mean)) if deviation else 1.0
 
 
 def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:

@@ -15,8 +15,8 @@ from .math import Reduction
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
     "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std grad_norm "
-    "kl kl_coef kl_per_completion learning_rate loss monitor nonfinite_completions num_tokens objective ratio reward "
-    "reward_std rewards sampling skipped_steps step stopped_early time tokens_per_second tools total_flos "
+    "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective ratio "
+    "reward reward_std rewards sampling skipped_steps step stopped_early time tokens_per_second tools total_flos "
     "unscored_completions value".split()
 )
 

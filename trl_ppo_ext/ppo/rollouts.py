@@ -22,7 +22,7 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import DECAY, in_units, of_critic, of_groups, to_go, whitened
+from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
@@ -219,18 +219,20 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         warn_about_equal_scores(roles, scored)
+        check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    scores, after, kl = scored.totals, run, torch.zeros_like(tokens.logprobs)
+    scores, token_scores, after, kl = scored.totals, scored.tokens, run, torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
         after = run._replace(scores=run.scores.add(scores, usable, all_sum))
-        scores = (scores - after.scores.mean) / (after.scores.sample_deviation + 1e-8)
+        deviation = after.scores.sample_deviation + 1e-8
+        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     if (kind := args.reward_kl) is not None:
         kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
-    rewards = ppo_math.token_rewards(scored.tokens, scores, kl, completion_mask, run.kl_coef)
+    rewards = ppo_math.token_rewards(token_scores, scores, kl, completion_mask, run.kl_coef)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
     if args.whiten_rewards:
@@ -247,9 +249,9 @@ def collect(
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if roles.actor_critic.value_head is not None:
-        lam, alpha, is_normalized = args.lam, options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
-        lam_critic = lam if options.lam is None else options.lam
-        lambdas = lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), lam_critic
+        alpha, is_normalized = options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
+        lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum) if args.lam is None else args.lam
+        lambdas = lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), options.lam
         after_cuts = outputs_after(roles, samples, run), samples.is_cut
         result, returns = of_critic(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
@@ -257,6 +259,7 @@ def collect(
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
         explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
+        metrics.mean("lam", lambdas[0])
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:
@@ -350,6 +353,26 @@ def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
     if roles.accelerator.is_main_process and first.weight >= 8 and is_equal:
         found = "All %d scores of the first rollout are %.3g, which teaches nothing; check the reward, or the task."
         logger.warning(found, first.weight, first.mean)
+
+
+def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: Tensor) -> None:
+    """Raise if each score of the first rollout is spread evenly over its tokens: the side critic would read it there.
+
+    A reward must be known when its token is sampled, or the rewards so far tell the critic of those that follow.
+    """
+    lengths = completion_mask.sum(1)
+    means = scored.totals / lengths.clamp(min=1)
+    is_even = ((scored.tokens - means[:, None]).abs() <= 1e-5 * means.abs()[:, None]) | ~completion_mask
+    counts = scored.usable & (lengths > 2)
+    each = Moments().add(means, counts, roles.all_sum)
+    rows, even = roles.all_sum(torch.stack([counts.sum(), (is_even.all(1) & counts).sum()])).tolist()
+    differ = each.squares > each.weight * (1e-6 * each.mean) ** 2
+    if isinstance(roles.actor_critic.value_head, SideCritic) and rows >= 8 and even == rows and differ:
+        raise ValueError(
+            "The rewards per token of the first rollout are equal within each completion, and differ between them: "
+            "scores of whole completions, spread over tokens. `critic='side'` would read them before they are earned; "
+            "return one number per completion, or set `critic='head'`."
+        )
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:

@@ -193,7 +193,7 @@ class Updates:
         learn from: momentum and weight decay would still move the weights.
         """
         target_kl = self.args.target_kl
-        if target_kl is not None and not self.stopped_early:
+        if target_kl is not None and self.step and not self.stopped_early:  # the first one begins at 0
             approx_kl, tokens = self.all_sum(self.kl_sum).tolist()
             self.stopped_early = approx_kl > target_kl * tokens
         self.kl_sum = torch.zeros_like(self.kl_sum)

@@ -73,7 +73,7 @@ def run(large, *more):
     argv = ["estimate", "--model_name_or_path", str(large / "base"), "--reward_funcs", str(large / "reward")]
     sizes = ["--per_device_train_batch_size", "8", "--prompt_length", "128", "--max_completion_length", "128"]
     try:
-        return cli.main([*argv, *sizes, *more])
+        return cli.main([*argv, *sizes, "--no_gradient_checkpointing", *more])
     except SystemExit as stopped:
         return stopped.code
 

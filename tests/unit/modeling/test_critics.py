@@ -46,3 +46,38 @@ def test_outliers_are_bounded_and_unknown_units_give_zero():
     rewards, mask = torch.tensor([[1e6, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert rewards_so_far(rewards, mask, Units(), is_known=True)[0, 1] == EARNED_BOUND
     assert not rewards_so_far(rewards, mask, Units(), is_known=False).any()
+
+
+@pytest.mark.parametrize("size", [64, 576, 896, 3584])
+def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
+    """Returns of which a linear function of the states explains half, in five rollouts of four optimizer steps."""
+    generator = torch.Generator().manual_seed(0)
+    layers, latent, completions, length = (2 if size == 64 else 28), 16, 64, 8
+    torch.manual_seed(0)
+    critic = SideCritic(size, size, layers, length, True, torch.device("cpu"))
+    optimizer = torch.optim.Adam(critic.parameters(), lr=SideCritic.learning_rate)
+    mixing = [torch.randn(latent, size, generator=generator) / latent**0.5 for _ in critic.layers]
+    worth = torch.randn(latent, 1, generator=generator) / (2 * latent) ** 0.5
+
+    def rollout():
+        x = torch.randn(completions * length, latent, generator=generator)
+        states = [x @ mix + 0.5 * torch.randn(len(x), size, generator=generator) for mix in mixing]
+        noise = torch.randn(len(x), 1, generator=generator) * 0.5**0.5
+        return critic.read(states, torch.arange(length).repeat(completions), None), x @ worth + noise
+
+    def values(inputs):
+        with torch.no_grad():
+            return critic(inputs)
+
+    unseen, outcomes = rollout()
+    before = values(unseen)
+    for _ in range(5):
+        inputs, returns = rollout()
+        for _ in range(4):
+            optimizer.zero_grad()
+            (0.25 * (critic(inputs) - returns) ** 2).mean().backward()
+            optimizer.step()
+            after = values(unseen)
+            assert (after - before).square().mean().sqrt() < 0.2  # deviations of the returns
+            before = after
+    assert 1 - (before - outcomes).var() / outcomes.var() > 0.25

@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from trl_ppo_ext import ppo_math
+from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.advantages import DECAY, Advantages, in_units, of_critic, of_groups, to_go, whitened
+from trl_ppo_ext.ppo.advantages import (
+    DECAY,
+    Advantages,
+    default_lambda,
+    in_units,
+    of_critic,
+    of_groups,
+    to_go,
+    whitened,
+)
 from trl_ppo_ext.ppo.math import Moments
 
 STEPS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
@@ -113,14 +123,70 @@ def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, s
 
 
 def test_errors_of_a_lagging_critic_are_scaled_to_the_spread_of_the_returns():
-    returns = torch.randn(4, 8, dtype=torch.float64)
-    seen = Moments().add(returns, torch.ones_like(returns), torch.clone)
+    outcomes = torch.randn(4, 8, dtype=torch.float64)
+    seen = Moments().add(outcomes, torch.ones_like(outcomes), torch.clone)
     for error in (0.1, 10.0):
-        result = Advantages(error * torch.randn(4, 8, dtype=torch.float64), values=None, returns=returns)
+        result = Advantages(error * torch.randn(4, 8, dtype=torch.float64), outcomes=outcomes)
         scaled = in_units(result, seen, torch.ones(4, 8, dtype=torch.bool))
         size, given = ((x.advantages**2).mean().sqrt().item() for x in (scaled, result))
-        assert size * seen.unit == pytest.approx(min(given, returns.std().item()), rel=1e-6)
-        close(scaled.advantages * scaled.unit, result.advantages)
+        assert size * seen.unit == pytest.approx(min(given, outcomes.std().item()), rel=1e-6)
+        assert scaled.unit == seen.unit
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_critic_of_noise_moves_nothing_once_all_returns_are_equal(lam):
+    rewards, outputs = torch.zeros(64, 32), torch.randn(64, 32)
+    rewards[:, -1] = 1.0
+    steps, seen = torch.ones(64, 32, dtype=torch.bool), Moments(1000.0, 0.9, 90.0)  # solved after 90 %
+    result, seen = of_critic(rewards, outputs, steps, seen, True, lam=lam)
+    scaled = in_units(result, seen, steps)
+    assert scaled.advantages.abs().max() < 1e-3 * (result.advantages / seen.unit).abs().max()
+    assert scaled.unit == seen.unit  # a KL in the loss weighs what it did
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_unit_does_not_fall_below_the_rounding_of_returns(size):
+    values, mask = torch.full((8, 8), size), torch.ones(8, 8, dtype=torch.bool)
+    seen = Moments().add(size * torch.randn(8, 8), mask, decay=DECAY)
+    for _ in range(300):
+        seen = seen.add(values, mask, decay=DECAY)
+    assert seen.unit == pytest.approx(1e-4 * size, rel=1e-3)
+
+
+@pytest.mark.parametrize("is_per_turn", [False, True])
+def test_default_lambda_follows_the_place_of_the_scores(is_per_turn):
+    turns = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 2]])  # two turns in the second one
+    at_ends = torch.tensor([[0.0, 2, 0, 0], [0, 0, 0, -1]])
+
+    def lam(*places, all_sum=torch.clone):
+        scores = at_ends.clone()
+        for row, place in places:
+            scores[row, place] = 0.5
+        return default_lambda(scores, turns, is_per_turn, all_sum)
+
+    assert lam() == 1
+    assert lam((0, 0)) == lam((1, 0)) == lam((1, 0), (1, 1)) == 0.8  # within a turn
+    of_turns = 0.8 if is_per_turn else 0.8 ** (3 / 5)  # 0.8 over a turn, of which there are 3 with 5 tokens
+    assert lam((1, 1)) == lam((1, 2)) == pytest.approx(of_turns)  # at its end, or where an environment answered
+    assert lam(all_sum=lambda x: x + x.new_tensor([1, 1, 0, 0])) == 0.8  # another rank has some
+
+
+@pytest.mark.parametrize("lam", [None, 0.95, 0.8])
+@pytest.mark.parametrize("length", [256, 1024])
+def test_score_at_the_end_reaches_the_first_token_within_two_rollouts(length, lam):
+    """The first token decides between scores of 1 and -1, and the critic fits its targets perfectly."""
+    rewards, steps = torch.zeros(2, length), torch.ones(2, length, dtype=torch.bool)
+    rewards[:, -1] = torch.tensor([1.0, -1.0])
+    lam = default_lambda(rewards, steps.long(), False) if lam is None else lam
+    seen, outputs, credit = Moments(), torch.zeros(2, length), []
+    for _ in range(2):
+        result, seen = of_critic(rewards, outputs, steps, seen, True, lam=lam, lam_critic=CriticOptions().lam)
+        credit.append(result.advantages[0, 0].item())
+        outputs = torch.cat([result.targets[:, :1].mean(0, keepdim=True).expand(2, 1), result.targets[:, 1:]], 1)
+    assert max(credit) >= 0.5
+    if length == 1024:  # what it was with one λ of 0.95 for both
+        both, _ = of_critic(rewards, outputs * 0, steps, Moments(), True, lam=0.95, lam_critic=0.95)
+        assert both.advantages[0, 0] < 1e-9
 
 
 def test_whitened_advantages_keep_their_unit():

@@ -20,7 +20,7 @@ def add(moments, x, mask=MASK, decay=1.0, all_sum=torch.clone):
 # ---- moments
 
 
-@pytest.mark.parametrize("shift", [0.0, 1e6])
+@pytest.mark.parametrize("shift", [0.0, 1e3])
 def test_moments_in_parts_equal_those_of_all_values(shift):
     x = (torch.randn(12, 10, dtype=torch.float64) + shift).split(4)
     moments = Moments()

@@ -259,13 +259,13 @@ def test_updates_log_the_metrics_of_their_losses(build):
 
 @pytest.mark.parametrize(("target", "taken"), [(None, True), (0.2, True), (0.1, False)])
 def test_updates_stop_above_target_kl(build, target, taken):
-    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149."""
+    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149. The first step begins at the policy that sampled."""
     updates = build(target_kl=target)
     updates.start(rollout(rows=8), 0)
-    assert learn(updates, Policy(0.5), steps=1)[1] == [taken]
+    assert learn(updates, Policy(0.5), steps=2)[1] == [True, taken]
     assert updates.stopped_early != taken
     logged = updates.metrics.compute(alone, alone)
-    assert logged["stopped_early"] == float(not taken)
+    assert logged["stopped_early"] == (not taken) / 2
     assert logged["approx_kl"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
 
 

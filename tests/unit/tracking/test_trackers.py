@@ -161,7 +161,7 @@ def test_wandb_must_not_log_the_model(monkeypatch):
 def test_optimizer_or_scheduler_made_before_is_refused(tmp_path):
     base, args = llama(), config(tmp_path)
     optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"lacks `value_head.inputs.bias` and 31 others.*`optim`"):
+    with pytest.raises(ValueError, match=r"lacks `value_head.first.bias` and 31 others.*`optim`"):
         PPOTrainer(base, length_reward, args, prompts(), processing_class=tokenizer(), optimizers=(optimizer, None))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(ValueError, match=r"must be of the optimizer in it.*lr_scheduler_type"):
