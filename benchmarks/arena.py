@@ -139,8 +139,8 @@ def model_of(kinds: int) -> tuple[Any, Any]:
     return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, initializer_range=0.2)), tokenizer
 
 
-def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
-    """Train one rival on one task with one rate and seed, on one thread."""
+def trainer_of(job: tuple[str, str, float, int], directory: str, watch: Callable[[float], None]) -> tuple[Any, Task]:
+    """Trainer of one rival on one task with one rate and seed, on one thread; and the task, which records."""
     task_name, rival, rate, seed = job
     import torch
     from datasets import Dataset
@@ -164,31 +164,40 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
     # 2. The same rollouts for every rival.
     rollouts = ROLLOUTS if seed == TUNED_ON else LONG.get(task_name, ROLLOUTS)
     task = Task(task_name, seed, watch)
+    args = PPOConfig(
+        directory,
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        learning_rate=rate,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=64,
+        num_mini_batches=ROLLOUT // 64,
+        num_ppo_epochs=4,
+        gradient_checkpointing=False,
+        max_completion_length=LENGTHS[task_name],
+        **of_task,
+        kl_coef=0.0,
+        max_steps=rollouts * 4 * ROLLOUT // 64,
+        logging_steps=4 * ROLLOUT // 64,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **({} if RIVALS[rival].get("critic") == "none" else {"critic_learning_rate": rate}) | RIVALS[rival],
+    )
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    rewards = None if environment else task
+    trainer = PPOTrainer(model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play)
+    return trainer, task
+
+
+def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
+    """Train one rival on one task with one rate and seed."""
+    task_name, rival, rate, seed = job
     with tempfile.TemporaryDirectory() as directory:
-        args = PPOConfig(
-            directory,
-            seed=seed,
-            use_cpu=True,
-            bf16=False,
-            learning_rate=rate,
-            lr_scheduler_type="constant",
-            per_device_train_batch_size=64,
-            num_mini_batches=ROLLOUT // 64,
-            max_completion_length=LENGTHS[task_name],
-            **of_task,
-            kl_coef=0.0,
-            max_steps=rollouts * 4 * ROLLOUT // 64,
-            logging_steps=4 * ROLLOUT // 64,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **({} if RIVALS[rival].get("critic") == "none" else {"critic_learning_rate": rate}) | RIVALS[rival],
-        )
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-        rewards = None if environment else task
-        trainer = PPOTrainer(model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play)
+        trainer, task = trainer_of(job, directory, watch)
         trainer.train()
-    if environment:  # a log per rollout, after the first optimizer step's
+    if environment := TASKS.get(task_name):  # a log per rollout, after the first optimizer step's
         means = [x["reward"] for x in trainer.state.log_history if "reward" in x]
         task.shares = [mean / environment.optimum() for mean in means]
     explained = [x["value/explained_variance"] for x in trainer.state.log_history if "value/explained_variance" in x]
@@ -200,6 +209,17 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
         "shares": [round(x, 4) for x in task.shares],
         "explained": [round(x, 3) for x in explained],
     }
+
+
+def probed(task_name: str, seed: int, completions: int = 2048) -> str:
+    """What `trl-ppo probe` says of a task before training, as a row of a table."""
+    from trl_ppo_ext.commands.probe import probe
+
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, _ = trainer_of((task_name, "PPO, side", 1e-3, seed), directory, lambda share: None)
+        found = probe(trainer, completions)
+    cells = ["" if x is None else f"{x[0]:.2f} ({x[1]:.2f} to {x[2]:.2f})" for x in found["agreement"].values()]
+    return f"| {task_name} | {found['explained_variance']:.2f} | {' | '.join(cells)} | {found['verdict']} |"
 
 
 def compete(pair: tuple[str, str]) -> list[dict]:
@@ -258,13 +278,17 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=list(RIVALS))
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--probe", type=int, metavar="SEED", help="only probe the tasks, before training")
     options = parser.parse_args()
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    sys.path.insert(0, str(HERE.parent))
+    if options.probe is not None:
+        print("\n".join(probed(task, options.probe) for task in options.tasks))
+        return
     if options.table:
         print(table(runs))
         FIGURE.write_text(figure(runs))
         return
-    sys.path.insert(0, str(HERE.parent))
     pairs = [(task, rival) for task in options.tasks for rival in options.rivals]
     with ProcessPoolExecutor(options.workers) as pool:
         for pair, made in zip(pairs, pool.map(compete, pairs)):

@@ -1,18 +1,17 @@
-"""`trl-ppo probe`: whether a critic pays on a task, from completions of the frozen policy. Nothing is trained."""
+"""`trl-ppo probe`: which advantages agree best with the gradient on a task. Nothing is trained."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pandas import Series
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
-from ..data import spread_indices
 from ..modeling.critics import COSINES
 from ..ppo import math as ppo_math
 from ..ppo.rollouts import Rollout
@@ -22,10 +21,12 @@ from .pretrain_critic import held_out_rollouts
 
 COMPLETIONS = 256
 GENERATIONS = 8  # per prompt, for a run with one
-GRADIENTS = 64  # completions whose gradients are compared, at most
 FOLDS = 4
 RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of the states
-PAYS = 0.9  # variance relative to that of simpler baselines, at most
+LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
+WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
+SKETCH = 64  # random directions on each side of a gradient
+RESAMPLES, QUANTILES = 400, (0.05, 0.95)  # of the intervals
 
 
 @dataclass(repr=False)
@@ -42,9 +43,12 @@ class ProbeConfig(PPOConfig):
 
 
 def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]:
-    """Measure the variance of the frozen policy's gradient with a critic and with baselines without one.
+    """Measure how well a rollout's gradient agrees with the exact one, for several advantages.
 
-    The result is also written to `probe.json` in the run's `output_dir`.
+    The agreement is the cosine of the two in expectation, from pairs of different completions: completions needed for
+    the same progress go with 1 / cosine². Gradients are those of a linear layer on the policy's last states, and the
+    critic is a regression on these states, fitted to the returns of other prompts. The result is also written to
+    `probe.json` in the run's `output_dir`.
 
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, on one process. The run is not changed.
@@ -52,8 +56,9 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
             Completions to sample at least, in whole rollouts: `num_generations` per prompt, or 8 if that is 1.
 
     Returns:
-        `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states, `"gradient_variance"` of each
-        setting relative to `"rebn"` (`None` if all returns are equal), `"groups_without_signal"` and `"verdict"`.
+        `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states, `"agreement"` of each estimator
+        with its 90 % interval (`None` if the completions do not agree on a gradient),
+        `"groups_without_signal"` and `"verdict"`.
 
     Raises:
         `ValueError`: If there are several processes, or too few scores.
@@ -87,19 +92,16 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     states = torch.cat([read_states(trainer, rollout) for rollout in rollouts])[: len(row)]
     values = ridge_values(states, flat, blocks[row] % FOLDS)
 
-    # 3. Compare the variance of the gradient.
+    # 3. Compare gradients.
     totals, value_table = rewards.sum(1), torch.zeros_like(rewards).masked_scatter(mask, values)
-    advantages = {
-        "reinforce": totals[:, None] * mask,
+    tables = {f"lam={lam:g}": ppo_math.gae(rewards, value_table, mask, gamma, lam)[0] for lam in LAMBDAS}
+    tables |= {
         "rebn": (returns - mean_of_others[:, None]).float() * mask,
         "rloo": ppo_math.rloo_advantages(totals, counts, size)[:, None] * mask,
-        "side": ppo_math.gae(rewards, value_table, mask, gamma, 1.0)[0],
+        "grpo": ppo_math.grpo_advantages(totals, counts, size)[:, None] * mask,
     }
-    candidates = counts.nonzero()[:, 0]
-    sample = candidates[spread_indices(len(candidates), GRADIENTS)].tolist()
-    traces = gradient_variances(trainer, rollouts, sample, advantages)
-    varies = traces["rebn"] > 1e-12 * traces["reinforce"]  # equal returns may differ by rounding
-    variances = {name: trace / traces["rebn"] if varies else None for name, trace in traces.items()}
+    gradients = gradient_sketches(trainer, rollouts, tables)[counts]
+    found = dict(zip(tables, agreements(gradients, list(tables).index("lam=1"), trainer.plan.completions)))
 
     # 4. Conclude.
     scores, usable = (torch.cat([getattr(x.scored, name) for x in sampled])[:rows] for name in ("totals", "usable"))
@@ -109,10 +111,11 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         "completions": int(counts.sum()),
         "prompts": len(numbers),
         "num_generations": size,
+        "rollout": trainer.plan.completions,
         "explained_variance": float(ppo_math.explained_variance(values, flat, torch.ones_like(flat))),
-        "gradient_variance": variances,
+        "agreement": {name: interval(x) for name, x in found.items()},
         "groups_without_signal": without_signal,
-        "verdict": verdict(variances, without_signal),
+        "verdict": verdict(found, without_signal),
     }
     path = Path(str(trainer.args.output_dir), "probe.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,42 +164,91 @@ def ridge_values(states: Tensor, returns: Tensor, folds: Tensor) -> Tensor:
     return min(predictions, key=lambda values: float((y - values).square().sum())).to(returns.dtype)
 
 
-def gradient_variances(
-    trainer: PPOTrainer, rollouts: Sequence[Rollout], rows: Sequence[int], advantages: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Trace of the covariance of the completions' policy gradients, at ratio 1, with each of several advantages."""
-    actor_critic, size = trainer.actor_critic, len(rollouts[0])
-    parameters = list(actor_critic.policy_parameters().values())
-    sums, squares = dict.fromkeys(advantages, torch.zeros(())), dict.fromkeys(advantages, 0.0)
-    for row in rows:
-        sequences = rollouts[row // size].rows(torch.tensor([row % size])).sequences
-        with trainer.accelerator.autocast():
-            logprobs = actor_critic(sequences, trainer.args.temperature, with_values=False).logprobs[0]
-        for name, table in advantages.items():
-            objective = logprobs @ table[row, : len(logprobs)].to(logprobs.device)
-            parts = torch.autograd.grad(objective, parameters, retain_graph=True, materialize_grads=True)
-            gradient = torch.cat([part.flatten().float() for part in parts])
-            sums[name] = sums[name].to(gradient.device) + gradient
-            squares[name] += float(gradient @ gradient)
-    return {
-        name: (squares[name] - float(sums[name] @ sums[name]) / len(rows)) / (len(rows) - 1) for name in advantages
-    }
+@torch.no_grad()
+def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: Mapping[str, Tensor]) -> Tensor:
+    """Gradient of a linear layer on the last states, with each table of advantages, `[completions, tables, features]`.
+
+    It is the sum of Âₜ·δₜ·hₜᵀ, where δₜ is the gradient of the token's log-prob by the state hₜ. Both are projected on
+    random directions, which keeps products of two gradients in expectation.
+    """
+    actor_critic, rows = trainer.actor_critic, len(next(iter(tables.values())))
+    weight = actor_critic.policy.get_base_model().get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, weight.shape[1], SKETCH
+    left, right = (torch.randn(shape, generator=generator) / SKETCH**0.5).to(weight.device)
+    sketches: list[Tensor] = []
+    for rollout in rollouts:
+        for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
+            sequences = rollout.rows(index).sequences
+            with trainer.accelerator.autocast():
+                hidden = actor_critic._hidden_states(sequences).to(weight.dtype)
+            surprise = -((hidden @ weight.T).float() / trainer.args.temperature).softmax(1)
+            tokens = sequences.pick(sequences.completion_ids)[:, None]
+            by_state = surprise.scatter_add(1, tokens, torch.ones_like(surprise[:, :1])).to(weight.dtype) @ weight
+            products = torch.einsum("ti,tj->tij", hidden.float() @ left, by_state.float() @ right).flatten(1)
+            start = len(sketches)
+            for row, part in enumerate(products.split(sequences.completion_mask.sum(1).tolist())):
+                if start + row < rows:
+                    advantages = torch.stack([table[start + row, : len(part)] for table in tables.values()])
+                    sketches.append((advantages.to(part) @ part).cpu())
+    return torch.stack(sketches)
 
 
-def verdict(variances: Mapping[str, float | None], without_signal: float) -> str:
+def interval(cosines: Tensor) -> list[float] | None:
+    """Cosine with its 90 % interval; `None` if it cannot be told."""
+    quantiles = cosines[1:].nanquantile(torch.tensor(QUANTILES).double())
+    values = [float(x) for x in (cosines[0], *quantiles)]
+    return values if all(map(math.isfinite, values)) else None
+
+
+def agreements(gradients: Tensor, exact: int, rollout: int) -> Tensor:
+    """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that cannot be told.
+
+    Products of different completions estimate products of expected gradients without bias; the table `exact` is of
+    unbiased advantages. The first column is of all completions, the others of resampled ones.
+    """
+    count, generator = len(gradients), torch.Generator().manual_seed(0)
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    weights = torch.zeros(RESAMPLES, count).scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float))
+    weights = torch.cat([torch.ones(1, count), weights]).double()
+    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)
+
+    def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean product of a gradient with itself, and with that of another completion."""
+        table = (first @ second.T).double()
+        own = weights @ table.diagonal()
+        return own / weights.sum(1), ((weights @ table * weights).sum(1) - weights**2 @ table.diagonal()) / pairs
+
+    unbiased = gradients[:, exact]
+    _, length = products(unbiased, unbiased)  # squared, of the exact gradient
+    cosines = []
+    for gradient in gradients.unbind(1):
+        own, expected = products(gradient, gradient)
+        square = own / rollout + (1 - 1 / rollout) * expected.clamp(min=0)
+        cosines.append(products(gradient, unbiased)[1] / (square * length.clamp(min=0)).sqrt())
+    return torch.stack(cosines)
+
+
+def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
     """One sentence: whether a critic pays, and the setting to take."""
-    side, rloo = variances["side"], variances["rloo"]
-    if without_signal == 1 or side is None or rloo is None:
+    means = {name: float(x[0]) for name, x in found.items()}
+    if without_signal == 1:
         return "There is nothing to learn, as all scores of a prompt are equal: change the reward or the prompts."
-    best = min(rloo, 1.0)  # that of "rebn" is 1
-    if side <= PAYS * best:
-        share = f"the gradient has {side / best:.0%} of its variance with the best baseline without a critic"
-        return f'A critic pays, so take `critic="side"`: {share}.'
-    setting = f'`critic="none", advantage_estimator="{"rloo" if rloo < 1 else "rebn"}"`'
-    return (
-        f'No critic on the policy\'s states pays, so take {setting}, or `critic="adapter"` with a `prompt` in '
-        "`critic_kwargs` that explains the returns."
-    )
+    if not all(x.isfinite().float().mean() > QUANTILES[1] for x in found.values()):
+        return "These completions are too few to tell a signal from noise: set a larger `--completions`."
+    critic = max((name for name in means if name not in WITHOUT_CRITIC), key=lambda name: means[name])
+    rival = max(WITHOUT_CRITIC, key=lambda name: means[name])
+    low, high = (found[critic] - found[rival])[1:].nanquantile(torch.tensor(QUANTILES).double()).tolist()
+    share = (means[rival] / means[critic]) ** 2
+    if low > 0:
+        needs = f"it needs {share:.0%} of the completions of `advantage_estimator={rival!r}`"
+        return f"A critic pays, with `lam` near {critic.removeprefix('lam=')}: {needs}."
+    if high < 0:
+        setting = f'`critic="none", advantage_estimator="{rival}"`'
+        return (
+            f"No critic on the policy's states pays, so take {setting}: it needs {1 / share:.0%} of the completions."
+        )
+    return f"No difference between `lam` {critic.removeprefix('lam=')} and {rival!r} can be told: keep the default."
 
 
 def main(argv: Sequence[str]) -> None:
@@ -208,7 +260,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
     print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")
     print(f"explained variance of the returns by the policy's states: {result['explained_variance']:.2f}")
-    variances = Series(result["gradient_variance"], dtype=float)
-    print(f"variance of the gradient, relative to rebn\n{variances.to_string(float_format='{:.2f}'.format)}")
+    print(f"agreement of a rollout of {result['rollout']} with the exact gradient, with 90 % intervals")
+    for name, values in result["agreement"].items():
+        print(f"{name:9} ", "{:5.2f}   {:5.2f} to {:.2f}".format(*values) if values else "cannot be told")
     print(result["verdict"])
     trainer.end()

@@ -13,12 +13,9 @@ from transformers import BitsAndBytesConfig
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import probe as module
-from trl_ppo_ext.commands.probe import gradient_variances, probe, ridge_values, verdict
+from trl_ppo_ext.commands.probe import LAMBDAS, agreements, gradient_sketches, probe, ridge_values, verdict
 
-
-@pytest.fixture(autouse=True)
-def few_gradients(monkeypatch):
-    monkeypatch.setattr(module, "GRADIENTS", 20)
+ESTIMATORS = [*(f"lam={lam:g}" for lam in LAMBDAS), "rebn", "rloo", "grpo"]
 
 
 def task(output_dir, reward, rows=28, **kwargs):
@@ -48,43 +45,39 @@ def of_last_token(completion_ids, **kwargs):
     return [[0.0] + [float(token % 2) for token in ids[:-1]] for ids in completion_ids]
 
 
+def of_each_token(completion_ids, **kwargs):
+    return [[float(token % 2) + random.gauss(0, 1) for token in ids] for ids in completion_ids]
+
+
 # ---- constructed tasks ----
 
 
 def test_equal_scores_of_a_prompt_leave_nothing_to_learn(tmp_path):
     result = probe(task(tmp_path, of_prompt))
-    assert result["explained_variance"] < 0.3 and result["gradient_variance"]["rloo"] < 1e-6
+    assert result["explained_variance"] < 0.3 and result["agreement"]["rloo"] is None
     assert result["groups_without_signal"] == 1 and "nothing to learn" in result["verdict"]
     assert result["completions"] == 256 and result["num_generations"] == 8 and result["prompts"] == 28
 
 
-def test_noisy_scores_of_the_prompt_take_a_group_baseline(tmp_path):
-    result = probe(task(tmp_path, noisy_prompt))
-    assert result["groups_without_signal"] == 0
-    assert result["gradient_variance"]["rloo"] < 0.5
-    assert 'take `critic="none", advantage_estimator="rloo"`' in result["verdict"]
+def test_rewards_of_tokens_with_noise_take_a_critic_with_a_low_lambda(tmp_path):
+    result = probe(task(tmp_path, of_each_token), completions=1024)
+    agreement = {name: values[0] for name, values in result["agreement"].items()}
+    assert agreement["lam=0"] > agreement["lam=0.95"] > agreement["rloo"] and agreement["lam=1"] > agreement["grpo"]
+    assert all(low <= mean <= high for mean, low, high in result["agreement"].values())
+    assert "A critic pays, with `lam` near 0" in result["verdict"]
+    assert json.loads((tmp_path / "probe.json").read_text()) == result
 
 
-def test_rewards_known_from_states_take_a_critic(tmp_path):
-    result = probe(task(tmp_path, of_last_token, gamma=0.3))  # without discount, most of a return is the future's
-    assert result["explained_variance"] > 0.6
-    assert result["gradient_variance"]["side"] < 0.7 < result["gradient_variance"]["rebn"] == 1
-    assert 'take `critic="side"`' in result["verdict"]
-
-
-def test_noise_is_explained_by_nothing(tmp_path):
+def test_noise_is_explained_by_nothing_and_cannot_be_told(tmp_path):
     result = probe(task(tmp_path, noise))
     assert result["explained_variance"] < 0.1
-    assert result["gradient_variance"]["side"] == pytest.approx(1, abs=0.1)
-    assert result["gradient_variance"]["rloo"] > 1
-    assert "critic_kwargs" in result["verdict"] and "rebn" in result["verdict"]
+    assert "too few to tell" in result["verdict"]
 
 
-def test_equal_returns_have_no_relative_variance(tmp_path):
+def test_equal_returns_have_no_agreement(tmp_path):
     result = probe(task(tmp_path, lambda prompts, **kwargs: [0.7] * len(prompts), rows=1), completions=32)
-    assert set(result["gradient_variance"].values()) == {None} and "nothing to learn" in result["verdict"]
+    assert result["agreement"]["rloo"] is None and "nothing to learn" in result["verdict"]
     assert result["explained_variance"] == 0
-    assert json.loads((tmp_path / "probe.json").read_text()) == result
 
 
 def test_task_of_one_prompt_is_measured_over_completions(tmp_path):
@@ -98,14 +91,18 @@ def test_task_of_one_prompt_is_measured_over_completions(tmp_path):
 def definitions(rewards, size, gamma, values):
     """Advantages of a list of completions, from their definitions."""
     returns = [[sum(gamma**k * x for k, x in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
-    found = {name: [] for name in ("reinforce", "rebn", "rloo", "side")}
+    found = {name: [] for name in ESTIMATORS}
     for i, row in enumerate(rewards):
         others = [x for j, other in enumerate(returns) if j != i for x in other]
         group = [sum(rewards[j]) for j in range(i // size * size, i // size * size + size) if j != i]
-        found["reinforce"].append([sum(row)] * len(row))
         found["rebn"].append([x - sum(others) / len(others) for x in returns[i]])
         found["rloo"].append([sum(row) - sum(group) / len(group)] * len(row))
-        found["side"].append([x - value for x, value in zip(returns[i], values[i])])
+        scores = [sum(rewards[j]) for j in range(i // size * size, i // size * size + size)]
+        found["grpo"].append([(sum(row) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4)] * len(row))
+        deltas = [x + gamma * after - v for x, v, after in zip(row, values[i], [*values[i][1:], 0.0])]
+        for lam in LAMBDAS:
+            sums = [sum((gamma * lam) ** k * x for k, x in enumerate(deltas[t:])) for t in range(len(row))]
+            found[f"lam={lam:g}"].append(sums)
     return found
 
 
@@ -123,9 +120,8 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
         return returns.sin()
 
     monkeypatch.setattr(module, "ridge_values", values_of)
-    monkeypatch.setattr(
-        module, "gradient_variances", lambda *given: captured.update(given[3]) or dict.fromkeys(given[3], 1.0)
-    )
+    sketches = module.gradient_sketches
+    monkeypatch.setattr(module, "gradient_sketches", lambda *given: captured.update(given[2]) or sketches(*given))
     discount = {"gamma": 0.9, "lam": 0.5} if critic == "head" else {"num_generations": 4}
     sizes = {"per_device_train_batch_size": 12, "generation_batch_size": 12}
     run = task(tmp_path, reward, rows=7, critic=critic, **discount, **sizes)
@@ -142,7 +138,7 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
     for name, rows in definitions(rewards, size, gamma, values).items():
         for got, expected in zip(captured[name], rows, strict=True):
             expected = [*expected, *[0.0] * (len(got) - len(expected))]
-            torch.testing.assert_close(got, torch.tensor(expected), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), atol=1e-4, rtol=1e-4)
     targets = np.concatenate(returns)
     share = 1 - np.var(targets - np.sin(targets)) / np.var(targets)
     assert result["explained_variance"] == pytest.approx(share, abs=1e-4)
@@ -177,43 +173,74 @@ def test_ridge_is_the_closed_form_with_the_least_error(signal):
     assert (best < 1) == bool(signal)  # without a signal, hardly more than the mean
 
 
-def test_gradient_variance_is_the_trace_of_the_covariance(tmp_path):
-    run = task(tmp_path, noise, per_device_train_batch_size=4)
-    for parameter in run.actor_critic.policy_parameters().values():
-        torch.nn.init.normal_(parameter, std=0.3)  # a new adapter has no gradient by its first matrix
+def test_sketches_keep_products_of_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SKETCH", 384)
+    run = task(tmp_path, noise, per_device_train_batch_size=4, temperature=0.7)
     rollouts = [rollout for rollout, _ in module.held_out_rollouts(run, 8)]
-    advantages = {"a": torch.randn(8, 6), "b": torch.randn(8, 6)}
-    chosen = [0, 3, 5, 6, 7]
-    variances = gradient_variances(run, rollouts, chosen, advantages)
-    for name, table in advantages.items():
-        gradients = []
-        for row in chosen:
-            sequences = rollouts[row // 4].sequences.rows(torch.tensor([row % 4]))
-            prompt = int(sequences.prompt_lengths)
-            logits = run.model(input_ids=sequences.input_ids).logits[0, prompt - 1 : -1]
-            logprobs = logits.log_softmax(-1).gather(1, sequences.completion_ids[0][:, None])[:, 0]
-            run.model.zero_grad()
-            (logprobs * table[row, : len(logprobs)]).sum().backward()
-            parameters = run.actor_critic.policy_parameters().values()
-            gradients.append(torch.cat([x.grad.flatten() for x in parameters]).double())
-        assert variances[name] == pytest.approx(float(torch.stack(gradients).var(0).sum()), rel=1e-4)
+    tables = {"a": torch.randn(7, 6), "b": torch.randn(7, 6)}
+    weight, exact = run.actor_critic.policy.get_output_embeddings().weight.detach(), []
+    for row in range(7):
+        sequences = rollouts[row // 4].sequences.rows(torch.tensor([row % 4]))
+        start = int(sequences.prompt_lengths) - 1
+        outputs = run.actor_critic.policy(input_ids=sequences.input_ids, output_hidden_states=True)
+        states = outputs.hidden_states[-1][0, start:-1].detach()
+        layer = torch.eye(len(weight.T), requires_grad=True)  # a linear layer on the last states
+        logprobs = (states @ layer @ weight.T / 0.7).log_softmax(-1).gather(1, sequences.completion_ids[0][:, None])
+        objectives = [logprobs[:, 0] @ table[row, : len(logprobs)] for table in tables.values()]
+        exact.append(torch.stack([torch.autograd.grad(x, layer, retain_graph=True)[0].flatten() for x in objectives]))
+    exact, sketched = torch.stack(exact).flatten(0, 1), gradient_sketches(run, rollouts, tables).flatten(0, 1)
+    products, expected = sketched @ sketched.T, 0.7**2 * exact @ exact.T  # all are scaled by the temperature
+    assert torch.corrcoef(torch.stack([products.flatten(), expected.flatten()]))[0, 1] > 0.99
+    torch.testing.assert_close(products.diagonal(), expected.diagonal(), rtol=0.2, atol=0)
+
+
+def test_agreement_is_the_cosine_with_the_expected_gradient():
+    """Unbiased gradients with much noise, the same with less, and others that are biased."""
+    generator = torch.Generator().manual_seed(0)
+    exact, count = torch.randn(50, generator=generator), 600
+    noise = torch.randn(count, 50, generator=generator)
+    biased = exact + 3 * torch.randn(50, generator=generator)
+    gradients = torch.stack([exact + 4 * noise, exact + noise, biased.expand(count, 50)], 1)
+    found = agreements(gradients, 1, rollout=16)
+    means = torch.stack([exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)])
+    torch.testing.assert_close(found[:2, 0].float(), means, rtol=0.1, atol=0)
+    cosine = torch.nn.functional.cosine_similarity(biased, exact, dim=0)
+    assert found[2, 0].item() == pytest.approx(cosine.item(), abs=0.03)
+    low, high = found[0, 1:].quantile(torch.tensor([0.05, 0.95]).double())
+    assert low < found[0, 0] < high < low + 0.2
+
+
+def test_agreement_comes_from_pairs_of_different_completions():
+    few = torch.randn(5, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+    pairs = [(i, j) for i in range(5) for j in range(5) if i != j]
+    product, length, square = (
+        np.mean([float(few[i, a] @ few[j, b]) for i, j in pairs]) for a, b in ((0, 1), (1, 1), (0, 0))
+    )
+    own = np.mean([float(few[i, 0] @ few[i, 0]) for i in range(5)])
+    value = product / (own / 16 + 15 / 16 * square) ** 0.5 / length**0.5
+    assert agreements(few, 1, rollout=16)[0, 0].item() == pytest.approx(value, rel=1e-6)
 
 
 # ---- the verdict ----
 
 
 @pytest.mark.parametrize(
-    "side, rloo, setting",
+    "critic, rebn, said",
     [
-        (0.5, 0.6, 'take `critic="side"`'),
-        (0.8, 1.1, 'take `critic="side"`'),
-        (0.95, 2.0, 'advantage_estimator="rebn"`'),  # less than a tenth
-        (0.5, 0.5, 'advantage_estimator="rloo"`'),
+        (0.6, 0.3, "A critic pays, with `lam` near 0.5: it needs 25% of the completions"),
+        (0.3, 0.6, 'so take `critic="none", advantage_estimator="rebn"`: it needs 25% of the completions'),
+        (0.45, 0.46, "No difference"),
     ],
 )
-def test_verdict_follows_its_rule(side, rloo, setting):
-    assert setting in verdict({"side": side, "rloo": rloo}, 0.9)
-    assert "nothing to learn" in verdict({"side": side, "rloo": rloo}, 1.0)
+def test_verdict_follows_the_interval_of_the_difference(critic, rebn, said):
+    noise = 0.05 * torch.randn(401, generator=torch.Generator().manual_seed(0)).double()
+    noise[0] = 0
+    found = {name: torch.full((401,), 0.2).double() for name in ESTIMATORS}
+    found |= {"lam=0.5": critic + noise, "rebn": rebn - noise}
+    assert said in verdict(found, 0.9)
+    assert "nothing to learn" in verdict(found, 1.0)
+    found["rloo"] = found["rloo"].where(torch.arange(401) % 4 > 0, torch.nan)
+    assert "too few to tell" in verdict(found, 0.9)
 
 
 # ---- the run and the command ----
@@ -243,7 +270,7 @@ def test_every_kind_of_run_can_be_probed(tmp_path, kind):
         settings |= {"critic": "adapter", "critic_prompt": "answer"}
     args = config(tmp_path / "run", **settings)
     result = probe(PPOTrainer(model, noise, args, dataset, processing_class=tokenizer(), **options), completions=32)
-    assert result["prompts"] == 4 and all(variance > 0.1 for variance in result["gradient_variance"].values())
+    assert result["prompts"] == 4 and list(result["agreement"]) == ESTIMATORS
 
 
 def test_unusable_probes_are_refused(tmp_path, monkeypatch):
@@ -267,6 +294,7 @@ push_to_hub: true
 hub_model_id: me/policy
 num_generations: 2
 per_device_train_batch_size: 16
+num_mini_batches: 1
 max_completion_length: 4
 """
 
@@ -279,7 +307,9 @@ def test_command_prints_table_and_verdict(there, tmp_path, capsys):
     result = json.loads((out / "probe.json").read_text())
     assert "16 completions of 8 prompts; all scores are equal in " in printed and "of the groups of 2" in printed
     rows = [line.split() for line in printed.splitlines()]
-    assert all([name, f"{variance:.2f}"] in rows for name, variance in result["gradient_variance"].items())
+    for name, values in result["agreement"].items():
+        mean, low, high = (f"{x:.2f}" for x in values or (0, 0, 0))
+        assert ([name, mean, low, "to", high] if values else [name, *"cannot be told".split()]) in rows
     assert f"{result['explained_variance']:.2f}" in printed
     assert printed.endswith(result["verdict"])
     assert [path.name for path in out.iterdir() if path.name != ".lock"] == ["probe.json"]
