@@ -24,12 +24,12 @@ HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "docstrings"
 HEAD = {"critic": "head", "normalize_values": False, "vf_coef": 0.1, "cliprange": 0.2}
 UNCLIPPED, CLIPPED = HEAD | {"cliprange_value": None}, HEAD | {"cliprange_value": 0.2}
-GROUPS = UNCLIPPED | {"critic": "none", "num_generations": 8}
+GROUPS = UNCLIPPED | {"critic": "none", "num_generations": 8, "lam": None, "critic_kwargs": None}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "defaults": {"cliprange_value": None},
     "head": UNCLIPPED,
     "head, values clipped": CLIPPED,
-    "head, values clipped, no backprop": CLIPPED | {"critic_kwargs": {"backprop": False}},
+    "head, values clipped, no backprop": CLIPPED | {"critic_kwargs": {"backprop": False, "lam": 0.95}},
     "adapter, values clipped": CLIPPED | {"critic": "adapter"},
     "adapter, values clipped, pretrained": CLIPPED | {"critic": "adapter"},
     "GRPO": GROUPS,

@@ -137,6 +137,8 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
         gradient_accumulation_steps=case.accumulation,
         per_device_reward_batch_size=case.reward_batch,
         num_ppo_epochs=EPOCHS,
+        num_mini_batches=1,
+        kl_coef=0.05,
         max_steps=(case.warmup + case.steps) * EPOCHS,
         max_completion_length=case.response,
         generation_kwargs={"min_new_tokens": case.response},

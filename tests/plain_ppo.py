@@ -43,7 +43,7 @@ class Settings:
     advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
-    lam: float | None = None  # by default 1 if all rewards of a rollout are at last tokens, else 0.8
+    lam: float | None = None  # by default 1 if the scores of a rollout are mostly at last tokens, else 0.8
     lam_critic: float = 1.0  # λ of the critic's targets
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
     whiten_advantages: bool | None = None  # by default for "rebn", and with a critic that has no units
@@ -319,7 +319,8 @@ def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> No
     outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
         units.begin_rollout(outcomes)
-    ends_only = not any(x for sample in samples for x in sample.token_scores[:-1])
+    earlier = sum(abs(x) for sample in samples for x in sample.scores_at_tokens()[:-1])
+    ends_only = earlier <= sum(abs(sample.scores_at_tokens()[-1]) for sample in samples)
     of_policy = (1.0 if ends_only else 0.8) if s.lam is None else s.lam
     for sample in samples:
         sample.values = [units.value(x) for x in sample.old.predictions.tolist()]

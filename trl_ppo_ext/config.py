@@ -260,8 +260,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
     lam: float | None = number(None, at_least=0, at_most=1)
-    """λ of generalized advantage estimation. By default 1 in rollouts whose rewards are all at last tokens. Else it
-    falls to 0.8 over a token, or over a turn if all rewards are at ends of turns."""
+    """λ of generalized advantage estimation. By default 1 in rollouts whose scores are, by size, mostly at last
+    tokens. Else it falls to 0.8 over a token, or over a turn if they are mostly at ends of turns."""
     whiten_rewards: bool = False
     """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
     whiten_advantages: bool | None = None
@@ -570,10 +570,10 @@ _UNSUPPORTED = {
     "include_num_input_tokens_seen": "`num_tokens` is always logged",
     "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
-# `lam` and `vf_coef` are missing: their defaults do not show whether they were set. Scaling per-token rewards around
-# their mean would reward length.
+# `vf_coef` is missing: its default does not show whether it was set. Scaling per-token rewards around their mean would
+# reward length.
 _CRITIC_ONLY = (
-    "gamma critic_learning_rate critic_init critic_kwargs normalize_values whiten_rewards cliprange_value".split()
+    "gamma lam critic_learning_rate critic_init critic_kwargs normalize_values whiten_rewards cliprange_value".split()
 )
 # at these values the sampled distribution is the policy's
 _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -165,7 +165,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
         if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
-            logger.warning("`kl_coef` is 0, and reward models can be hacked: 0.05 keeps it near the reference.")
+            logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
         self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
 

@@ -75,6 +75,8 @@ def align(
         "kl_coef": 0.05,
         "lam": 0.95,
         "critic_kwargs": {"lam": 0.95},
+        "target_kl": None,
+        "adam_epsilon": 1e-5,
         "gradient_checkpointing": False,
         "cliprange_value": 0.2,  # without it, docstrings become shorter and less diverse
     }

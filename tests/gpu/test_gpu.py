@@ -20,6 +20,7 @@ def train(path, output_dir, quantization_config=None, **kwargs):
         per_device_train_batch_size=4,
         num_mini_batches=1,
         num_ppo_epochs=1,
+        kl_coef=0.05,
         max_steps=2,
         **kwargs,
     )

@@ -103,6 +103,7 @@ def trainer_of(path, reward, response, **kwargs):
         max_completion_length=response,
         generation_kwargs={"min_new_tokens": response},
         per_device_train_batch_size=4,
+        num_mini_batches=1,
         num_ppo_epochs=1,
         max_steps=3,
         **kwargs,

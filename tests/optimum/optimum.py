@@ -136,9 +136,13 @@ def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=No
         "normalize_values": False,
         "cliprange": 0.2,
         "vf_coef": 0.1,
-        "lam": 0.95,
+        "adam_epsilon": 1e-5,
+        "target_kl": None,
         "cliprange_value": None if settings.get("critic") == "none" else 0.2,
     }
+    if settings.get("critic") != "none":  # one λ for policy and critic
+        defaults |= {"lam": 0.95}
+        settings["critic_kwargs"] = {"lam": 0.95} | settings.get("critic_kwargs", {})
     trainer = PPOTrainer(
         model=base,
         reward_funcs=problem.reward,

@@ -21,7 +21,8 @@ def test_closed_form_policy_is_the_best():
 
 GROUPS = {"critic": "none", "num_generations": 64}
 # `gap` has the settings of earlier versions
-DEFAULTS = {"normalize_values": True, "vf_coef": 0.5, "cliprange_value": None, "cliprange": None}
+DEFAULTS = {"normalize_values": True, "vf_coef": 0.5, "cliprange_value": None, "cliprange": None, "target_kl": 0.3}
+DEFAULTS |= {"adam_epsilon": 1e-8, "lam": None, "critic_kwargs": {"lam": 1.0}}
 WITH_CRITIC_OR_GROUPS = {
     "side": DEFAULTS | {"critic": "side"},
     "head": DEFAULTS | {"critic": "head"},

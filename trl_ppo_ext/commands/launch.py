@@ -150,7 +150,7 @@ def _check_config(path: str) -> None:
             if key.value in names:
                 raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
             names.add(key.value)
-            nodes.append(value)
+            nodes += value.value if isinstance(value, yaml.SequenceNode) else [value]
     variables = config.get("env")
     if isinstance(variables, dict) and variables:
         if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:

@@ -1,7 +1,6 @@
 """`trl-ppo probe`: which advantages agree best with the gradient on a task. Nothing is trained."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
 from ..modeling.critics import COSINES
+from ..modeling.logprobs import CHUNK_LOGITS
 from ..ppo import math as ppo_math
 from ..ppo.rollouts import Rollout
 from ..trainer import PPOTrainer
@@ -26,7 +26,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of th
 LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
 WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
 SKETCH = 64  # random directions on each side of a gradient
-RESAMPLES, QUANTILES = 400, (0.05, 0.95)  # of the intervals
+RESAMPLES, QUANTILES, TOLD = 400, (0.05, 0.95), 0.95  # of the intervals; share of resamples with a signal, at least
 
 
 @dataclass(repr=False)
@@ -101,7 +101,8 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         "grpo": ppo_math.grpo_advantages(totals, counts, size)[:, None] * mask,
     }
     gradients = gradient_sketches(trainer, rollouts, tables)[counts]
-    found = dict(zip(tables, agreements(gradients, list(tables).index("lam=1"), trainer.plan.completions)))
+    exact = list(tables).index("lam=1")
+    found = dict(zip(tables, agreements(gradients, blocks[counts], exact, trainer.plan.completions)))
 
     # 4. Conclude.
     scores, usable = (torch.cat([getattr(x.scored, name) for x in sampled])[:rows] for name in ("totals", "usable"))
@@ -172,52 +173,62 @@ def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: 
     random directions, which keeps products of two gradients in expectation.
     """
     actor_critic, rows = trainer.actor_critic, len(next(iter(tables.values())))
-    weight = actor_critic.policy.get_base_model().get_output_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    shape = 2, weight.shape[1], SKETCH
-    left, right = (torch.randn(shape, generator=generator) / SKETCH**0.5).to(weight.device)
+    head = actor_critic.policy.get_base_model().get_output_embeddings()
+    shape = 2, head.weight.shape[1], SKETCH
+    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(head.weight.device)
     sketches: list[Tensor] = []
     for rollout in rollouts:
         for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
             sequences = rollout.rows(index).sequences
             with trainer.accelerator.autocast():
-                hidden = actor_critic._hidden_states(sequences).to(weight.dtype)
-            surprise = -((hidden @ weight.T).float() / trainer.args.temperature).softmax(1)
-            tokens = sequences.pick(sequences.completion_ids)[:, None]
-            by_state = surprise.scatter_add(1, tokens, torch.ones_like(surprise[:, :1])).to(weight.dtype) @ weight
+                hidden = actor_critic._hidden_states(sequences).to(head.weight.dtype)
+            sampled = sequences.pick(sequences.completion_ids)
+            size = max(CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // len(head.weight), 1)
+            parts = zip(hidden.split(size), sampled.split(size))
+            by_state = torch.cat([_by_state(x, tokens, head, trainer.args.temperature) for x, tokens in parts])
             products = torch.einsum("ti,tj->tij", hidden.float() @ left, by_state.float() @ right).flatten(1)
-            start = len(sketches)
-            for row, part in enumerate(products.split(sequences.completion_mask.sum(1).tolist())):
+            mask, start = sequences.completion_mask.cpu(), len(sketches)
+            for row, part in enumerate(products.split(mask.sum(1).tolist())):
                 if start + row < rows:
-                    advantages = torch.stack([table[start + row, : len(part)] for table in tables.values()])
+                    places = mask[row].nonzero()[:, 0]
+                    advantages = torch.stack([table[start + row, places] for table in tables.values()])
                     sketches.append((advantages.to(part) @ part).cpu())
     return torch.stack(sketches)
 
 
+def _by_state(hidden: Tensor, tokens: Tensor, head: Any, temperature: float) -> Tensor:
+    """Gradient of the log-probs of tokens by their states, times the temperature."""
+    surprise = -(head(hidden).float() / temperature).softmax(1)
+    surprise = surprise.scatter_add(1, tokens[:, None], torch.ones_like(surprise[:, :1]))
+    return surprise.to(head.weight.dtype) @ head.weight
+
+
 def interval(cosines: Tensor) -> list[float] | None:
     """Cosine with its 90 % interval; `None` if it cannot be told."""
+    if cosines.isfinite().float().mean() < TOLD:
+        return None
     quantiles = cosines[1:].nanquantile(torch.tensor(QUANTILES).double())
-    values = [float(x) for x in (cosines[0], *quantiles)]
-    return values if all(map(math.isfinite, values)) else None
+    return [float(x) for x in (cosines[0], *quantiles)]
 
 
-def agreements(gradients: Tensor, exact: int, rollout: int) -> Tensor:
+def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> Tensor:
     """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that cannot be told.
 
-    Products of different completions estimate products of expected gradients without bias; the table `exact` is of
-    unbiased advantages. The first column is of all completions, the others of resampled ones.
+    Products of completions of different `blocks`, which share no prompt, estimate products of expected gradients; the
+    table `exact` is of unbiased advantages. The first column is of all blocks, the others of resampled ones.
     """
-    count, generator = len(gradients), torch.Generator().manual_seed(0)
+    blocks = blocks.unique(return_inverse=True)[1]
+    count, generator = int(blocks.max()) + 1, torch.Generator().manual_seed(0)
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    weights = torch.zeros(RESAMPLES, count).scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float))
-    weights = torch.cat([torch.ones(1, count), weights]).double()
-    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)
+    times = torch.zeros(RESAMPLES, count).scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float))
+    weights = torch.cat([torch.ones(1, len(blocks)), times[:, blocks]]).double()
+    others = (blocks[:, None] != blocks).double()
+    pairs = (weights @ others * weights).sum(1)
 
     def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean product of a gradient with itself, and with that of another completion."""
+        """Mean product of a gradient with itself, and with that of a completion of another block."""
         table = (first @ second.T).double()
-        own = weights @ table.diagonal()
-        return own / weights.sum(1), ((weights @ table * weights).sum(1) - weights**2 @ table.diagonal()) / pairs
+        return weights @ table.diagonal() / weights.sum(1), (weights @ (others * table) * weights).sum(1) / pairs
 
     unbiased = gradients[:, exact]
     _, length = products(unbiased, unbiased)  # squared, of the exact gradient
@@ -234,7 +245,7 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
     means = {name: float(x[0]) for name, x in found.items()}
     if without_signal == 1:
         return "There is nothing to learn, as all scores of a prompt are equal: change the reward or the prompts."
-    if not all(x.isfinite().float().mean() > QUANTILES[1] for x in found.values()):
+    if not all(map(interval, found.values())):
         return "These completions are too few to tell a signal from noise: set a larger `--completions`."
     critic = max((name for name in means if name not in WITHOUT_CRITIC), key=lambda name: means[name])
     rival = max(WITHOUT_CRITIC, key=lambda name: means[name])

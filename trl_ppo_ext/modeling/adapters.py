@@ -171,7 +171,7 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
 
 def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
     """Value of `PPOConfig.critic` for saved weights of a value head."""
-    return "adapter" if has_adapter else "side" if "first.weight" in head else "head"
+    return "adapter" if has_adapter else "side" if {"first.weight", "inputs.weight"} & {*head} else "head"
 
 
 def read_critic(

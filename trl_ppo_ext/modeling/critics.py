@@ -122,8 +122,8 @@ class SideCritic(ValueHead):
         position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
         rewards = torch.zeros_like(waves[:1]).expand(len(positions), 1) if earned is None else earned[:, None]
         # as long as a state, or they would drown in large models
-        length = (size / COSINES) ** 0.5
-        return self.scale * torch.cat([*normalized, length * position, length * rewards], 1)
+        norm = (size / COSINES) ** 0.5
+        return self.scale * torch.cat([*normalized, norm * position, norm * rewards], 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Outputs `[tokens, 1]` of what was [`read`]."""

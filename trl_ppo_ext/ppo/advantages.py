@@ -34,18 +34,18 @@ class Advantages(NamedTuple):
 def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_sum: Reduction = torch.clone) -> float:
     """λ of a rollout by where its scores are, with [`turn_starts`]'s `turns`; one per turn if that is what λ counts.
 
-    1 if all are at last tokens: with a lower one, credit reaches the first tokens only through the critic, after many
-    rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a token's credit,
-    and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
+    1 if most, by size, are at last tokens: with a lower one, credit reaches the first tokens only through the critic,
+    after many rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a
+    token's credit, and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
     """
     sampled, place = turns.bool(), torch.arange(turns.shape[1], device=turns.device)
     ends = sampled & (turns != nn.functional.pad(turns[:, 1:], (0, 1)))  # of turns
-    has_score = token_scores != 0
-    in_turns, earlier = has_score & sampled & ~ends, has_score & (place < (place * sampled).amax(1, keepdim=True))
-    counts = all_sum(torch.stack([in_turns.sum(), earlier.sum(), ends.sum(), sampled.sum()])).tolist()
-    if not counts[1]:
+    size, is_earlier = token_scores.abs(), place < (place * sampled).amax(1, keepdim=True)
+    sums = (size * (sampled & ~ends)).sum(), (size * is_earlier).sum(), size.sum(), ends.sum(), sampled.sum()
+    in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).tolist()
+    if earlier <= total / 2:
         return 1.0
-    return STEPWISE_LAMBDA if counts[0] or is_per_turn else STEPWISE_LAMBDA ** (counts[2] / counts[3])
+    return STEPWISE_LAMBDA if in_turns > earlier / 2 or is_per_turn else STEPWISE_LAMBDA ** (num_turns / num_tokens)
 
 
 def of_critic(
@@ -96,7 +96,7 @@ def of_critic(
 
     # 2. Advantages for the policy and returns for the critic, each with its λ.
     advantages, returns = ppo_math.gae(rewards, values, steps, gamma, lam, after)
-    if lam_critic is not lam:
+    if isinstance(lam, Tensor) or lam_critic != lam:
         _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
 
     # 3. The critic learns in units with this rollout's Monte Carlo returns, which do not depend on its own values.
@@ -110,7 +110,7 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
     When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
-    scaled down to what the returns vary. A KL in the loss keeps the unit, and its weight against the rewards.
+    scaled down to what the returns vary. A KL in the loss keeps its unit, so that it acts on.
     """
     error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
     spread = ppo_math.masked_var(result.outcomes, steps, all_sum)

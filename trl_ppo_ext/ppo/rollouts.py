@@ -219,7 +219,8 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         warn_about_equal_scores(roles, scored)
-        check_scores_are_not_spread(roles, scored, completion_mask)
+        if isinstance(roles.actor_critic.value_head, SideCritic):
+            check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
@@ -250,16 +251,29 @@ def collect(
         value_weights = steps * (count / turns.clamp(min=1))
     if roles.actor_critic.value_head is not None:
         alpha, is_normalized = options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
-        lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum) if args.lam is None else args.lam
-        lambdas = lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha), options.lam
+        if alpha is not None:
+            lam: Any = ppo_math.length_adaptive_lambda(steps, alpha)
+        else:
+            lam = (
+                default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum) if args.lam is None else args.lam
+            )
         after_cuts = outputs_after(roles, samples, run), samples.is_cut
         result, returns = of_critic(
-            rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
+            rewards,
+            tokens.values,
+            steps,
+            run.returns,
+            is_normalized,
+            args.gamma,
+            lam,
+            options.lam,
+            *after_cuts,
+            all_sum,
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
         explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
-        metrics.mean("lam", lambdas[0])
+        metrics.mean("lam", lam, None if alpha is None else usable)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:
@@ -363,11 +377,10 @@ def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: T
     lengths = completion_mask.sum(1)
     means = scored.totals / lengths.clamp(min=1)
     is_even = ((scored.tokens - means[:, None]).abs() <= 1e-5 * means.abs()[:, None]) | ~completion_mask
-    counts = scored.usable & (lengths > 2)
-    each = Moments().add(means, counts, roles.all_sum)
-    rows, even = roles.all_sum(torch.stack([counts.sum(), (is_even.all(1) & counts).sum()])).tolist()
-    differ = each.squares > each.weight * (1e-6 * each.mean) ** 2
-    if isinstance(roles.actor_critic.value_head, SideCritic) and rows >= 8 and even == rows and differ:
+    counts = (scored.usable & (lengths > 2)).to(means)
+    sums = counts.sum(), (is_even.all(1) * counts).sum(), (means * counts).sum(), (means**2 * counts).sum()
+    rows, even, total, squares = roles.all_sum(torch.stack(sums)).tolist()
+    if rows >= 8 and even == rows and squares - total**2 / rows > 1e-4 * squares:  # they differ
         raise ValueError(
             "The rewards per token of the first rollout are equal within each completion, and differ between them: "
             "scores of whole completions, spread over tokens. `critic='side'` would read them before they are earned; "

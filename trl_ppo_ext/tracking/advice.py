@@ -63,7 +63,7 @@ class Advice(NamedTuple):
 
 
 TRUNCATED = "Raise `max_completion_length`, set `missing_eos_penalty`, or exclude them (`mask_truncated_completions`)."
-SMALLER_STEPS = "Lower `learning_rate` or `num_ppo_epochs`, or set `target_kl`."
+SMALLER_STEPS = "Lower `learning_rate`, `num_ppo_epochs` or `target_kl`."
 EXCLUDED = "Find out what excludes completions: failing rewards, or `mask_truncated_completions` if none emits EOS."
 # metric, level that its end must stay below, title, remedy
 TOO_HIGH = (
@@ -172,7 +172,7 @@ def _trends(run: Run) -> list[Advice]:
     remedy = "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates."
     rule(enough and reward.falls, "The reward falls", remedy, "reward")
 
-    is_flat = enough and not (reward.falls or reward.rises) and abs(kl.end) < 0.05
+    is_flat = enough and not (reward.falls or reward.rises) and not abs(kl.end) >= 0.05  # NaN without a reference
     remedy = "Raise `learning_rate`, or lower `kl_coef`."
     rule(is_flat, "The policy hardly changes", remedy, "reward", "kl_per_completion")
     return advice

@@ -201,7 +201,7 @@ def test_agreement_is_the_cosine_with_the_expected_gradient():
     noise = torch.randn(count, 50, generator=generator)
     biased = exact + 3 * torch.randn(50, generator=generator)
     gradients = torch.stack([exact + 4 * noise, exact + noise, biased.expand(count, 50)], 1)
-    found = agreements(gradients, 1, rollout=16)
+    found = agreements(gradients, torch.arange(count), 1, rollout=16)
     means = torch.stack([exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)])
     torch.testing.assert_close(found[:2, 0].float(), means, rtol=0.1, atol=0)
     cosine = torch.nn.functional.cosine_similarity(biased, exact, dim=0)
@@ -210,15 +210,16 @@ def test_agreement_is_the_cosine_with_the_expected_gradient():
     assert low < found[0, 0] < high < low + 0.2
 
 
-def test_agreement_comes_from_pairs_of_different_completions():
+def test_agreement_comes_from_pairs_without_a_common_prompt():
     few = torch.randn(5, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
-    pairs = [(i, j) for i in range(5) for j in range(5) if i != j]
+    blocks = torch.tensor([3, 3, 0, 1, 1])
+    pairs = [(i, j) for i in range(5) for j in range(5) if blocks[i] != blocks[j]]
     product, length, square = (
         np.mean([float(few[i, a] @ few[j, b]) for i, j in pairs]) for a, b in ((0, 1), (1, 1), (0, 0))
     )
     own = np.mean([float(few[i, 0] @ few[i, 0]) for i in range(5)])
     value = product / (own / 16 + 15 / 16 * square) ** 0.5 / length**0.5
-    assert agreements(few, 1, rollout=16)[0, 0].item() == pytest.approx(value, rel=1e-6)
+    assert agreements(few, blocks, 1, rollout=16)[0, 0].item() == pytest.approx(value, rel=1e-6)
 
 
 # ---- the verdict ----

@@ -158,17 +158,18 @@ def test_default_lambda_follows_the_place_of_the_scores(is_per_turn):
     turns = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 2]])  # two turns in the second one
     at_ends = torch.tensor([[0.0, 2, 0, 0], [0, 0, 0, -1]])
 
-    def lam(*places, all_sum=torch.clone):
+    def lam(*places, scale=1.0, all_sum=torch.clone):
         scores = at_ends.clone()
         for row, place in places:
-            scores[row, place] = 0.5
+            scores[row, place] = 5.0
+        scores = torch.where(scores == 5, scale * scores, scores)
         return default_lambda(scores, turns, is_per_turn, all_sum)
 
-    assert lam() == 1
-    assert lam((0, 0)) == lam((1, 0)) == lam((1, 0), (1, 1)) == 0.8  # within a turn
+    assert lam() == lam((0, 0), scale=0.02) == 1  # a small part of the scores decides nothing
+    assert lam((0, 0)) == lam((1, 0)) == lam((0, 0), (1, 0), (1, 1)) == 0.8  # within a turn
     of_turns = 0.8 if is_per_turn else 0.8 ** (3 / 5)  # 0.8 over a turn, of which there are 3 with 5 tokens
     assert lam((1, 1)) == lam((1, 2)) == pytest.approx(of_turns)  # at its end, or where an environment answered
-    assert lam(all_sum=lambda x: x + x.new_tensor([1, 1, 0, 0])) == 0.8  # another rank has some
+    assert lam(all_sum=lambda x: x + x.new_tensor([9, 9, 9, 0, 0])) == 0.8  # another rank has some
 
 
 @pytest.mark.parametrize("lam", [None, 0.95, 0.8])
