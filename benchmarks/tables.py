@@ -13,6 +13,7 @@ from typing import Any
 import arena
 import choices
 import optimum
+import real
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
@@ -81,6 +82,7 @@ TABLES = {
     "correction.json": correction,
     "estimate.json": estimate,
     "optimum.json": lambda measured: optimum.table(measured["results"]),
+    "real.json": real.table,
     "scaling.json": scaling,
     "step.json": step,
 }

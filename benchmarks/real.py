@@ -1,0 +1,211 @@
+"""PPO, its rivals here, and TRL's own GRPOTrainer on SmolLM2-135M-Instruct, at equal completions.
+
+    python benchmarks/real.py reviews "TRL GRPO"             # tune, then three seeds
+    python benchmarks/real.py reviews PPO --rate 1e-3 --seed 0
+    python benchmarks/real.py --table
+
+All have the same base in float32, LoRA of rank 16, prompts, reward, completions and optimizer steps; each takes the
+learning rate of `RATES` with the best mean reward on a seed of its own. One thread each. Writes
+benchmarks/results/real.json.
+
+Tasks:
+
+- reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from picture import Curve, picture
+from reviews import THINGS, openings, vader
+from smollm2 import base_model
+
+RESULTS, FIGURE, RUNS = HERE / "results" / "real.json", HERE.parent / "docs" / "real.svg", Path("runs/real")
+RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
+LOGGED = ("value/explained_variance", "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam")
+ROLLOUT, STEPS = 64, 4  # completions, and optimizer steps from them
+GOAL, PARTS = 0.8, (slice(3, 6), slice(8, 11), slice(-3, None))  # of the table
+GROUPS = {"num_generations": 8}
+RIVALS: dict[str, dict[str, Any]] = {
+    "TRL GRPO": GROUPS,
+    "PPO": {},
+    "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
+    "GRPO": GROUPS | {"critic": "none"},
+}
+COLORS = {"PPO": "#1f6f50", "TRL GRPO": "#b4552d", "ReBN": "#c9a227", "GRPO": "#4f81bd"}
+
+
+class Task(NamedTuple):
+    """Prompts, reward, length of completions in tokens, and rollouts of a run."""
+
+    prompts: Callable[[], list]
+    reward: Callable[..., list]
+    length: int
+    rollouts: int
+
+
+TASKS = {"reviews": Task(partial(openings, THINGS), vader, 24, 20)}
+
+
+def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
+    """Train a rival; return its mean reward and the seconds after each rollout."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    task, rewards, seconds, texts = TASKS[name], [], [], []
+
+    def reward(completions, **kwargs):
+        scores = task.reward(completions=completions, **kwargs)
+        totals = [sum(x) if isinstance(x, list) else x for x in scores]
+        rewards.append(statistics.mean(totals))
+        seconds.append(round(time.monotonic() - start, 1))
+        texts[:] = completions
+        print(f"{name} {rival} {rate:g} seed {seed}: rollout {len(rewards)}, reward {rewards[-1]:.3f}", flush=True)
+        return totals if is_trl else scores
+
+    is_trl = rival.startswith("TRL")
+    prompts = task.prompts()
+    random.Random(seed).shuffle(prompts)
+    common = (
+        {
+            "learning_rate": rate,
+            "seed": seed,
+            "per_device_train_batch_size": ROLLOUT // STEPS,
+            "generation_batch_size": ROLLOUT,
+            "max_completion_length": task.length,
+            "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on most CPUs
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_steps": STEPS,
+        }
+        | RIVALS[rival]
+        | settings
+    )
+    config, trainer = (GRPOConfig, GRPOTrainer) if is_trl else (PPOConfig, PPOTrainer)
+    with tempfile.TemporaryDirectory() as directory:
+        args = config(directory, **common)
+        args.max_steps = task.rollouts * STEPS
+        data = Dataset.from_dict({"prompt": prompts * -(-ROLLOUT * task.rollouts // len(prompts))})
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        run = trainer(model=base_model(), reward_funcs=reward, args=args, train_dataset=data, peft_config=lora)
+        start = time.monotonic()
+        run.train()
+    history = [row for row in run.state.log_history if "reward" in row]
+    logged = {key: [round(row[key], 4) for row in history if key in row] for key in LOGGED}
+    result = {"task": name, "rival": rival, "rate": rate, "seed": seed, "settings": settings, "logged": logged}
+    return result | {"rewards": [round(x, 4) for x in rewards], "seconds": seconds, "last": texts[:8]}
+
+
+def file_of(name: str, rival: str, rate: float, seed: int, settings: dict) -> Path:
+    """File of a run."""
+    parts = [name, rival.replace(" ", "_"), f"{rate:g}", str(seed), *(f"{k}={v}" for k, v in sorted(settings.items()))]
+    return RUNS / ("-".join(parts).replace("/", "_") + ".json")
+
+
+def key(run: dict) -> str:
+    """What tells a run from another."""
+    return json.dumps([run[name] for name in ("task", "rival", "rate", "seed", "settings")])
+
+
+def once(name: str, rival: str, rate: float, seed: int, settings: dict) -> dict:
+    """Train, unless the run is saved."""
+    file = file_of(name, rival, rate, seed, settings)
+    if not file.exists():
+        result = train(name, rival, rate, seed, **settings)
+        RUNS.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result))
+    return json.loads(file.read_text())
+
+
+def interval(values: list[float]) -> str:
+    """Mean with its 95 % interval, by Student's t for three seeds."""
+    if len(values) < 3:
+        return f"{statistics.mean(values):.2f}"
+    return f"{statistics.mean(values):.2f} ± {4.30 * statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def chosen(runs: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Runs of the seeds that nothing was tuned on, by task and rival."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for run in runs:
+        if run["seed"] in SEEDS and not run["settings"]:
+            groups.setdefault((run["task"], run["rival"]), []).append(run)
+    return groups
+
+
+def table(runs: list[dict]) -> str:
+    """Markdown table: mean reward in the middle and at the end, and what it took to get there."""
+    lines = [
+        f"| task | rival | rate | rollouts 4 to 6 | 9 to 11 | last 3 | completions to {GOAL:g} | seconds |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (task, rival), group in chosen(runs).items():
+        parts = [[statistics.mean(run["rewards"][part]) for run in group] for part in PARTS]
+        reached = [next((n for n, x in enumerate(run["rewards"], 1) if x >= GOAL), None) for run in group]
+        until = ", ".join("never" if n is None else f"{n * ROLLOUT:,}" for n in reached)
+        seconds = statistics.mean(run["seconds"][-1] for run in group)
+        cells = [task, rival, f"{group[0]['rate']:g}", *map(interval, parts), until, f"{seconds:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(runs: list[dict]) -> str:
+    """Mean reward over seeds, a panel per task."""
+    panels: dict[str, list[Curve]] = {}
+    for (task, rival), group in chosen(runs).items():
+        means = [statistics.mean(rewards) for rewards in zip(*(run["rewards"] for run in group))]
+        panels.setdefault(task, []).append(Curve(rival, COLORS[rival], means))
+    return picture(panels, ROLLOUT)
+
+
+def main() -> None:
+    """Train a rival, or gather the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="?", choices=TASKS)
+    parser.add_argument("rival", nargs="?", choices=RIVALS)
+    parser.add_argument("--rate", type=float, nargs="*", default=RATES)
+    parser.add_argument("--seed", type=int, nargs="*", default=None)
+    parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
+    parser.add_argument("--table", action="store_true", help="gather runs/real in benchmarks/results/real.json")
+    given = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if given.table:
+        known = {key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+        known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
+        RESULTS.write_text(json.dumps([*known.values()], indent=1) + "\n")
+        FIGURE.write_text(figure([*known.values()]))
+        print(table([*known.values()]))
+    elif given.seed is not None:
+        for rate, seed in product(given.rate, given.seed):
+            once(given.task, given.rival, rate, seed, given.set)
+    else:
+        tuned = [once(given.task, given.rival, rate, TUNED_ON, given.set) for rate in given.rate]
+        best = max(tuned, key=lambda run: statistics.mean(run["rewards"]))["rate"]
+        for seed in SEEDS:
+            once(given.task, given.rival, best, seed, given.set)
+
+
+if __name__ == "__main__":
+    main()
