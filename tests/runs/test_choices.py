@@ -44,7 +44,7 @@ SETTINGS = {
     "target_kl": None,
     "adam_epsilon": 1e-5,  # a smaller one amplifies the rounding of small gradients
 }
-NO_CRITIC = {"critic": "none", "num_generations": GROUP, "lam_critic": None}
+NO_CRITIC = {"critic": "none", "num_generations": GROUP, "lam": None, "lam_critic": None}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -231,9 +231,9 @@ def test_turns_that_nothing_separates_have_their_own_ratios(tmp_path):
 @pytest.mark.parametrize(("estimator", "environment"), [("gae", Echo), ("rebn", Echo), ("gae", Mute)])
 def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator, environment):
     critic = {"critic": "none"} if estimator == "rebn" else {"critic": "head", "normalize_values": False}
-    settings = {"whiten_advantages": False, "gamma": 0.9, "lam": 0.8, "kl_coef": 0.0} | critic
+    settings = {"whiten_advantages": False, "gamma": 0.9, "kl_coef": 0.0} | critic
     settings |= {"advantage_level": "turn", "advantage_estimator": estimator, "max_steps": 8}
-    settings |= {"lam_critic": 0.8} if estimator == "gae" else {}
+    settings |= {"lam": 0.8, "lam_critic": 0.8} if estimator == "gae" else {}
     run = echo_trainer(tmp_path, environment_factory=environment, **settings)
     seen = rollouts_of(run)
     run.train()
