@@ -335,6 +335,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
+        if getattr(self, "activation_checkpointing", True) is None:  # its name since transformers 5.23, which warns
+            self.activation_checkpointing = self.gradient_checkpointing
         # 2. Rules, before the base class creates directories
         self.check_values()
         # 3. Parsing of JSON, devices, world size

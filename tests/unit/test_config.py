@@ -1,5 +1,6 @@
 """Fields of the config, and defaults that depend on the machine."""
 
+import warnings
 from dataclasses import fields
 
 import pytest
@@ -31,3 +32,13 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
 def test_config_has_at_most_45_fields_that_neither_the_trainer_nor_trl_has():
     own, theirs, trainers = ({field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments))
     assert len(own - theirs - trainers - NAMES.keys()) <= 45
+
+
+def test_default_of_checkpointing_warns_of_nothing_and_can_be_switched_off(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert PPOConfig(str(tmp_path), use_cpu=True).gradient_checkpointing is True
+        assert PPOConfig(str(tmp_path), use_cpu=True, gradient_checkpointing=False).gradient_checkpointing is False
+        new_name = {"activation_checkpointing": False}
+        if "activation_checkpointing" in PPOConfig.__dataclass_fields__:
+            assert PPOConfig(str(tmp_path), use_cpu=True, **new_name).gradient_checkpointing is False
