@@ -63,11 +63,12 @@ class PPOTrainer(Trainer):
 
     ```python
     from datasets import load_dataset
-    from trl_ppo_ext import PPOTrainer
+    from trl_ppo_ext import PPOConfig, PPOTrainer
 
     trainer = PPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs="Skywork/Skywork-Reward-V2-Qwen3-0.6B",
+        args=PPOConfig("Qwen2.5-0.5B-PPO", kl_coef=0.05),
         train_dataset=load_dataset("trl-lib/ultrafeedback-prompt", split="train"),
     )
     trainer.train()
