@@ -108,6 +108,8 @@ def run_of(choice, spread, launch):
     chosen, stage = CHOICES[choice], stage_of(launch)
     sharding = FSDP2 if launch.startswith("FSDP2") else {"deepspeed": deepspeed(stage)} if stage else {}
     settings = {name: value for name, value in chosen.items() if name not in OF_THE_RUN}
+    if choice not in ("GRPO", "default critic"):  # with Monte Carlo targets the gradient of a bias cancels to rounding
+        settings["lam_critic"] = 0.95
     others = {name: chosen[name] for name in OF_THE_RUN if name in chosen}
     return others | {"settings": settings | SPREADS[spread] | sharding}
 
@@ -165,9 +167,8 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     difference = {name: (weights[name] - x).norm() for name, x in expected.items()}
     whole = sum(x**2 for x in difference.values()).sqrt() / sum(x.norm() ** 2 for x in expected.values()).sqrt()
     assert whole <= 1e-6
-    # Adam turns the rounding of a gradient near zero into a step of any size; a critic's bias has such a gradient
-    for name, x in expected.items():
-        assert difference[name] <= 1e-4 * x.norm() + 5e-6, name
+    for name, x in expected.items():  # Adam turns the rounding of a gradient near zero into a step of any size
+        assert difference[name] <= 1e-4 * x.norm(), name
 
     assert len(log) == len(expected_log)
     for got, wanted in zip(log, expected_log):

@@ -40,6 +40,7 @@ def main(output_dir, batch_size):
         normalize_rewards=True,
         entropy_coef=0.01,
         kl_target=0.5,
+        lam_critic=0.95,  # with Monte Carlo targets the gradient of a bias cancels to rounding
         kl_horizon=100,
         reward_on_error="skip",
         max_reward_failures=1.0,

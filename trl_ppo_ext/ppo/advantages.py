@@ -31,8 +31,8 @@ class Advantages(NamedTuple):
     outcomes: Tensor = None  # type: ignore[assignment]  # Monte Carlo returns, to which values add after cuts only
 
 
-def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_sum: Reduction = torch.clone) -> float:
-    """λ of a rollout by where its scores are, with [`turn_starts`]'s `turns`; one per turn if that is what λ counts.
+def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_sum: Reduction = torch.clone) -> Tensor:
+    """λ of each completion of a rollout, `[batch]`, by where the scores are; per turn if that is what λ counts.
 
     1 if most, by size, are at last tokens: with a lower one, credit reaches the first tokens only through the critic,
     after many rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a
@@ -42,10 +42,10 @@ def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_s
     ends = sampled & (turns != nn.functional.pad(turns[:, 1:], (0, 1)))  # of turns
     size, is_earlier = token_scores.abs(), place < (place * sampled).amax(1, keepdim=True)
     sums = (size * (sampled & ~ends)).sum(), (size * is_earlier).sum(), size.sum(), ends.sum(), sampled.sum()
-    in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).tolist()
-    if earlier <= total / 2:
-        return 1.0
-    return STEPWISE_LAMBDA if in_turns > earlier / 2 or is_per_turn else STEPWISE_LAMBDA ** (num_turns / num_tokens)
+    in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).unbind()
+    share_of_turn = torch.where(in_turns > earlier / 2, 1.0, 1.0 if is_per_turn else num_turns / num_tokens)
+    # on the device: the host does not wait for it
+    return torch.where(earlier > total / 2, STEPWISE_LAMBDA**share_of_turn, 1.0).expand(len(turns))
 
 
 def of_critic(

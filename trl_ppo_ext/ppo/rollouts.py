@@ -251,29 +251,17 @@ def collect(
         value_weights = steps * (count / turns.clamp(min=1))
     if roles.actor_critic.value_head is not None:
         alpha, is_normalized = options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
-        if alpha is not None:
-            lam: Any = ppo_math.length_adaptive_lambda(steps, alpha)
-        else:
-            lam = (
-                default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum) if args.lam is None else args.lam
-            )
-        after_cuts = outputs_after(roles, samples, run), samples.is_cut
+        lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha)
+        if lam is None:
+            lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum)
+        lambdas, after_cuts = (lam, options.lam), (outputs_after(roles, samples, run), samples.is_cut)
         result, returns = of_critic(
-            rewards,
-            tokens.values,
-            steps,
-            run.returns,
-            is_normalized,
-            args.gamma,
-            lam,
-            options.lam,
-            *after_cuts,
-            all_sum,
+            rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
         explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
-        metrics.mean("lam", lam, None if alpha is None else usable)
+        metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:

@@ -14,6 +14,8 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import probe as module
 from trl_ppo_ext.commands.probe import LAMBDAS, agreements, gradient_sketches, probe, ridge_values, verdict
+from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.sequences import Sequences
 
 ESTIMATORS = [*(f"lam={lam:g}" for lam in LAMBDAS), "rebn", "rloo", "grpo"]
 
@@ -192,6 +194,17 @@ def test_sketches_keep_products_of_gradients(tmp_path, monkeypatch):
     products, expected = sketched @ sketched.T, 0.7**2 * exact @ exact.T  # all are scaled by the temperature
     assert torch.corrcoef(torch.stack([products.flatten(), expected.flatten()]))[0, 1] > 0.99
     torch.testing.assert_close(products.diagonal(), expected.diagonal(), rtol=0.2, atol=0)
+
+
+def test_sketches_read_advantages_at_sampled_tokens_only(tmp_path):
+    run = task(tmp_path, noise, per_device_train_batch_size=2)
+    sampled = [[1, 1, 0, 2], [1, 0, 0, 2]]  # an environment wrote the others
+    sequences = Sequences.from_token_ids([[5, 6], [7]], [[8, 9, 10, 11], [9, 8, 7, 6]], 0, "cpu", sampled=sampled)
+    nothing = torch.zeros(2, 4)
+    rollout = Rollout(sequences, sequences.completion_mask, nothing, nothing)
+    tables = {str(place): torch.eye(4)[place].expand(2, 4) for place in range(4)}
+    sizes = gradient_sketches(run, [rollout], tables).norm(dim=2)
+    assert (sizes > 0).tolist() == [[bool(turn) for turn in row] for row in sampled]
 
 
 def test_agreement_is_the_cosine_with_the_expected_gradient():
