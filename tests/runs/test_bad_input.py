@@ -207,6 +207,7 @@ FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
         ({"VERSION": "1"}, {}, {}, "FSDP1 .*`fsdp_version: 2`"),
         ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, "`fsdp_auto_wrap_policy` must be TRANSFORMER"),
         ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, "`fsdp_transformer_layer_cls_to_wrap` must be omitted"),
+        ({"IGNORED_MODULES": "lm_head"}, {}, {}, "`fsdp_ignored_modules` must be omitted"),
         ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, "`fsdp_reshard_after_forward` must be true"),
         ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, "`fsdp_cpu_ram_efficient_loading` must be false"),
         ({"OFFLOAD_PARAMS": "true"}, {}, {}, "`fsdp_offload_params` must be false"),
