@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 .PHONY: demo duel test test-all test-vllm lint bench docs clean
 
 demo: $(VENV)/.test
-	$(BIN)/python recipes/docstrings/run.py
+	$(BIN)/python recipes/smollm2/demo.py
 
 # a test takes one core; those of a file share what they prepare; the longest files come first, as collected
 test: $(VENV)/.test

@@ -11,6 +11,7 @@ benchmarks/results/real.json.
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
+- steps: the same, paid as it comes: each token gets what it changes. The sum is that of reviews.
 """
 
 import argparse
@@ -23,12 +24,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes" / "smollm2")]
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
 from smollm2 import base_model
@@ -57,7 +58,19 @@ class Task(NamedTuple):
     rollouts: int
 
 
-TASKS = {"reviews": Task(partial(openings, THINGS), vader, 24, 20)}
+def vader_by_token(completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
+    """Change of VADER's score by each token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model())
+    scores = [vader(tokenizer.batch_decode([ids[:end] for end in range(len(ids) + 1)])) for ids in completion_ids]
+    return [[after - before for before, after in pairwise(each)] for each in scores]
+
+
+TASKS = {
+    "reviews": Task(partial(openings, THINGS), vader, 24, 20),
+    "steps": Task(partial(openings, THINGS), vader_by_token, 24, 20),
+}
 
 
 def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:

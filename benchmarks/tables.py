@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import arena
-import choices
 import optimum
 import real
 
@@ -78,7 +77,6 @@ def correction(measured: dict) -> str:
 TABLES = {
     "arena.json": arena.table,
     "backends.json": backends,
-    "choices.json": lambda measured: choices.table(measured["results"]),
     "correction.json": correction,
     "estimate.json": estimate,
     "optimum.json": lambda measured: optimum.table(measured["results"]),

@@ -32,6 +32,8 @@ class Shape:
     batch: int
     prompt: int
     response: int
+    intermediate: int | None = None  # four times the hidden size
+    key_value_heads: int | None = None  # as many as heads
 
 
 SHAPES = {
@@ -39,6 +41,7 @@ SHAPES = {
     "small": Shape(8192, 256, 6, 16, 48, 48),
     "medium": Shape(32000, 512, 8, 8, 128, 128),
     "long": Shape(32000, 512, 8, 8, 64, 512),
+    "smollm2": Shape(49152, 576, 30, 16, 32, 48, 1536, 3),  # of SmolLM2-135M
 }
 
 
@@ -53,10 +56,10 @@ def model(shape: Shape, dtype: torch.dtype, classifier: bool = False, seed: int 
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
-        intermediate_size=4 * shape.hidden,
+        intermediate_size=shape.intermediate or 4 * shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=max(shape.hidden // 64, 2),
-        num_key_value_heads=max(shape.hidden // 64, 2),
+        num_key_value_heads=shape.key_value_heads or max(shape.hidden // 64, 2),
         max_position_embeddings=2048,
         bos_token_id=2,
         eos_token_id=1,

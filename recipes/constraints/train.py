@@ -1,0 +1,59 @@
+"""SmolLM2-135M-Instruct learns to follow instructions that rules can check.
+
+python recipes/constraints/train.py --seed 0      # 40 minutes on one core
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the Hub
+sys.path.append(str(Path(__file__).resolve().parents[1] / "smollm2"))
+
+from constraints import requests, share_fulfilled
+from datasets import Dataset
+from peft import LoraConfig
+from smollm2 import base_model
+
+from trl_ppo_ext import PPOConfig, PPOTrainer
+
+ROLLOUTS, ROLLOUT = 24, 64
+
+
+def main() -> None:
+    """Train an adapter of 5 MB."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--output_dir", default="runs/constraints")
+    given = parser.parse_args()
+    args = PPOConfig(
+        given.output_dir,
+        seed=given.seed,
+        learning_rate=given.learning_rate,
+        max_steps=ROLLOUTS * 4,
+        generation_batch_size=ROLLOUT,
+        per_device_train_batch_size=ROLLOUT // 4,
+        max_completion_length=80,
+        model_init_kwargs={"dtype": "float32"},  # faster than bfloat16 on most CPUs
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        logging_steps=4,
+        save_strategy="no",
+    )
+    trainer = PPOTrainer(
+        model=base_model(),
+        reward_funcs=share_fulfilled,
+        args=args,
+        train_dataset=Dataset.from_list(requests(ROLLOUTS * ROLLOUT, given.seed)),
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A pretrained chat model learns to write positive reviews, from a frozen 4-bit reward model; another rule judges.
+
+    make demo
+
+SmolLM2-135M-Instruct comes from the package index. A reward model is fitted on the same base and loaded in NF4. PPO
+trains an adapter against it. TextBlob, which nothing has optimized, judges reviews of things that were not trained.
+"""
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the Hub
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from reviews import HELD_OUT, THINGS, distinct, openings, textblob
+from reward_model import LENGTH, sample, train_reward_model
+from smollm2 import base_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging
+
+from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.commands.main import main as trl_ppo
+
+OUTPUT = Path("runs/reviews")
+SETTINGS = {
+    "learning_rate": 1e-3,
+    "max_steps": 48,
+    "generation_batch_size": 64,
+    "per_device_train_batch_size": 16,
+    "max_completion_length": LENGTH,
+    "kl_coef": 0.02,  # a reward model can be hacked
+    "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on most CPUs
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "logging_steps": 4,
+    "save_strategy": "no",
+}
+
+
+def main() -> None:
+    """Run all stages."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    with timed("SmolLM2-135M-Instruct, from the package index"):
+        base = base_model()
+    with timed("Reward model: six layers of the base, taught VADER's opinion of the base's own reviews"):
+        correlation = train_reward_model(base, OUTPUT / "reward_model")
+        print(f"correlation with VADER on held-out reviews: {correlation:.2f}")
+    with timed("PPO: policy, reference and critic on one base, the reward model in 4 bits"):
+        align(base)
+    with timed("Verdict: TextBlob, on things that were not trained, at temperature 0.7"):
+        give_verdict(base)
+    trl_ppo(["report", str(OUTPUT / "ppo")])
+
+
+def align(base: str) -> None:
+    """Train the adapter."""
+    trainer = PPOTrainer(
+        model=base,
+        reward_funcs=str(OUTPUT / "reward_model"),
+        args=PPOConfig(str(OUTPUT / "ppo"), resume_from_checkpoint="false", **SETTINGS),
+        train_dataset=Dataset.from_dict({"prompt": openings(THINGS)}),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        monitor_funcs=textblob,  # logged, never optimized
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+def give_verdict(base: str) -> None:
+    """Compare reviews of the base and of the adapter, which is an ordinary one."""
+    prompts, tokenizer = openings(HELD_OUT) * 4, AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    texts = {}
+    for name, adapter in (("before", None), ("after", OUTPUT / "ppo")):
+        if adapter:
+            model = PeftModel.from_pretrained(model, adapter)
+        set_seed(1)
+        texts[name] = sample(model, tokenizer, prompts, temperature=0.7)
+    for name, completions in texts.items():
+        polarity = textblob(completions)
+        positive = sum(x > 0 for x in polarity) / len(polarity)
+        mean = sum(polarity) / len(polarity)
+        print(f"{name:7} {positive:4.0%} positive, polarity {mean:5.2f}, {distinct(completions):.0%} distinct words")
+    for number in range(0, 40, 4):
+        print(f"\n{prompts[number]} ...")
+        for name, completions in texts.items():
+            print(f"  {name:7} {' '.join(completions[number].split())}")
+
+
+@contextmanager
+def timed(title: str):
+    """Print a title and the elapsed time."""
+    print(f"\n== {title}", flush=True)
+    start = time.monotonic()
+    yield
+    print(f"== done in {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Each kind of constraint accepts an answer that fulfils it and refuses one that does not."""
+
+from pathlib import Path
+
+import pytest
+
+ANSWERS = {  # value, an answer that fulfils it, one that does not
+    "no commas": ("", "Tea is warm; I like it.", "Tea, warm."),
+    "lowercase": ("", "tea is warm, 2 cups.", "tea is Warm."),
+    "uppercase": ("", "TEA IS WARM, 2 CUPS.", "TEA IS warm."),
+    "quotation": ("", '"Tea is warm."\n', '"Tea" is warm.'),
+    "title": ("", "<<On tea>>\nTea is warm.", "<On tea> Tea is warm <<>>."),
+    "postscript": ("P.S.", "Tea is warm.\nP.S. And good.", "Tea is warm. PS: And good."),
+    "placeholders": ("2", "Dear [name], bring [number] cups.", "Dear [name], bring cups."),
+    "bullets": ("2", "Tea is\n* warm\n- good", "Tea is\n* warm\n* good\n* sweet"),
+    "highlights": ("2", "*Tea* is **warm**.", "*Tea* is warm."),
+    "sections": ("2", "SECTION 1 Tea. SECTION 2 Cups.", "SECTION 1 Tea. Section 2 Cups."),
+    "JSON": ("", '```json\n{"tea": "warm"}\n```', "{tea: warm}"),
+    "ending": ("Thank you.", 'Tea is warm. "Thank you."', "Thank you. Tea is warm."),
+    "keyword": ("warm", "Tea is Warm.", "Tea is hot."),
+    "repeated keyword": ("warm", "Warm tea is warm.", "Tea is warm."),
+    "forbidden": ("war", "Tea is warm.", "No war."),
+    "letter": ("a", "A cat at a bar, a man.", "A cat."),
+    "few words": ("4", "Tea is warm.", "Tea is warm today."),
+    "many words": ("4", "Tea is warm today.", "Tea is warm."),
+    "few sentences": ("3", "Tea is warm. I like it!", "Tea. Is. Warm."),
+    "many sentences": ("3", "Tea is warm. Is it? Yes!", "Tea is warm... I like it."),
+    "paragraphs": ("2", "Tea.\n***\nCups.", "Tea.\n\nCups."),
+    "two answers": ("", "Tea.\n******\nCoffee.", "Tea.\n***\nCoffee."),
+    "capital words": ("2", "TEA is WARM, I say.", "TEA is Warm, I say."),
+    "repeat": ("What is good about tea?", "what is good about tea? It is warm.", "Tea is warm."),
+}
+
+
+@pytest.fixture
+def constraints(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "recipes" / "constraints"))
+    import constraints
+
+    return constraints
+
+
+def test_rules_tell_answers_apart(constraints):
+    assert ANSWERS.keys() == constraints.CONSTRAINTS.keys()
+    for name, (value, right, wrong) in ANSWERS.items():
+        assert constraints.fulfilled(right, [name], [value]) == [True], name
+        assert constraints.fulfilled(wrong, [name], [value]) == [False], name
+
+
+def test_reward_is_the_share_of_what_was_asked(constraints):
+    answers = [[{"role": "assistant", "content": text}] for text in ("tea, warm", "tea")]
+    names, values = [["no commas", "lowercase"]] * 2, [["", ""]] * 2
+    assert constraints.share_fulfilled(answers, names, values) == [0.5, 1.0]
+
+
+def test_held_out_requests_share_no_topic_word_or_ending(constraints):
+    trained, held_out = constraints.requests(480, seed=0), constraints.requests(480, seed=1, held_out=True)
+    texts = [row["prompt"][0]["content"] for row in held_out]
+    assert not any(f" {topic}" in text for text in texts for topic in constraints.TOPICS)
+    assert not set(texts) & {row["prompt"][0]["content"] for row in trained}
+    for rows in (trained, held_out):
+        kinds = [name for row in rows for name in row["names"]]
+        assert set(kinds) == constraints.CONSTRAINTS.keys() and 600 < len(kinds) < 680
