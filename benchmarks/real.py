@@ -11,7 +11,6 @@ benchmarks/results/real.json.
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
-- steps: the same, paid as it comes: each token gets what it changes. The sum is that of reviews.
 """
 
 import argparse
@@ -24,12 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes" / "smollm2")]
+RECIPES = HERE.parent / "recipes"
+sys.path[:0] = [str(HERE.parent), str(RECIPES), str(RECIPES / "smollm2")]
+from by_token import by_token
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
 from smollm2 import base_model
@@ -40,13 +41,23 @@ LOGGED = ("value/explained_variance", "approx_kl", "stopped_early", "clip_ratio/
 ROLLOUT, STEPS = 64, 4  # completions, and optimizer steps from them
 GOAL, PARTS = 0.8, (slice(3, 6), slice(8, 11), slice(-3, None))  # of the table
 GROUPS = {"num_generations": 8}
+REBN = {"critic": "none", "advantage_estimator": "rebn"}
 RIVALS: dict[str, dict[str, Any]] = {
     "TRL GRPO": GROUPS,
     "PPO": {},
-    "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
+    "PPO, by token": {},  # "by token": the score is paid as it comes, each token what it changes
+    "ReBN": REBN,
+    "ReBN, by token": REBN,
     "GRPO": GROUPS | {"critic": "none"},
 }
-COLORS = {"PPO": "#1f6f50", "TRL GRPO": "#b4552d", "ReBN": "#c9a227", "GRPO": "#4f81bd"}
+COLORS = {
+    "PPO, by token": "#1f6f50",
+    "ReBN, by token": "#c9a227",
+    "PPO": "#4f81bd",
+    "TRL GRPO": "#b4552d",
+    "ReBN": "#7a6fb0",
+    "GRPO": "#888888",
+}
 
 
 class Task(NamedTuple):
@@ -58,19 +69,7 @@ class Task(NamedTuple):
     rollouts: int
 
 
-def vader_by_token(completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
-    """Change of VADER's score by each token."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(base_model())
-    scores = [vader(tokenizer.batch_decode([ids[:end] for end in range(len(ids) + 1)])) for ids in completion_ids]
-    return [[after - before for before, after in pairwise(each)] for each in scores]
-
-
-TASKS = {
-    "reviews": Task(partial(openings, THINGS), vader, 24, 20),
-    "steps": Task(partial(openings, THINGS), vader_by_token, 24, 20),
-}
+TASKS = {"reviews": Task(partial(openings, THINGS), vader, 24, 20)}
 
 
 def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
@@ -78,21 +77,25 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
     task, rewards, seconds, texts = TASKS[name], [], [], []
+    score = task.reward
+    if rival.endswith("by token"):
+        score = by_token(score, AutoTokenizer.from_pretrained(base_model()))
 
     def reward(completions, **kwargs):
-        scores = task.reward(completions=completions, **kwargs)
+        scores = score(completions=completions, **kwargs)
         totals = [sum(x) if isinstance(x, list) else x for x in scores]
         rewards.append(statistics.mean(totals))
         seconds.append(round(time.monotonic() - start, 1))
         texts[:] = completions
         print(f"{name} {rival} {rate:g} seed {seed}: rollout {len(rewards)}, reward {rewards[-1]:.3f}", flush=True)
-        return totals if is_trl else scores
+        return scores
 
     is_trl = rival.startswith("TRL")
     prompts = task.prompts()

@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from itertools import combinations, takewhile
 from typing import NamedTuple
 
 TASKS = (
@@ -26,16 +27,21 @@ HELD_OUT_TOPICS = (
 ).split("|")
 WORDS = "time people water light small river work happy morning simple strong quiet friend story change".split()
 HELD_OUT_WORDS = "world green early house learn bright people future".split()
+EXAMPLES = "this|highlighted text|a good day"  # of the wordings; a copy does not count
 ENDINGS = "That is all I know.|Is there anything else?|Now it is your turn.|Thank you for reading."
 HELD_OUT_ENDINGS = "I hope this helps.|What do you think of it?"
 
 
 class Constraint(NamedTuple):
-    """Wordings, values that they may ask for, and the rule: whether a text fulfils it with the value."""
+    """Wordings, values that they may ask for, whether a text fulfils it with a value, and how far, from 0 to 1.
+
+    Those without `progress` are not trained.
+    """
 
     wordings: str
     values: list
     check: Callable[[str, str], bool]
+    progress: Callable[[str, str], float] | None = None
 
 
 def counted(pattern: str, flags: int = 0) -> Callable[[str], int]:
@@ -57,10 +63,21 @@ def is_json(text: str) -> bool:
     return True
 
 
+def without(times: int) -> float:
+    """Progress where nothing of a kind is allowed: each costs a quarter."""
+    return max(1 - times / 4, 0)
+
+
+def shared_start(text: str, value: str) -> int:
+    """Number of first characters that are the same."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, value))))
+
+
 words = counted(r"\w+")
 sentences = counted(r"[.!?]+(\s|$)")
 bullets = counted(r"^\s*(\*(?!\*)|-)", re.MULTILINE)
-highlights = counted(r"\*[^\n*]+\*")
+highlights = counted(rf"\*(?!{EXAMPLES})[^\n*]+\*")
+title = re.compile(rf"<<(?!{EXAMPLES})[^\n]*\w[^\n]*>>")
 blanks = counted(r"\[[^\]]*\]")
 capitals = counted(r"\b[A-Z][A-Z]+\b")
 
@@ -69,51 +86,60 @@ CONSTRAINTS = {
         "Do not use any commas.|Your answer must not contain a comma.|Avoid commas altogether.",
         [""],
         lambda text, _: "," not in text,
+        lambda text, _: without(text.count(",")),
     ),
     "lowercase": Constraint(
         "Use only lowercase letters.|Your whole answer should be in lowercase, with no capital letters.|"
         "No capital letters are allowed in your reply.",
         [""],
         lambda text, _: text.islower(),
+        lambda text, _: without(sum(map(str.isupper, text))),
     ),
     "uppercase": Constraint(
         "Write in capital letters only.|Your entire answer should be in all capital letters.|Use all caps.",
         [""],
         lambda text, _: text.isupper(),
+        lambda text, _: without(len(re.findall(r"\b\w*[a-z]", text))),
     ),
     "quotation": Constraint(
         "Put your whole answer in double quotation marks.|Wrap the entire reply with double quotes.",
         [""],
         lambda text, _: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+        lambda text, _: (text[:1] == '"') / 2 + (len(text) > 1 and text[0] == text.strip()[-1] == '"') / 2,
     ),
     "title": Constraint(
         "Give it a title in double angular brackets, such as <<a good day>>.|"
         "Your answer must have a title, wrapped like <<this>>.",
         [""],
-        lambda text, _: bool(re.search(r"<<[^\n]*\w[^\n]*>>", text)),
+        lambda text, _: bool(title.search(text)),
+        lambda text, _: ("<<" in text) / 2 + bool(title.search(text)) / 2,
     ),
     "postscript": Constraint(
         "At the end, add a postscript that starts with {}.|Finish with a postscript beginning with {}",
         ["P.S.", "P.P.S"],
         lambda text, value: value in text,
+        lambda text, value: float(value in text),
     ),
     "placeholders": Constraint(
         "Use at least {} placeholders in square brackets, such as [name].|"
         "The answer must contain at least {} placeholders like [address].",
         ["1", "2", "3"],
         lambda text, value: blanks(text) >= int(value),
+        lambda text, value: min(blanks(text) / int(value), 1),
     ),
     "bullets": Constraint(
         "Answer with exactly {} bullet points. Use markdown bullets such as: * This is a point.|"
         "Your reply must be a list of exactly {} bullet points, in markdown (* point).",
         ["2", "3", "4"],
         lambda text, value: bullets(text) == int(value),
+        lambda text, value: max(1 - abs(bullets(text) / int(value) - 1), 0),
     ),
     "highlights": Constraint(
         "Highlight at least {} parts of your answer with markdown, such as *this part*.|"
         "Mark at least {} sections with asterisks, i.e. *highlighted text*.",
         ["1", "2", "3"],
         lambda text, value: highlights(text) >= int(value),
+        lambda text, value: min(highlights(text) / int(value), 1),
     ),
     "sections": Constraint(
         "Your answer must have {} sections. Mark the beginning of each with SECTION X, such as: SECTION 1|"
@@ -193,8 +219,12 @@ CONSTRAINTS = {
         "Before you answer, repeat this sentence exactly: {}",
         [task.format(topic) for task in TASKS[:4] for topic in TOPICS[:6]],
         lambda text, value: text.strip().lower().startswith(value.lower()),
+        lambda text, value: shared_start(text.strip().lower(), value.lower()) / len(value),
     ),
 }
+CASES = ("lowercase", "uppercase", "capital words")
+CONTRARY = [{"few words", "many words"}, {"few sentences", "many sentences"}, *map(set, combinations(CASES, 2))]
+TRAINED = [name for name, constraint in CONSTRAINTS.items() if constraint.progress]
 HELD_OUT_VALUES = {
     "ending": HELD_OUT_ENDINGS.split("|"),
     "keyword": HELD_OUT_WORDS,
@@ -205,11 +235,16 @@ HELD_OUT_VALUES = {
 
 
 def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
-    """Prompts of one constraint, or of two in a third of them, with the names and values of what they ask for."""
+    """Prompts of one constraint, or of two in a third of them, with the names and values of what they ask for.
+
+    Held-out ones ask for every kind, the others for those that are trained.
+    """
     draw, rows = random.Random(seed), []
+    kinds = list(CONSTRAINTS) if held_out else TRAINED
     for place in range(number):
-        names = [list(CONSTRAINTS)[place % len(CONSTRAINTS)]]
-        names += draw.sample([name for name in CONSTRAINTS if name not in names], k=draw.random() < 1 / 3)
+        names = [kinds[place % len(kinds)]]
+        others = [name for name in kinds if {name, names[0]} not in CONTRARY and name != names[0]]
+        names += draw.sample(others, k=draw.random() < 1 / 3)
         topic = draw.choice(HELD_OUT_TOPICS if held_out else TOPICS)
         parts, values = [draw.choice(TASKS).format(topic)], []
         for name in names:
@@ -227,7 +262,10 @@ def fulfilled(text: str, names: list[str], values: list[str]) -> list[bool]:
     return [CONSTRAINTS[name].check(text, value) for name, value in zip(names, values)]
 
 
-def share_fulfilled(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
-    """The reward: the share of a prompt's constraints that its answer fulfils."""
-    checks = [fulfilled(turns[0]["content"], *asked) for turns, *asked in zip(completions, names, values)]
-    return [sum(each) / len(each) for each in checks]
+def progress(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
+    """The reward: how far an answer fulfils its constraints, on average."""
+    scores = []
+    for turns, kinds, asked in zip(completions, names, values):
+        text = turns[0]["content"]
+        scores.append(sum(CONSTRAINTS[kind].progress(text, value) for kind, value in zip(kinds, asked)) / len(kinds))
+    return scores

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns to follow instructions that rules can check.
 
-python recipes/constraints/train.py --seed 0      # 40 minutes on one core
+python recipes/constraints/train.py --seed 0      # 25 minutes on one core
 """
 
 import argparse
@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the Hub
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "smollm2"))
 
-from constraints import requests, share_fulfilled
+from by_token import by_token
+from constraints import progress, requests
 from datasets import Dataset
 from peft import LoraConfig
 from smollm2 import base_model
+from transformers import AutoTokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
-ROLLOUTS, ROLLOUT = 24, 64
+ROLLOUTS, ROLLOUT = 12, 64
 
 
 def main() -> None:
@@ -35,7 +38,9 @@ def main() -> None:
         max_steps=ROLLOUTS * 4,
         generation_batch_size=ROLLOUT,
         per_device_train_batch_size=ROLLOUT // 4,
-        max_completion_length=80,
+        max_completion_length=48,
+        temperature=0.7,
+        kl_coef=0.05,  # without it, answers become a list of the marks that were asked for
         model_init_kwargs={"dtype": "float32"},  # faster than bfloat16 on most CPUs
         bf16=False,
         gradient_checkpointing=False,
@@ -46,7 +51,7 @@ def main() -> None:
     )
     trainer = PPOTrainer(
         model=base_model(),
-        reward_funcs=share_fulfilled,
+        reward_funcs=by_token(progress, AutoTokenizer.from_pretrained(base_model())),
         args=args,
         train_dataset=Dataset.from_list(requests(ROLLOUTS * ROLLOUT, given.seed)),
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),

@@ -47,10 +47,14 @@ def test_rules_tell_answers_apart(constraints):
         assert constraints.fulfilled(wrong, [name], [value]) == [False], name
 
 
-def test_reward_is_the_share_of_what_was_asked(constraints):
-    answers = [[{"role": "assistant", "content": text}] for text in ("tea, warm", "tea")]
-    names, values = [["no commas", "lowercase"]] * 2, [["", ""]] * 2
-    assert constraints.share_fulfilled(answers, names, values) == [0.5, 1.0]
+def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints):
+    def reward(text, names, values):
+        return constraints.progress([[{"role": "assistant", "content": text}]], [names], [values])[0]
+
+    for name in constraints.TRAINED:
+        value, right, wrong = ANSWERS[name]
+        assert reward(right, [name], [value]) == 1 > reward(wrong, [name], [value]) >= 0, name
+    assert reward("Tea, warm, and good.", ["no commas", "uppercase"], ["", ""]) == (0.5 + 0) / 2
 
 
 def test_held_out_requests_share_no_topic_word_or_ending(constraints):
@@ -58,6 +62,6 @@ def test_held_out_requests_share_no_topic_word_or_ending(constraints):
     texts = [row["prompt"][0]["content"] for row in held_out]
     assert not any(f" {topic}" in text for text in texts for topic in constraints.TOPICS)
     assert not set(texts) & {row["prompt"][0]["content"] for row in trained}
-    for rows in (trained, held_out):
+    for rows, asked in ((trained, constraints.TRAINED), (held_out, constraints.CONSTRAINTS)):
         kinds = [name for row in rows for name in row["names"]]
-        assert set(kinds) == constraints.CONSTRAINTS.keys() and 600 < len(kinds) < 680
+        assert set(kinds) == set(asked) and 600 < len(kinds) < 680
