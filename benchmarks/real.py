@@ -103,6 +103,7 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     common = (
         {
             "learning_rate": rate,
+            "max_steps": task.rollouts * STEPS,
             "seed": seed,
             "per_device_train_batch_size": ROLLOUT // STEPS,
             "generation_batch_size": ROLLOUT,
@@ -122,7 +123,6 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     config, trainer = (GRPOConfig, GRPOTrainer) if is_trl else (PPOConfig, PPOTrainer)
     with tempfile.TemporaryDirectory() as directory:
         args = config(directory, **common)
-        args.max_steps = task.rollouts * STEPS
         data = Dataset.from_dict({"prompt": prompts * -(-ROLLOUT * task.rollouts // len(prompts))})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         run = trainer(model=base_model(), reward_funcs=reward, args=args, train_dataset=data, peft_config=lora)

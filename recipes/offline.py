@@ -121,6 +121,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         "learning_rate": 1e-3,
         "kl_coef": 0.0,
         "entropy_coef": 0.04,
+        "target_kl": None,  # a token is a whole turn here, and a bound per token one per turn
         "gamma": 1.0,
         "advantage_level": "turn",
         "logging_steps": 4,
