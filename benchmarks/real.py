@@ -141,7 +141,7 @@ def file_of(name: str, rival: str, rate: float, seed: int, settings: dict) -> Pa
 
 
 def key(run: dict) -> str:
-    """What tells a run from another."""
+    """Identity of a run."""
     return json.dumps([run[name] for name in ("task", "rival", "rate", "seed", "settings")])
 
 
@@ -163,11 +163,14 @@ def interval(values: list[float]) -> str:
 
 
 def chosen(runs: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Runs of the seeds that nothing was tuned on, by task and rival."""
+    """Runs of the seeds that nothing was tuned on, by task and rival, which has one rate."""
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in runs:
         if run["seed"] in SEEDS and not run["settings"]:
-            groups.setdefault((run["task"], run["rival"]), []).append(run)
+            group = groups.setdefault((run["task"], run["rival"]), [])
+            if group and group[0]["rate"] != run["rate"]:
+                raise ValueError(f"{run['task']}, {run['rival']} has runs of two rates; remove those of one.")
+            group.append(run)
     return groups
 
 
@@ -205,22 +208,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="*", default=None)
     parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
     parser.add_argument("--table", action="store_true", help="gather runs/real in benchmarks/results/real.json")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if given.table:
+    if options.table:
         known = {key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
         known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
         RESULTS.write_text(json.dumps([*known.values()], indent=1) + "\n")
         FIGURE.write_text(figure([*known.values()]))
         print(table([*known.values()]))
-    elif given.seed is not None:
-        for rate, seed in product(given.rate, given.seed):
-            once(given.task, given.rival, rate, seed, given.set)
+    elif options.seed is not None:
+        for rate, seed in product(options.rate, options.seed):
+            once(options.task, options.rival, rate, seed, options.set)
     else:
-        tuned = [once(given.task, given.rival, rate, TUNED_ON, given.set) for rate in given.rate]
+        tuned = [once(options.task, options.rival, rate, TUNED_ON, options.set) for rate in options.rate]
         best = max(tuned, key=lambda run: statistics.mean(run["rewards"]))["rate"]
         for seed in SEEDS:
-            once(given.task, given.rival, best, seed, given.set)
+            once(options.task, options.rival, best, seed, options.set)
 
 
 if __name__ == "__main__":

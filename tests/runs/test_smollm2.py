@@ -24,14 +24,14 @@ def base(tmp_path, monkeypatch):
 
 
 def liked(completions, **kwargs):
-    """Whether the last word has an even number."""
+    """Whether the last word has an even number below ten."""
     return [float(text.split()[-1][1:] in ("0", "2", "4", "6", "8")) if text.split() else 0.0 for text in completions]
 
 
 def test_reward_model_learns_from_the_score_at_every_token(base, monkeypatch):
     import reward_model
 
-    monkeypatch.setattr(reward_model, "REVIEWS", 512)
+    monkeypatch.setattr(reward_model, "TRAINED", 2048)
     monkeypatch.setattr(reward_model, "RATE", 1e-2)  # its weights are random
     correlation = reward_model.train_reward_model(base, Path("reward"))
     assert correlation > 0.5
@@ -43,18 +43,18 @@ def test_score_of_a_token_is_that_of_the_text_so_far(base):
     from reward_model import collate, example
 
     row = example(tokenizer(), "w1 w3", "w2 w5 w4")
-    assert torch.tensor(row["labels"]).nan_to_num(-1).tolist() == [-1, -1, 1, 0, 1]
+    assert torch.tensor(row["labels"]).nan_to_num(-1).tolist() == [-1, -1, 1, 0, 1, 1]  # the last is at EOS
     padded = collate([row, example(tokenizer(), "w1", "w6")])
-    assert padded["input_ids"].shape == padded["labels"].shape == (2, 5)
-    assert (~padded["labels"].isnan()).sum(1).tolist() == [3, 1]
+    assert padded["input_ids"].shape == padded["labels"].shape == (2, 6)
+    assert (~padded["labels"].isnan()).sum(1).tolist() == [4, 2]
 
 
 def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     import demo
     import reward_model
 
-    monkeypatch.setattr(reward_model, "REVIEWS", 16)
-    monkeypatch.setattr(reward_model, "HELD_OUT", 8)
+    monkeypatch.setattr(reward_model, "TRAINED", 16)
+    monkeypatch.setattr(reward_model, "MEASURED", 8)
     monkeypatch.setattr(demo, "base_model", lambda: base)
     sizes = {"max_steps": 2, "generation_batch_size": 8, "per_device_train_batch_size": 4, "max_completion_length": 4}
     monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | sizes)
