@@ -123,6 +123,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         "entropy_coef": 0.04,
         "target_kl": None,  # a token is a whole turn here, and a bound per token one per turn
         "gamma": 1.0,
+        "lam": 0.95,  # over a token, which is a turn
         "advantage_level": "turn",
         "logging_steps": 4,
         "save_strategy": "no",
