@@ -34,7 +34,7 @@ ANSWERS = {  # value, an answer that fulfils it, one that does not
 
 @pytest.fixture
 def constraints(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "recipes" / "constraints"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks" / "constraints"))
     import constraints
 
     return constraints

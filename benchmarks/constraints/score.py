@@ -1,6 +1,6 @@
 """Score the base and adapters on prompts with topics that were not trained, and 14 kinds that were not.
 
-python recipes/constraints/score.py recipes/constraints/adapter
+python benchmarks/constraints/score.py runs/constraints
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "smollm2"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes" / "smollm2"))
 
 import torch
 from constraints import CONSTRAINTS, TRAINED, fulfilled, requests
@@ -19,7 +19,7 @@ from peft import PeftModel
 from smollm2 import base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS, SEED, LENGTH, BATCH = 480, 1, 160, 120
+PROMPTS, SEED, LENGTH, BATCH = 288, 1, 128, 96
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def answers(model: torch.nn.Module, tokenizer, prompts: list[list[dict]]) -> lis
     for start in range(0, len(prompts), BATCH):
         turns = prompts[start : start + BATCH]
         inputs = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True
+            turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         outputs = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
         texts += tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", help="file for prompts and answers, as JSON")
     options = parser.parse_args()
     rows = requests(PROMPTS, SEED, held_out=True)
-    tokenizer = AutoTokenizer.from_pretrained(base_model())
+    tokenizer = AutoTokenizer.from_pretrained(base_model(), padding_side="left")
     texts = {}
     for adapter in (None, *options.adapters):
         model = AutoModelForCausalLM.from_pretrained(base_model(), dtype=torch.float32)
