@@ -50,7 +50,7 @@ def main() -> None:
         base = base_model()
     with timed("Reward model: six layers of the base, taught VADER's opinion of the base's own reviews"):
         correlation = train_reward_model(base, OUTPUT / "reward_model")
-        print(f"correlation with VADER on held-out reviews: {correlation:.2f}")
+        print(f"correlation with VADER on things that were not trained: {correlation:.2f}")
     with timed("PPO: policy, reference and critic on one base, the reward model in 4 bits"):
         align(base)
     with timed("Verdict: TextBlob, on things that were not trained, at temperature 0.7"):
