@@ -68,7 +68,13 @@ def shared_start(text: str, value: str) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, value))))
 
 
+def has_postscript(text: str, mark: str) -> bool:
+    """Whether a text has the mark, and not only as the end of a longer one."""
+    return bool(re.search(rf"(?<![\w.]){re.escape(mark)}", text))
+
+
 words = counter(r"\w+")
+quoted = re.compile(r'\s*".*"\s*', re.DOTALL)
 sentences = counter(r"[.!?]+[\"')*]*(\s|$)")
 bullets = counter(r"^\s*[*-]\s", re.MULTILINE)
 highlights = counter(rf"(\*\*?)(?!({EXAMPLES})\*)(?=\S)[^\n*]+\1")
@@ -99,8 +105,8 @@ CONSTRAINTS = {
     "quotation": Constraint(
         "Put your whole answer in double quotation marks.|Wrap the entire reply with double quotes.",
         [""],
-        lambda text, _: bool(re.fullmatch(r'".*"', text.strip(), re.DOTALL)),
-        lambda text, _: text.strip().startswith('"') / 2 + bool(re.fullmatch(r'".*"', text.strip(), re.DOTALL)) / 2,
+        lambda text, _: bool(quoted.fullmatch(text)),
+        lambda text, _: text.strip().startswith('"') / 2 + bool(quoted.fullmatch(text)) / 2,
     ),
     "title": Constraint(
         "Give it a title in double angular brackets, such as <<a good day>>.|"
@@ -112,8 +118,8 @@ CONSTRAINTS = {
     "postscript": Constraint(
         "At the end, add a postscript that starts with {}|Finish with a postscript beginning with {}",
         ["P.S.", "P.P.S"],
-        lambda text, value: bool(re.search(rf"(?<![\w.]){re.escape(value)}", text)),
-        lambda text, value: float(bool(re.search(rf"(?<![\w.]){re.escape(value)}", text))),
+        has_postscript,
+        has_postscript,
     ),
     "placeholders": Constraint(
         "Use at least {} placeholders in square brackets, such as [name].|"

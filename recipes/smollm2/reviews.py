@@ -1,5 +1,6 @@
 """Positive reviews: openings to continue, the rule that labels them, and another one that judges."""
 
+from functools import cache
 from itertools import product
 
 from textblob import TextBlob
@@ -13,6 +14,9 @@ WAYS = (
 ).split("|")
 
 
+analyzer = cache(SentimentIntensityAnalyzer)  # reads its lexicon once
+
+
 def openings(things: str) -> list[str]:
     """Openings of reviews, ten for each thing."""
     return [way.format(thing) for thing, way in product(things.split(), WAYS)]
@@ -20,8 +24,7 @@ def openings(things: str) -> list[str]:
 
 def vader(completions: list[str], **kwargs) -> list[float]:
     """VADER's compound score, from -1 to 1."""
-    analyzer = SentimentIntensityAnalyzer()
-    return [analyzer.polarity_scores(text)["compound"] for text in completions]
+    return [analyzer().polarity_scores(text)["compound"] for text in completions]
 
 
 def textblob(completions: list[str], **kwargs) -> list[float]:

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from tiny import llama, tokenizer
 from transformers import AutoModelForSequenceClassification
+
+from trl_ppo_ext import PPOTrainer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "smollm2"
 
@@ -58,7 +61,15 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     monkeypatch.setattr(demo, "base_model", lambda: base)
     sizes = {"max_steps": 2, "generation_batch_size": 8, "per_device_train_batch_size": 4, "max_completion_length": 4}
     monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | sizes)
+    trainers = []
+
+    def build(**kwargs):
+        trainers.append(PPOTrainer(**kwargs))
+        return trainers[-1]
+
+    monkeypatch.setattr(demo, "PPOTrainer", build)
     demo.main()
+    assert any(isinstance(module, Linear4bit) for module in trainers[0].roles.rewards[0].model.modules())
     printed = capsys.readouterr().out
     assert printed.count("\n  before ") == printed.count("\n  after ") == 10
     assert "distinct words" in printed and Path("runs/reviews/ppo/report.html").exists()
