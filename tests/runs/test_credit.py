@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs_of_tiny import rollouts_of, trainer
+from runs_of_tiny import rollouts_of, trainer, write_completions
 from tiny import WORDS, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -110,6 +110,21 @@ def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
     assert mean > 1
     _, expected = ppo_math.gae(starts.float(), samples.values, starts, GAMMA, 0.8, mean.expand(len(starts)))
     torch.testing.assert_close(samples.returns, expected)
+
+
+def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
+    """Five tokens that pay 1 and an EOS that pays nothing: with one value everywhere, λ 0.8 would cost the EOS that."""
+
+    def one_per_token(completion_ids, **_):
+        return [[1.0] * (len(ids) - 1) + [0.0] for ids in completion_ids]
+
+    sizes = {"per_device_train_batch_size": 64, "num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1}
+    run = trainer(tmp_path, reward_funcs=one_per_token, **sizes, kl_coef=0.0, lam=0.8)
+    write_completions(run, lambda prompts: [[5, 6, 7, 8, 9, 1]] * len(prompts))
+    rollout, samples = first_rollout(run)
+    to_go = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
+    assert (samples.values[0] - to_go).abs().max() < 0.5 and samples.values.std(0).max() < 1e-5
+    assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
 
 
 def test_value_after_a_limit_has_room_in_the_context(tmp_path):

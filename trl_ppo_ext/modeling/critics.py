@@ -1,5 +1,6 @@
 """Critics: a linear value head on one state, or a small network on several; their units, inputs and learning rates."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,9 @@ class SideCritic(ValueHead):
 
     A step of Adam moves every weight by the learning rate, and so an output by that times the sum of its inputs. They
     are scaled to the same sum at any width of the policy (https://huggingface.co/papers/2203.03466).
+
+    A new one begins with the mean return by position of its first rollout. With the same value everywhere, an answer
+    that ends would lose it, λ below 1 would call that bad, and a policy unlearns EOS in one rollout.
     """
 
     learning_rate = 1e-3
@@ -111,24 +115,47 @@ class SideCritic(ValueHead):
         self.first.weight.data /= self.scale
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
+        self.trend: Tensor  # of the returns of the first rollout, over the position; not trained
+        self.register_buffer("trend", torch.zeros(COSINES, device=device))
+
+    def cosines(self, positions: Tensor) -> Tensor:
+        """Cosines of positions in a completion, `[..., COSINES]`."""
+        frequencies = torch.arange(COSINES, device=positions.device) * torch.pi / self.length
+        # a critic of shorter completions must not read those beyond as their mirror image
+        return (torch.minimum(positions, self.length)[..., None] * frequencies).cos().float()
+
+    def begin(self, targets: Tensor, mask: Tensor, positions: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        """Set the trend to that of the first rollout's targets; return it, all `[batch, response]`.
+
+        By ridge regression, in which each cosine's weight counts as 0 in one completion: few of them give no trend.
+        """
+        cosines = self.cosines(positions)
+        # float64 if the device has it (Apple's GPUs do not): the sums must not depend on the ranks
+        dtype = torch.float32 if mask.device.type == "mps" else torch.float64
+        inputs, outputs = cosines[mask].to(dtype), targets[mask].to(dtype)
+        rows = mask.any(1).sum().to(dtype).expand(COSINES)
+        sums = all_sum(torch.cat([inputs.T @ inputs, torch.stack([inputs.T @ outputs, rows], 1)], 1)).cpu()
+        products, rows = sums[:, :COSINES], sums[:, -1].clamp(min=1)
+        ridge = torch.diag(products.diagonal() * COSINES / rows + torch.finfo(dtype).eps)
+        self.trend.copy_(torch.linalg.solve(products + ridge, sums[:, COSINES]))
+        return (cosines @ self.trend.float()) * mask
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""
         size = states[-1].shape[-1]
         normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
-        waves = torch.arange(COSINES, device=positions.device) * torch.pi / self.length
-        # a critic of shorter completions must not read those beyond as their mirror image
-        positions = torch.minimum(positions, self.length)
-        position = nn.functional.pad((positions[:, None] * waves).cos(), (0, size - COSINES))
-        rewards = torch.zeros_like(waves[:1]).expand(len(positions), 1) if earned is None else earned[:, None]
+        cosines = self.cosines(positions)
+        position = nn.functional.pad(cosines, (0, size - COSINES))
+        rewards = torch.zeros_like(cosines[:, :1]) if earned is None else earned[:, None]
         # as long as a state, or they would drown in large models
         norm = (size / COSINES) ** 0.5
-        return self.scale * torch.cat([*normalized, norm * position, norm * rewards], 1)
+        return torch.cat([self.scale * torch.cat([*normalized, norm * position, norm * rewards], 1), cosines], 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Outputs `[tokens, 1]` of what was [`read`]."""
-        gate, up = self.first(hidden.to(self.first.weight.dtype)).chunk(2, 1)
-        return super().forward(nn.functional.silu(gate) * up)
+        read, cosines = hidden.split([self.first.in_features, COSINES], 1)
+        gate, up = self.first(read.to(self.first.weight.dtype)).chunk(2, 1)
+        return super().forward(nn.functional.silu(gate) * up) + (cosines @ self.trend.float())[:, None]
 
 
 def new_critic(policy: Any, is_normalized: bool, length: int | None = None) -> ValueHead:

@@ -24,7 +24,7 @@ from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened
 from .guards import SamplerComparison, report_nonfinite, stand_ins
-from .math import Moments
+from .math import Moments, Reduction
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
 from .state import RunState
 
@@ -210,6 +210,10 @@ def collect(
     group_size, gather, is_per_turn = args.num_generations, accelerator.gather, args.advantage_level == "turn"
 
     # 1. Play, score, and run policy, reference and critic.
+    head = roles.actor_critic.value_head
+    new_critic = head if isinstance(head, SideCritic) and state.global_step == 0 and not run.returns.weight else None
+    if new_critic is not None:
+        new_critic.trend.zero_()  # of a first rollout that was abandoned
     samples = sample(roles, rows, run, metrics, state, num_valid=None)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
@@ -219,7 +223,7 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         warn_about_equal_scores(roles, scored)
-        if isinstance(roles.actor_critic.value_head, SideCritic):
+        if isinstance(head, SideCritic):
             check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
@@ -249,11 +253,14 @@ def collect(
         # the critic learns at first tokens, from a mean over turns
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
-    if roles.actor_critic.value_head is not None:
-        alpha, is_normalized = options.lam_length_alpha, roles.actor_critic.value_head.is_normalized
+    if head is not None:
+        alpha, is_normalized = options.lam_length_alpha, head.is_normalized
         lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha)
         if lam is None:
             lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum)
+        if new_critic is not None:
+            trend = trend_of(new_critic, rewards, steps, completion_mask, args.gamma, all_sum)
+            tokens = tokens._replace(values=tokens.values + trend)
         lambdas, after_cuts = (lam, options.lam), (outputs_after(roles, samples, run), samples.is_cut)
         result, returns = of_critic(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
@@ -297,6 +304,15 @@ def collect(
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)
+
+
+def trend_of(
+    critic: SideCritic, rewards: Tensor, steps: Tensor, mask: Tensor, gamma: float, all_sum: Reduction
+) -> Tensor:
+    """Let a new critic begin with the mean Monte Carlo return by position; return what that adds to its outputs."""
+    outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
+    targets = critic.units(Moments().add(outcomes, steps, all_sum)).targets(outcomes)
+    return critic.begin(targets, steps.bool(), mask.long().cumsum(1) - 1, all_sum)
 
 
 # ---- the forward of the updates ----

@@ -5,7 +5,7 @@ import torch
 
 from trl_ppo_ext.modeling import SideCritic, ValueHead
 from trl_ppo_ext.modeling.critics import EARNED_BOUND, Units, rewards_so_far
-from trl_ppo_ext.ppo.math import Moments
+from trl_ppo_ext.ppo.math import Moments, explained_variance
 
 
 def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
@@ -81,3 +81,50 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
             assert (after - before).square().mean().sqrt() < 0.2  # deviations of the returns
             before = after
     assert 1 - (before - outcomes).var() / outcomes.var() > 0.25
+
+
+# ---- how a new one begins
+
+
+def begun(returns, mask):
+    """Explained variance of the trend, and a critic that began with these returns."""
+    critic = SideCritic(64, 64, 2, mask.shape[1], True, torch.device("cpu"))
+    units = Units(returns[mask].mean().item(), returns[mask].std().item())
+    places = torch.arange(mask.shape[1]).expand(mask.shape)
+    trend = critic.begin(units.targets(returns), mask, places, torch.clone)
+    return float(explained_variance(units.values(trend), returns, mask)), critic, trend
+
+
+def test_new_critic_begins_with_the_mean_return_by_position():
+    to_go = torch.arange(24, 0, -1.0).expand(256, 24)
+    mask = torch.ones(256, 24, dtype=torch.bool)
+    explained, critic, trend = begun(to_go + torch.randn(256, 24), mask)
+    best = to_go.var() / (to_go.var() + 1)
+    assert 0.95 * best < explained <= best
+    read = critic.read([torch.randn(24, 64) for _ in critic.layers], torch.arange(24), None)
+    with torch.no_grad():
+        torch.testing.assert_close(critic(read)[:, 0], trend[0])  # what the network adds begins at 0
+
+
+@pytest.mark.parametrize("completions", [4, 8, 64])
+@pytest.mark.parametrize("has_score_at_end", [True, False])
+def test_trend_of_noise_explains_nothing(completions, has_score_at_end):
+    torch.manual_seed(0)
+    mask = torch.arange(32) < torch.randint(1, 33, (completions, 1))
+    returns = torch.randn(completions, 1 if has_score_at_end else 32) * mask
+    assert abs(begun(returns, mask)[0]) <= 0.1
+
+
+def test_trend_is_the_same_on_several_processes():
+    mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
+    returns, parts = torch.randn(4, 12) * mask, []
+
+    def begin(rows, all_sum):
+        critic = SideCritic(64, 64, 2, 12, True, torch.device("cpu"))
+        critic.begin(returns[rows], mask[rows], torch.arange(12).expand(len(mask[rows]), 12), all_sum)
+        return critic.trend
+
+    for rows in (slice(0, 2), slice(2, 4)):
+        begin(rows, lambda x: parts.append(x) or x)
+    assert torch.equal(begin(slice(0, 2), lambda _: sum(parts)), begin(slice(2, 4), lambda _: sum(parts)))
+    torch.testing.assert_close(begin(slice(0, 2), lambda _: sum(parts)), begin(slice(0, 4), torch.clone))
