@@ -15,7 +15,7 @@ from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
 from trl_ppo_ext.ppo.advantages import DECAY, in_units, of_critic
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.ppo.rollouts import Rollout, trend_of
 from trl_ppo_ext.ppo.state import RunState
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
@@ -45,8 +45,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
 
         # 2. Score the completions; a score enters at the last token.
         scores = torch.tensor(reward(tokenizer.batch_decode(completions, skip_special_tokens=True))).to(mask.device)
-        last = sequences.completion_lengths[:, None].to(mask.device) - 1
-        token_scores = torch.zeros_like(mask, dtype=torch.float32).scatter(1, last, scores[:, None])
+        token_scores = scores[:, None] * (mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)))
 
         # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier rollouts, if any.
         sequences = replace(sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0))
@@ -54,10 +53,11 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
             old, ref_logprobs = roles(sequences), roles.reference_logprobs(sequences)
 
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
-        kl = old.logprobs - ref_logprobs
-        rewards = token_scores - run.kl_coef * kl
+        rewards = token_scores - run.kl_coef * (kl := old.logprobs - ref_logprobs)
 
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
+        if number == 0:  # a new critic begins with the mean return by position
+            old = old._replace(values=old.values + trend_of(roles.value_head, rewards, mask, mask))
         result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam)
         result = in_units(result, seen, mask)
         run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))

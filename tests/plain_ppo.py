@@ -163,6 +163,7 @@ class Models:
     steps: int = 0  # optimizer steps taken
     units: Units = field(default_factory=Units)  # of the value head
     token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
+    trend: list[float] = field(default_factory=list)  # by position, what the side network adds to its output
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -263,6 +264,8 @@ def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
         states = [x[0, response] for x in body.hidden_states]
         read = side_inputs(states, sample.earned, s) if s.critic == "side" else states[-1]
         predictions = models.value_head(read)[:, 0]
+        if models.trend:
+            predictions = predictions + torch.tensor(models.trend[: len(sample.ids)], dtype=torch.float64)
     return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions)
 
 
@@ -312,13 +315,36 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
     return [[(x - mean) / deviation + keep_mean * mean for x in row] for row in rows]
 
 
-def advantages_of_critic(units: Units, samples: list[Sample], s: Settings) -> None:
+def fit_trend(models: Models, samples: list[Sample], s: Settings) -> None:
+    """Let a new side network begin with the mean return by position: ridge regression on cosines of it.
+
+    A weight costs its square times the sum of its squared inputs over 16 average completions.
+    """
+    waves = [
+        [math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)]
+        for t in range(s.max_completion_length)
+    ]
+    inputs = torch.tensor([waves[t] for x in samples for t in range(len(x.ids))], dtype=torch.float64)
+    targets = torch.tensor([models.units.in_units(x) for sample in samples for x in sample.outcomes]).double()
+    penalty = torch.diag((16 / len(samples) * (inputs**2).sum(0)).sqrt())
+    zeros = torch.zeros(16, 1, dtype=torch.float64)
+    weights = torch.linalg.lstsq(torch.cat([inputs, penalty]), torch.cat([targets[:, None], zeros])).solution
+    models.trend = (torch.tensor(waves, dtype=torch.float64) @ weights)[:, 0].tolist()
+    for sample in samples:
+        added = torch.tensor(models.trend[: len(sample.ids)], dtype=torch.float64)
+        sample.old = sample.old._replace(predictions=sample.old.predictions + added)
+
+
+def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> None:
     """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
+    units = models.units
     for sample in samples:
         sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
     outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
         units.begin_rollout(outcomes)
+    if s.critic == "side" and not models.trend:
+        fit_trend(models, samples, s)
     earlier = sum(abs(x) for sample in samples for x in sample.scores_at_tokens()[:-1])
     ends_only = earlier <= sum(abs(sample.scores_at_tokens()[-1]) for sample in samples)
     of_policy = (1.0 if ends_only else 0.8) if s.lam is None else s.lam
@@ -361,7 +387,7 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
             for sample, advantage in zip(group, group_advantages(totals, s.advantage_estimator)):
                 sample.advantages = [advantage] * len(sample.ids)
     else:
-        advantages_of_critic(models.units, scored, s)
+        advantages_of_critic(models, scored, s)
     models.token_scores.add([x for sample in scored for x in sample.scores_at_tokens()])
     if s.whiten_advantages:
         unit = deviation([sample.advantages for sample in learned])

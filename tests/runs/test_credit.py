@@ -113,7 +113,7 @@ def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
 
 
 def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
-    """Five tokens that pay 1 and an EOS that pays nothing: with one value everywhere, λ 0.8 would cost the EOS that."""
+    """Five tokens that pay 1 and an EOS that pays nothing: with one value everywhere, λ 0.8 would charge the EOS."""
 
     def one_per_token(completion_ids, **_):
         return [[1.0] * (len(ids) - 1) + [0.0] for ids in completion_ids]

@@ -307,7 +307,12 @@ def collect(
 
 
 def trend_of(
-    critic: SideCritic, rewards: Tensor, steps: Tensor, mask: Tensor, gamma: float, all_sum: Reduction
+    critic: SideCritic,
+    rewards: Tensor,
+    steps: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    all_sum: Reduction = torch.clone,
 ) -> Tensor:
     """Let a new critic begin with the mean Monte Carlo return by position; return what that adds to its outputs."""
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
