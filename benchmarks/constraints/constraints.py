@@ -266,10 +266,19 @@ def fulfilled(text: str, names: list[str], values: list[str]) -> list[bool]:
     return [CONSTRAINTS[name].check(text, value) for name, value in zip(names, values)]
 
 
+def fresh(text: str) -> float:
+    """Share of a text that is new words, one for every 8 characters, from 0 to 1; a short one counts as 80 characters.
+
+    Prose has about 1. Repetition, lists of marks and answers of a word or two have less.
+    """
+    return min(8 * len(set(re.findall(r"[a-z]{3,}", text.lower()))) / max(len(text), 80), 1)
+
+
 def progress(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
-    """The reward: how far an answer fulfils its constraints, on average."""
+    """The reward: how far an answer fulfils its constraints, on average, times how much of it is new words."""
     scores = []
     for turns, kinds, asked in zip(completions, names, values):
         text = turns[0]["content"]
-        scores.append(sum(CONSTRAINTS[kind].progress(text, value) for kind, value in zip(kinds, asked)) / len(kinds))
+        share = sum(CONSTRAINTS[kind].progress(text, value) for kind, value in zip(kinds, asked)) / len(kinds)
+        scores.append(share * fresh(text))
     return scores

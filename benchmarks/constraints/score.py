@@ -1,6 +1,6 @@
 """Score the base and adapters on prompts with topics that were not trained, and 14 kinds that were not.
 
-python benchmarks/constraints/score.py runs/constraints
+python benchmarks/constraints/score.py benchmarks/constraints/adapter
 """
 
 import argparse

@@ -47,7 +47,16 @@ def test_checks_accept_and_refuse(constraints):
         assert constraints.fulfilled(wrong, [name], [value]) == [False], name
 
 
-def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints):
+def test_repetition_marks_and_short_answers_are_not_fresh(constraints):
+    prose = "Rivers carry rain from the hills down into wide valleys, where many people live, fish and trade."
+    assert constraints.fresh(prose) == 1 and constraints.fresh("") == 0
+    for text in (prose * 5, "Rivers.", "[address] [street] [street] [street]" * 3, "*" * 90, "🐦" * 90):
+        assert constraints.fresh(text) < 0.5, text
+
+
+def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints, monkeypatch):
+    monkeypatch.setattr(constraints, "fresh", lambda text: 1.0)
+
     def reward(text, names, values):
         return constraints.progress([[{"role": "assistant", "content": text}]], [names], [values])[0]
 
