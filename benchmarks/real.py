@@ -11,6 +11,7 @@ benchmarks/results/real.json.
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
+- reverse: similarity of three words written backwards with the right answer, after a warm start (reverse.py).
 """
 
 import argparse
@@ -22,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent / "recipes"
 sys.path[:0] = [str(HERE.parent), str(RECIPES), str(RECIPES / "smollm2")]
+import reverse
 from by_token import by_token
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
@@ -61,15 +62,26 @@ COLORS = {
 
 
 class Task(NamedTuple):
-    """Prompts, reward, length of completions in tokens, and rollouts of a run."""
+    """Model, prompts of a seed, reward, length of completions in tokens, and rollouts of a run."""
 
-    prompts: Callable[[], list]
+    base: Callable[[], str]
+    rows: Callable[[int], list[dict]]
     reward: Callable[..., list]
     length: int
     rollouts: int
 
 
-TASKS = {"reviews": Task(partial(openings, THINGS), vader, 24, 20)}
+def reviews(seed: int) -> list[dict]:
+    """Openings in the order of a seed."""
+    prompts = openings(THINGS)
+    random.Random(seed).shuffle(prompts)
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+TASKS = {
+    "reviews": Task(base_model, reviews, vader, 24, 20),
+    "reverse": Task(reverse.warm_base, reverse.rows, reverse.similarity, 24, 20),
+}
 
 
 def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
@@ -84,9 +96,9 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
 
     torch.set_num_threads(1)
     task, rewards, seconds, texts = TASKS[name], [], [], []
-    score = task.reward
+    base, score = task.base(), task.reward
     if rival.endswith("by token"):
-        score = by_token(score, AutoTokenizer.from_pretrained(base_model()))
+        score = by_token(score, AutoTokenizer.from_pretrained(base))
 
     def reward(completions, **kwargs):
         scores = score(completions=completions, **kwargs)
@@ -98,8 +110,7 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
         return scores
 
     is_trl = rival.startswith("TRL")
-    prompts = task.prompts()
-    random.Random(seed).shuffle(prompts)
+    rows = task.rows(seed)
     common = (
         {
             "learning_rate": rate,
@@ -123,9 +134,9 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     config, trainer = (GRPOConfig, GRPOTrainer) if is_trl else (PPOConfig, PPOTrainer)
     with tempfile.TemporaryDirectory() as directory:
         args = config(directory, **common)
-        data = Dataset.from_dict({"prompt": prompts * -(-ROLLOUT * task.rollouts // len(prompts))})
+        data = Dataset.from_list(rows * -(-ROLLOUT * task.rollouts // len(rows)))
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        run = trainer(model=base_model(), reward_funcs=reward, args=args, train_dataset=data, peft_config=lora)
+        run = trainer(model=base, reward_funcs=reward, args=args, train_dataset=data, peft_config=lora)
         start = time.monotonic()
         run.train()
     history = [row for row in run.state.log_history if "reward" in row]

@@ -1,0 +1,78 @@
+"""Reverse-text, after the smallest example of prime-rl: write three words backwards, letter by letter.
+
+    python benchmarks/reverse.py          # writes runs/SmolLM2-135M-reverse
+
+The base does not know the task, so it is first shown examples, of words that the prompts of the runs do not have.
+"""
+
+import random
+import re
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from smollm2 import base_model
+
+SHOWN, WARM = 256, Path("runs/SmolLM2-135M-reverse")
+ROWS, WORDS = 4096, 3
+
+
+@cache
+def vocabulary() -> list[str]:
+    """English words that are a token each, the same for all."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(base_model()).get_vocab()
+    words = sorted(token[1:] for token in tokens if re.fullmatch("Ġ[a-z]{4,7}", token))
+    random.Random(0).shuffle(words)
+    return words
+
+
+def drawn(number: int, seed: int, words: list[str]) -> list[dict]:
+    """Prompts with their answers."""
+    draw = random.Random(seed)
+    texts = ["".join(draw.sample(words, WORDS)) for _ in range(number)]
+    return [{"prompt": f"Backwards: {' '.join(text)} ->", "answer": " ".join(text[::-1])} for text in texts]
+
+
+def rows(seed: int) -> list[dict]:
+    """Prompts of a run, of the first half of the words."""
+    return drawn(ROWS, seed, vocabulary()[: len(vocabulary()) // 2])
+
+
+def similarity(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """Share of matching letters, from 0 to 1 (`difflib`'s ratio)."""
+    return [SequenceMatcher(None, text.split(), right.split()).ratio() for text, right in zip(completions, answer)]
+
+
+def warm_base() -> str:
+    """Path of the model after it was shown examples, which is done once."""
+    if not WARM.exists():
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        shown = drawn(SHOWN, 1, vocabulary()[len(vocabulary()) // 2 :])
+        data = Dataset.from_list([{"prompt": row["prompt"], "completion": " " + row["answer"]} for row in shown])
+        args = SFTConfig(
+            "runs/reverse",
+            learning_rate=2e-4,
+            num_train_epochs=1,
+            per_device_train_batch_size=32,
+            model_init_kwargs={"dtype": "float32"},
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(base_model(), args=args, train_dataset=data)
+        trainer.train()
+        part = WARM.with_suffix(".part")  # an interruption leaves no folder that looks complete
+        trainer.save_model(part)
+        part.rename(WARM)
+    return str(WARM)
+
+
+if __name__ == "__main__":
+    print(warm_base())
