@@ -57,7 +57,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
 
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
         if number == 0:  # a new critic begins with the mean return by position
-            old = old._replace(values=old.values + trend_of(roles.value_head, rewards, mask, mask))
+            old = old._replace(values=old.values + trend_of(roles.value_head, rewards, mask))
         result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam)
         result = in_units(result, seen, mask)
         run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))

@@ -318,7 +318,8 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
 def fit_trend(models: Models, samples: list[Sample], s: Settings) -> None:
     """Let a new side network begin with the mean return by position: ridge regression on cosines of it.
 
-    A weight costs its square times the sum of its squared inputs over 16 average completions.
+    Besides the samples there is one completion of full length with targets of 0, and a weight costs its square times
+    the sum of its squared inputs over 16 average samples.
     """
     waves = [
         [math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)]
@@ -327,9 +328,11 @@ def fit_trend(models: Models, samples: list[Sample], s: Settings) -> None:
     inputs = torch.tensor([waves[t] for x in samples for t in range(len(x.ids))], dtype=torch.float64)
     targets = torch.tensor([models.units.in_units(x) for sample in samples for x in sample.outcomes]).double()
     penalty = torch.diag((16 / len(samples) * (inputs**2).sum(0)).sqrt())
-    zeros = torch.zeros(16, 1, dtype=torch.float64)
-    weights = torch.linalg.lstsq(torch.cat([inputs, penalty]), torch.cat([targets[:, None], zeros])).solution
-    models.trend = (torch.tensor(waves, dtype=torch.float64) @ weights)[:, 0].tolist()
+    everywhere = torch.tensor(waves, dtype=torch.float64)
+    rows = torch.cat([inputs, everywhere, penalty])
+    zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
+    weights = torch.linalg.lstsq(rows, torch.cat([targets, zeros])[:, None]).solution
+    models.trend = (everywhere @ weights)[:, 0].tolist()
     for sample in samples:
         added = torch.tensor(models.trend[: len(sample.ids)], dtype=torch.float64)
         sample.old = sample.old._replace(predictions=sample.old.predictions + added)

@@ -127,6 +127,25 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
     assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
 
 
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
+    run, compared = episodes_run(tmp_path, Ending, advantage_level=level, critic="side"), []
+    start = run.updates.start
+
+    def begin(rollout, step):
+        outputs = rollouts.score_tokens(run.roles, rollout.sequences).values
+        starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
+        has_value = rollout.response_mask & starts if level == "turn" else rollout.response_mask
+        compared.append((outputs, rollout.old_values, has_value))
+        return start(rollout, step)
+
+    run.updates.start = begin
+    run.train()
+    [(outputs, values, mask)] = compared
+    assert run.actor_critic.value_head.trend.any() and values[mask].std() > 0.01
+    torch.testing.assert_close(outputs[mask], values[mask])
+
+
 def test_value_after_a_limit_has_room_in_the_context(tmp_path):
     trainer(tmp_path, max_completion_length=59)
     with pytest.raises(PromptError, match="leaves 4"):

@@ -99,7 +99,7 @@ class SideCritic(ValueHead):
     are scaled to the same sum at any width of the policy (https://huggingface.co/papers/2203.03466).
 
     A new one begins with the mean return by position of its first rollout. With the same value everywhere, an answer
-    that ends would lose it, λ below 1 would call that bad, and a policy unlearns EOS in one rollout.
+    that ends would lose it, λ below 1 would call that bad, and a policy may unlearn EOS in one rollout.
     """
 
     learning_rate = 1e-3
@@ -124,21 +124,25 @@ class SideCritic(ValueHead):
         # a critic of shorter completions must not read those beyond as their mirror image
         return (torch.minimum(positions, self.length)[..., None] * frequencies).cos().float()
 
-    def begin(self, targets: Tensor, mask: Tensor, positions: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        """Set the trend to that of the first rollout's targets; return it, all `[batch, response]`.
+    def begin(self, targets: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        """Set the trend to that of the first rollout's targets, and return it, all `[batch, response]`.
 
-        By ridge regression, in which each cosine's weight counts as 0 in one completion: few of them give no trend.
+        By ridge regression that adds one completion of full length with targets of 0, where no completion may be, and
+        for each weight the penalty of 16 average ones: of few completions it takes little.
         """
-        cosines = self.cosines(positions)
+        device, places = mask.device, torch.arange(mask.shape[1], device=mask.device)
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on the ranks
-        dtype = torch.float32 if mask.device.type == "mps" else torch.float64
-        inputs, outputs = cosines[mask].to(dtype), targets[mask].to(dtype)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        cosines = self.cosines(places).to(dtype)
+        counts, totals = mask.sum(0).to(dtype), (targets * mask).to(dtype).sum(0)
+        products = cosines.T @ (counts[:, None] * cosines)
         rows = mask.any(1).sum().to(dtype).expand(COSINES)
-        sums = all_sum(torch.cat([inputs.T @ inputs, torch.stack([inputs.T @ outputs, rows], 1)], 1)).cpu()
+        sums = all_sum(torch.cat([products, torch.stack([cosines.T @ totals, rows], 1)], 1)).cpu()
         products, rows = sums[:, :COSINES], sums[:, -1].clamp(min=1)
-        ridge = torch.diag(products.diagonal() * COSINES / rows + torch.finfo(dtype).eps)
+        full = self.cosines(torch.arange(int(self.length), device=device)).to(dtype).cpu()
+        ridge = full.T @ full + torch.diag(COSINES / rows * products.diagonal())
         self.trend.copy_(torch.linalg.solve(products + ridge, sums[:, COSINES]))
-        return (cosines @ self.trend.float()) * mask
+        return (self.cosines(places) @ self.trend.float()) * mask
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""

@@ -211,7 +211,8 @@ def collect(
 
     # 1. Play, score, and run policy, reference and critic.
     head = roles.actor_critic.value_head
-    new_critic = head if isinstance(head, SideCritic) and state.global_step == 0 and not run.returns.weight else None
+    is_new = args.critic_init is None and state.global_step == 0 and not run.returns.weight
+    new_critic = head if is_new and isinstance(head, SideCritic) else None
     if new_critic is not None:
         new_critic.trend.zero_()  # of a first rollout that was abandoned
     samples = sample(roles, rows, run, metrics, state, num_valid=None)
@@ -259,7 +260,7 @@ def collect(
         if lam is None:
             lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum)
         if new_critic is not None:
-            trend = trend_of(new_critic, rewards, steps, completion_mask, args.gamma, all_sum)
+            trend = trend_of(new_critic, rewards, steps, args.gamma, all_sum)
             tokens = tokens._replace(values=tokens.values + trend)
         lambdas, after_cuts = (lam, options.lam), (outputs_after(roles, samples, run), samples.is_cut)
         result, returns = of_critic(
@@ -310,14 +311,13 @@ def trend_of(
     critic: SideCritic,
     rewards: Tensor,
     steps: Tensor,
-    mask: Tensor,
     gamma: float = 1.0,
     all_sum: Reduction = torch.clone,
 ) -> Tensor:
     """Let a new critic begin with the mean Monte Carlo return by position; return what that adds to its outputs."""
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
     targets = critic.units(Moments().add(outcomes, steps, all_sum)).targets(outcomes)
-    return critic.begin(targets, steps.bool(), mask.long().cumsum(1) - 1, all_sum)
+    return critic.begin(targets, steps.bool(), all_sum)
 
 
 # ---- the forward of the updates ----

@@ -90,8 +90,7 @@ def begun(returns, mask):
     """Explained variance of the trend, and a critic that began with these returns."""
     critic = SideCritic(64, 64, 2, mask.shape[1], True, torch.device("cpu"))
     units = Units(returns[mask].mean().item(), returns[mask].std().item())
-    places = torch.arange(mask.shape[1]).expand(mask.shape)
-    trend = critic.begin(units.targets(returns), mask, places, torch.clone)
+    trend = critic.begin(units.targets(returns), mask, torch.clone)
     return float(explained_variance(units.values(trend), returns, mask)), critic, trend
 
 
@@ -115,13 +114,21 @@ def test_trend_of_noise_explains_nothing(completions, has_score_at_end):
     assert abs(begun(returns, mask)[0]) <= 0.1
 
 
+def test_trend_stays_within_the_returns_where_no_completion_was():
+    critic = SideCritic(64, 64, 2, 1024, True, torch.device("cpu"))
+    targets = torch.linspace(2, -2, 100).expand(256, 100)
+    critic.begin(targets, torch.ones(256, 100, dtype=torch.bool), torch.clone)
+    trend = critic.cosines(torch.arange(1025)) @ critic.trend
+    assert trend.abs().max() < 2.5 and (trend[:100] - targets[0]).abs().max() < 1
+
+
 def test_trend_is_the_same_on_several_processes():
     mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
     returns, parts = torch.randn(4, 12) * mask, []
 
     def begin(rows, all_sum):
         critic = SideCritic(64, 64, 2, 12, True, torch.device("cpu"))
-        critic.begin(returns[rows], mask[rows], torch.arange(12).expand(len(mask[rows]), 12), all_sum)
+        critic.begin(returns[rows], mask[rows], all_sum)
         return critic.trend
 
     for rows in (slice(0, 2), slice(2, 4)):
