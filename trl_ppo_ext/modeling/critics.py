@@ -140,7 +140,8 @@ class SideCritic(ValueHead):
         sums = all_sum(torch.cat([products, torch.stack([cosines.T @ totals, rows], 1)], 1)).cpu()
         products, rows = sums[:, :COSINES], sums[:, -1].clamp(min=1)
         full = self.cosines(torch.arange(int(self.length), device=device)).to(dtype).cpu()
-        ridge = full.T @ full + torch.diag(COSINES / rows * products.diagonal())
+        # the smallest one is for a rollout without a token that counts
+        ridge = full.T @ full + torch.diag(COSINES / rows * products.diagonal() + 1e-6)
         self.trend.copy_(torch.linalg.solve(products + ridge, sums[:, COSINES]))
         return (self.cosines(places) @ self.trend.float()) * mask
 

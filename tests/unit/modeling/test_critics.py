@@ -114,6 +114,11 @@ def test_trend_of_noise_explains_nothing(completions, has_score_at_end):
     assert abs(begun(returns, mask)[0]) <= 0.1
 
 
+def test_rollout_without_a_token_that_counts_has_no_trend():
+    critic = SideCritic(64, 64, 2, 8, True, torch.device("cpu"))
+    assert not critic.begin(torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bool), torch.clone).any()
+
+
 def test_trend_stays_within_the_returns_where_no_completion_was():
     critic = SideCritic(64, 64, 2, 1024, True, torch.device("cpu"))
     targets = torch.linspace(2, -2, 100).expand(256, 100)
