@@ -15,7 +15,7 @@ from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
 from trl_ppo_ext.ppo.advantages import DECAY, in_units, of_critic
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.ppo.rollouts import Rollout, trend_of
+from trl_ppo_ext.ppo.rollouts import Rollout, fit_new
 from trl_ppo_ext.ppo.state import RunState
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
@@ -49,15 +49,15 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
 
         # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier rollouts, if any.
         sequences = replace(sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0))
-        with torch.no_grad():
+        with torch.no_grad(), roles.value_head.recorded() as recorded:
             old, ref_logprobs = roles(sequences), roles.reference_logprobs(sequences)
 
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
         rewards = token_scores - run.kl_coef * (kl := old.logprobs - ref_logprobs)
 
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
-        if number == 0:  # a new critic begins with the mean return by position
-            old = old._replace(values=old.values + trend_of(roles.value_head, rewards, mask))
+        if number == 0:  # a new critic begins with a fit to the first returns
+            old = old._replace(values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask))
         result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam)
         result = in_units(result, seen, mask)
         run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))

@@ -163,7 +163,7 @@ class Models:
     steps: int = 0  # optimizer steps taken
     units: Units = field(default_factory=Units)  # of the value head
     token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
-    trend: list[float] = field(default_factory=list)  # by position, what the side network adds to its output
+    first_fit: Tensor | None = None  # weights of what `seen_first` has
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -213,6 +213,7 @@ class Outputs(NamedTuple):
     kl: Tensor  # KL from the reference by the chosen estimator
     k1: Tensor
     predictions: Tensor | None  # of the critic, in its units
+    seen: Tensor | None = None  # [response, inputs] of the first fit
 
 
 # 1. ---- forward
@@ -229,19 +230,31 @@ def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
     return [max(-5.0, min(5.0, x)) for x in means]
 
 
+def waves(length: int, s: Settings) -> Tensor:
+    """The positions up to a length: cos(π·k·t / `max_completion_length`) for k from 0 to 15."""
+    parts = [[math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)] for t in range(length)]
+    return torch.tensor(parts, dtype=torch.float64)
+
+
 def side_inputs(states: list[Tensor], earned: list[float], s: Settings) -> Tensor:
     """States after each quarter of the layers, the position in the completion, and the rewards so far.
 
-    All have about the same length. The position t is cos(π·k·t / `max_completion_length`) for k from 0 to 15.
+    All have about the same length.
     """
-    size, tokens, epsilon = states[-1].shape[-1], range(len(earned)), 2.0**-23
+    size, epsilon = states[-1].shape[-1], 2.0**-23
     layers = sorted({round((len(states) - 1) * quarter / 4) for quarter in (1, 2, 3, 4)})
     parts = [
         x / ((x**2).mean(-1, keepdim=True) + epsilon).sqrt() for x in (states[layer].detach() for layer in layers)
     ]
-    waves = [[math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)] for t in tokens]
-    others = [[*waves[t], *[0.0] * (size - 16), earned[t]] for t in tokens]
-    return torch.cat([*parts, math.sqrt(size / 16) * torch.tensor(others, dtype=torch.float64)], -1)
+    positions = torch.nn.functional.pad(waves(len(earned), s), (0, size - 16))
+    rewards = torch.tensor(earned, dtype=torch.float64)[:, None]
+    return torch.cat([*parts, math.sqrt(size / 16) * positions, math.sqrt(size / 16) * rewards], -1)
+
+
+def seen_first(inputs: Tensor, s: Settings) -> Tensor:
+    """What the first fit reads: 256 fixed random directions of the side network's inputs, and the position."""
+    directions = torch.randn(256, inputs.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    return torch.cat([inputs @ directions.T, waves(len(inputs), s)], 1)
 
 
 def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
@@ -258,15 +271,16 @@ def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
     k1 = (policy - sample.reference).gather(1, tokens)[:, 0]
     exact = (policy.exp() * (policy - sample.reference)).sum(-1)
     kl = {"k1": k1, "k2": k1**2 / 2, "k3": (-k1).exp() - 1 + k1, "exact": exact}[s.kl_estimator]
-    predictions = None
+    predictions = seen = None
     if models.value_head is not None:
         body = outputs if models.critic_body is None else models.critic_body(input_ids=ids, output_hidden_states=True)
         states = [x[0, response] for x in body.hidden_states]
-        read = side_inputs(states, sample.earned, s) if s.critic == "side" else states[-1]
-        predictions = models.value_head(read)[:, 0]
-        if models.trend:
-            predictions = predictions + torch.tensor(models.trend[: len(sample.ids)], dtype=torch.float64)
-    return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions)
+        inputs = side_inputs(states, sample.earned, s) if s.critic == "side" else states[-1]
+        predictions = models.value_head(inputs)[:, 0]
+        if s.critic == "side":
+            seen = seen_first(inputs, s)
+            predictions = predictions if models.first_fit is None else predictions + seen @ models.first_fit
+    return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions, seen)
 
 
 # 2. ---- rewards
@@ -315,27 +329,23 @@ def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]
     return [[(x - mean) / deviation + keep_mean * mean for x in row] for row in rows]
 
 
-def fit_trend(models: Models, samples: list[Sample], s: Settings) -> None:
-    """Let a new side network begin with the mean return by position: ridge regression on cosines of it.
+def fit_new(models: Models, samples: list[Sample], s: Settings) -> None:
+    """Let a new side network begin with a ridge regression of the returns on what `seen_first` has of its inputs.
 
-    Besides the samples there is one completion of full length with targets of 0, and a weight costs its square times
-    the sum of its squared inputs over 16 average samples.
+    Besides the samples there is one completion of full length with targets of 0, of which only the position is read.
+    A weight costs its square times the sum of its squared inputs over 128 average samples, or 16 for the position.
     """
-    waves = [
-        [math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)]
-        for t in range(s.max_completion_length)
-    ]
-    inputs = torch.tensor([waves[t] for x in samples for t in range(len(x.ids))], dtype=torch.float64)
+    inputs = torch.cat([sample.old.seen for sample in samples])
     targets = torch.tensor([models.units.in_units(x) for sample in samples for x in sample.outcomes]).double()
-    penalty = torch.diag((16 / len(samples) * (inputs**2).sum(0)).sqrt())
-    everywhere = torch.tensor(waves, dtype=torch.float64)
+    width, length = inputs.shape[1] - 16, s.max_completion_length
+    costs = torch.tensor([128.0] * width + [16.0] * 16, dtype=torch.float64)
+    penalty = torch.diag((costs / len(samples) * (inputs**2).sum(0)).sqrt())
+    everywhere = torch.cat([torch.zeros(length, width, dtype=torch.float64), waves(length, s)], 1)
     rows = torch.cat([inputs, everywhere, penalty])
     zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
-    weights = torch.linalg.lstsq(rows, torch.cat([targets, zeros])[:, None]).solution
-    models.trend = (everywhere @ weights)[:, 0].tolist()
+    models.first_fit = torch.linalg.lstsq(rows, torch.cat([targets, zeros])[:, None]).solution[:, 0]
     for sample in samples:
-        added = torch.tensor(models.trend[: len(sample.ids)], dtype=torch.float64)
-        sample.old = sample.old._replace(predictions=sample.old.predictions + added)
+        sample.old = sample.old._replace(predictions=sample.old.predictions + sample.old.seen @ models.first_fit)
 
 
 def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> None:
@@ -346,8 +356,8 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
     outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
         units.begin_rollout(outcomes)
-    if s.critic == "side" and not models.trend:
-        fit_trend(models, samples, s)
+    if s.critic == "side" and models.first_fit is None:
+        fit_new(models, samples, s)
     earlier = sum(abs(x) for sample in samples for x in sample.scores_at_tokens()[:-1])
     ends_only = earlier <= sum(abs(sample.scores_at_tokens()[-1]) for sample in samples)
     of_policy = (1.0 if ends_only else 0.8) if s.lam is None else s.lam

