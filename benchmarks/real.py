@@ -11,7 +11,7 @@ benchmarks/results/real.json.
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
-- reverse: similarity of three words written backwards with the right answer, after a warm start (reverse.py).
+- reverse: three words written backwards, by the letters in their place, after a warm start (reverse.py).
 """
 
 import argparse
@@ -80,7 +80,7 @@ def reviews(seed: int) -> list[dict]:
 
 TASKS = {
     "reviews": Task(base_model, reviews, vader, 24, 20),
-    "reverse": Task(reverse.warm_base, reverse.rows, reverse.similarity, 24, 20),
+    "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20),
 }
 
 

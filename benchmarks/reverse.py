@@ -1,20 +1,17 @@
 """Reverse-text, after the smallest example of prime-rl: write three words backwards, letter by letter.
 
-    python benchmarks/reverse.py          # writes runs/SmolLM2-135M-reverse
-
 The base does not know the task, so it is first shown examples, of words that the prompts of the runs do not have.
 """
 
 import random
 import re
-from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
 from smollm2 import base_model
 
-SHOWN, WARM = 256, Path("runs/SmolLM2-135M-reverse")
-ROWS, WORDS = 4096, 3
+SHOWN, ROWS, WORDS = 320, 4096, 3
+WARM = Path(f"runs/SmolLM2-135M-reverse-{SHOWN}")
 
 
 @cache
@@ -40,9 +37,14 @@ def rows(seed: int) -> list[dict]:
     return drawn(ROWS, seed, vocabulary()[: len(vocabulary()) // 2])
 
 
-def similarity(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """Share of matching letters, from 0 to 1 (`difflib`'s ratio)."""
-    return [SequenceMatcher(None, text.split(), right.split()).ratio() for text, right in zip(completions, answer)]
+def in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """Share of the answer's letters that are in their place, less the letters that are too many."""
+    scores = []
+    for text, right in zip(completions, map(str.split, answer)):
+        letters = text.split()
+        found = sum(letter == other for letter, other in zip(letters, right))
+        scores.append((found - max(len(letters) - len(right), 0)) / len(right))
+    return scores
 
 
 def warm_base() -> str:
@@ -57,7 +59,7 @@ def warm_base() -> str:
             "runs/reverse",
             learning_rate=2e-4,
             num_train_epochs=1,
-            per_device_train_batch_size=32,
+            per_device_train_batch_size=16,
             model_init_kwargs={"dtype": "float32"},
             bf16=False,
             gradient_checkpointing=False,
@@ -72,7 +74,3 @@ def warm_base() -> str:
         trainer.save_model(part)
         part.rename(WARM)
     return str(WARM)
-
-
-if __name__ == "__main__":
-    print(warm_base())
