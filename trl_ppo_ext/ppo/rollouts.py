@@ -210,11 +210,7 @@ def collect(
     group_size, gather, is_per_turn = args.num_generations, accelerator.gather, args.advantage_level == "turn"
 
     # 1. Play, score, and run policy, reference and critic.
-    head = roles.actor_critic.value_head
-    is_new = args.critic_init is None and state.global_step == 0 and not run.returns.weight
-    new_critic = head if is_new and isinstance(head, SideCritic) else None
-    if new_critic is not None:
-        new_critic.first_fit.zero_()  # of a first rollout that was abandoned
+    head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run, state)
     with ExitStack() as stack:
         recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
         samples = sample(roles, rows, run, metrics, state, num_valid=None)
@@ -226,8 +222,7 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         warn_about_equal_scores(roles, scored)
-        if isinstance(head, SideCritic):
-            check_scores_are_not_spread(roles, scored, completion_mask)
+        check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
@@ -311,6 +306,16 @@ def collect(
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)
+
+
+def new_side_critic(roles: Roles, run: RunState, state: TrainerState) -> SideCritic | None:
+    """The side critic, if it has not seen a rollout yet."""
+    head = roles.actor_critic.value_head
+    is_new = roles.args.critic_init is None and state.global_step == 0 and not run.returns.weight
+    if not (is_new and isinstance(head, SideCritic)):
+        return None
+    head.first_fit.zero_()  # of a first rollout that was abandoned
+    return head
 
 
 def fit_new(
@@ -397,6 +402,8 @@ def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: T
 
     A reward must be known when its token is sampled, or the rewards so far tell the critic of those that follow.
     """
+    if not isinstance(roles.actor_critic.value_head, SideCritic):
+        return
     lengths = completion_mask.sum(1)
     means = scored.totals / lengths.clamp(min=1)
     is_even = ((scored.tokens - means[:, None]).abs() <= 1e-5 * means.abs()[:, None]) | ~completion_mask
