@@ -161,12 +161,12 @@ class SideCritic(ValueHead):
         By ridge regression over those that are `steps`, in which a weight costs as much as so many completions: it
         takes little of few. One of full length with targets of 0 is added at the positions, where none may be.
         """
-        device, sizes = targets.device, [len(inputs) for inputs in recorded]
+        device, read = targets.device, torch.cat(recorded)
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on the ranks
         dtype = torch.float32 if device.type == "mps" else torch.float64
         sums = torch.zeros(DIRECTIONS + COSINES + 1, DIRECTIONS + COSINES + 1, dtype=dtype, device=device)
-        for inputs, goals, counts in zip(recorded, targets.split(sizes), steps.split(sizes)):
-            rows = torch.cat([inputs, goals[:, None]], 1)[counts].to(dtype)
+        for inputs, goals, counts in zip(*(x.split(4096) for x in (read, targets, steps))):  # float64 is large
+            rows = torch.cat([inputs[counts], goals[counts][:, None]], 1).to(dtype)
             sums += rows.T @ rows
         sums[-1, -1] = completions
         sums = all_sum(sums).cpu().double()
@@ -176,9 +176,9 @@ class SideCritic(ValueHead):
         ridge = torch.diag(costs / count * products.diagonal() + 1e-6)
         everywhere = self.cosines(torch.arange(int(self.length), device=device)).cpu().double()
         ridge[DIRECTIONS:, DIRECTIONS:] += everywhere.T @ everywhere
-        weights = torch.linalg.solve(products + ridge, totals).to(recorded[0])
+        weights = torch.linalg.solve(products + ridge, totals).to(read)
         self.first_fit.copy_(weights @ self.directions())
-        return torch.cat([inputs @ weights for inputs in recorded])
+        return read @ weights
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the others are `[tokens]`."""
