@@ -269,10 +269,13 @@ class ActorCritic(nn.Module):
         base = self.policy.get_base_model()  # `PeftModel.generate` would restore that config
         # transformers would fill unset fields from it, and sample from another distribution than the scored one
         own, base.generation_config = base.generation_config, GenerationConfig()
+        # torch would copy the projection for each row of last states, which are a slice of the prompts' states
+        hook = base.get_output_embeddings().register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
             return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
         finally:
             base.generation_config = own
+            hook.remove()
 
     # ---- activation checkpointing, called by the Trainer ----
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
 from tiny import config, llama, qwen2, tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GenerationConfig
 
 from trl_ppo_ext.modeling.loading import load_actor_critic
@@ -90,6 +91,21 @@ def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
 def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
     built = load_actor_critic(llama(attention_dropout=0.5), config(tmp_path))
     assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
+
+
+def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(tmp_path):
+    built = actor_critic(tmp_path)
+    prompts, expanded = torch.randint(3, 10, (5, 6)), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.bmm.default and args[1].shape[-1] == built.config.vocab_size:
+                expanded.append(args[1].shape)
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        built.sample(prompts, torch.ones_like(prompts), GenerationConfig(max_new_tokens=3, do_sample=True))
+    assert not expanded
 
 
 def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
