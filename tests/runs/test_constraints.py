@@ -60,8 +60,7 @@ def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints, mo
     def reward(text, names, values):
         return constraints.progress([[{"role": "assistant", "content": text}]], [names], [values])[0]
 
-    for name in constraints.TRAINED:
-        value, right, wrong = ANSWERS[name]
+    for name, (value, right, wrong) in ANSWERS.items():
         assert reward(right, [name], [value]) == 1 > reward(wrong, [name], [value]) >= 0, name
         for end in range(len(right) + 3):  # also of what is not finished
             text = f"\n\n {right}"[:end]
@@ -80,13 +79,15 @@ def test_copies_of_an_example_and_text_between_highlights_do_not_count(constrain
     assert constraints.sentences('"Tea is warm." (Is it?)') == 2 and constraints.bullets("- a\n---\n-5") == 1
 
 
-def test_held_out_requests_share_no_topic_or_sentence_to_repeat(constraints):
+def test_held_out_requests_share_no_topic_wording_or_sentence_to_repeat(constraints):
     trained, held_out = constraints.requests(480, seed=0), constraints.requests(480, seed=1, held_out=True)
     texts = [row["prompt"][0]["content"] for row in held_out]
     assert not any(f" {topic}" in text for text in texts for topic in constraints.TOPICS)
     assert not set(texts) & {row["prompt"][0]["content"] for row in trained}
     assert not set(constraints.HELD_OUT_VALUES["repeat"]) & set(constraints.CONSTRAINTS["repeat"].values)
-    for rows, asked in ((trained, constraints.TRAINED), (held_out, constraints.CONSTRAINTS)):
+    for constraint in constraints.CONSTRAINTS.values():
+        assert len(set(constraint.wordings)) == len(constraint.wordings) > 2
+    for rows in (trained, held_out):
         kinds = [name for row in rows for name in row["names"]]
-        assert set(kinds) == set(asked) and 600 < len(kinds) < 680
+        assert set(kinds) == set(constraints.CONSTRAINTS) and 600 < len(kinds) < 680
         assert not any(set(row["names"]) in constraints.CONTRARY for row in rows)
