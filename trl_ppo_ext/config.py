@@ -7,12 +7,14 @@ import math
 import operator
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 import yaml
@@ -70,7 +72,8 @@ class VLLMOptions:
     """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
     max_logp_difference: float | None = number(None, above=0)
     """End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then vLLM
-    samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters."""
+    samples from other weights. What `top_p`, `top_k` and `min_p` explain does not count. Default: 0.1 nats, 0.01 in
+    float32, none with `repetition_penalty`."""
 
 
 OPTIONS: dict[str, Any] = {"critic_kwargs": CriticOptions, "vllm_kwargs": VLLMOptions}
@@ -157,7 +160,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its key
     is read from the environment variable `VLLM_API_KEY`."""
     vllm_server_timeout: float = number(240.0, above=0)
-    """Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted."""
+    """Seconds to wait for a server that cannot be reached, e.g. while it starts, or does not answer. Completions may
+    take a second per token longer."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
@@ -476,9 +480,13 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
             given = "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM"
             raise ValueError(f"{given}; remove them, and configure the server where you start it.")
-        if not (self.vllm_server_base_url or "http://").startswith(("http://", "https://")):
-            given = shown("", self.vllm_server_base_url)
-            raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {given}.")
+        is_address = self.vllm_server_base_url is None
+        with suppress(ValueError):  # e.g. a port above 65535
+            url = urlsplit(self.vllm_server_base_url or "")
+            is_address = is_address or bool(url.scheme in ("http", "https") and url.hostname and url.port != 0)
+        if not is_address:
+            needed = "must start with http:// or https://, and have a host and a port up to 65535"
+            raise ValueError(f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}.")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             needed = f"below `vllm_importance_sampling_clip_max` ({high})"

@@ -139,7 +139,7 @@ def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
 
 def test_another_base_raises_with_the_command(base, server, tmp_path):
     other = save_base(tmp_path / "other", seed=1)
-    with pytest.raises(VLLMError, match=rf"serves `{base}`, and the policy's base is `{other}`; start it with .*vllm"):
+    with pytest.raises(VLLMError, match=rf"serves `{base}`, the policy's base is `{other}`; start it with .*vllm"):
         trainer(other, server, tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"differ by \d.* nats per token .*another base"):
         trained(other, server, tmp_path / "run", vllm_base_model=base)

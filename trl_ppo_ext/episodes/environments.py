@@ -12,7 +12,7 @@ from trl import is_conversational
 
 from ..concurrency import called
 from ..data import PromptError, with_prompts
-from ..redaction import shortened
+from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
 from .chat import ChatFormat, encodable
 from .episode import Episode
@@ -89,7 +89,7 @@ class ToolEnvironment:
             result = await called(tool, **call["function"]["arguments"])
             text = str(result)
         except Exception as error:
-            text, failed = str({"error": str(error)}), True
+            text, failed = str({"error": redacted(str(error))}), True
         name = encodable(call.get("function", call).get("name", "unknown"))
         message = {"role": "tool", "name": name, "content": encodable(text)}
         reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)

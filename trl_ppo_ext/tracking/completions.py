@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import (
 
 from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
-from ..redaction import printable
+from ..redaction import printable, without_keys
 from .reading import CREDIT
 
 WITH_TABLES = ("wandb", "trackio")
@@ -24,7 +24,8 @@ MOST_TURNS = 64  # of an episode, with the environment's
 
 
 def limited(text: str, longest: int) -> str:
-    """The beginning of a text."""
+    """The beginning of a text, without keys."""
+    text = without_keys(text)
     cut = len(text) - longest
     return text if cut <= 0 else f"{text[:longest]}... ({cut} more characters)"
 
@@ -114,7 +115,7 @@ def _column(values: list) -> list:
     """Numbers or text, since a tracker's table needs one type per column."""
     if all(isinstance(value, int | float) for value in values):
         return [float(value) for value in values]
-    return [as_text(value).encode("utf-8", "backslashreplace").decode() for value in values]
+    return [without_keys(as_text(value)).encode("utf-8", "backslashreplace").decode() for value in values]
 
 
 def completions_table(samples: Samples, rewards: list[str], monitors: list[str], step: int) -> DataFrame:

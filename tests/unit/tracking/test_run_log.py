@@ -18,6 +18,7 @@ from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tracking.completions import completions_table
 from trl_ppo_ext.tracking.reading import RUN_LOG, read_run
 from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog, environment
 
@@ -128,6 +129,15 @@ def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
     assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
     assert all(LONGEST < len(row["turns"][0]["text"]) < LONGEST + 50 for sheet in sheets for row in sheet["rows"])
+
+
+def test_logged_text_has_no_keys_of_known_forms(tmp_path):
+    log, state, _ = opened(tmp_path, 1)
+    key = "hf_" + "aZ3kP9qLm2XvB7tRw5Yc"
+    log.completions(samples(text=f"key=1; login({key}) at http://u:hunter2@proxy"), state, "train")
+    table = completions_table(samples(text=f"key=1; login({key})"), ["reward"], [], 1)
+    for text in ((tmp_path / "run" / RUN_LOG).read_text(), table.to_json()):
+        assert "key=1; login(***)" in text and key not in text and "hunter2" not in text
 
 
 def test_completions_of_every_evaluation_set_are_logged(tmp_path):
