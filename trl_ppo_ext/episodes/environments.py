@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import called
+from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
 from ..data import PromptError, with_prompts
 from ..redaction import shortened
 from ..rewards import RewardError, ScoringBatch
@@ -203,7 +204,7 @@ class Environments:
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
         kinds = self.kinds.values()
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
-        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
+        self.rewards = [EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)]
         self.has_instances = bool(factory)  # which reward functions receive
         self.timeout: float | None = None  # seconds
         self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
@@ -234,8 +235,6 @@ class Environments:
             needed = "a `train_dataset` whose column `environment` names one of them"
             raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
         self.timeout = timeout
-        for reward in self.rewards:
-            reward.timeout = timeout
         if self.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
@@ -246,57 +245,55 @@ class Environments:
 
 async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
     """Result of user code, or an error after `environment_timeout` seconds."""
-    if timeout is None:
-        return await ask()
     try:
-        return await asyncio.wait_for(ask(), timeout)
+        async with asyncio.timeout(timeout) as limit:
+            return await ask()
     except TimeoutError:
+        if timeout is None or not limit.expired():  # one of the user's
+            raise
+        await asyncio.wrap_future(in_thread(partial(leave_blocked_loops, timeout)))
         raise TimeoutError(f"no result within environment_timeout={timeout:g} s") from None
 
 
 class EnvironmentReward:
     """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
 
-    def __init__(self, type_: type):
-        self.type = type_
+    def __init__(self, type_: type, environments: Environments):
+        self.type, self.environments = type_, environments
         self.name = "tools" if type_ is type(None) else type_.__name__
-        self.timeout: float | None = None  # seconds
 
-    def score(self, batch: ScoringBatch) -> Awaitable[list]:
+    def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
-        ends = [self._end(episode) for episode in batch.episodes]
+        asks = [self._ask(episode) for episode in batch.episodes]
 
         async def entries() -> list:
-            return await asyncio.gather(*map(self._entry, batch.episodes, ends))
+            return await asyncio.gather(*map(self._entry, batch.episodes, asks))
 
-        return entries()
+        return started(entries(), waits=True)
 
-    def _end(self, episode: Episode) -> Any:
-        """Result of `get_reward`, in the main thread unless there is a timeout, or an awaitable of it."""
-        is_other = type(episode.environment) is not self.type
-        if is_other or episode.error is not None or episode.place.has("reward"):
+    def _ask(self, episode: Episode) -> Callable[[], Awaitable[Any]] | None:
+        """Return a function that waits for `get_reward`, which the main thread calls unless there is a timeout."""
+        if episode.kind.type is not self.type:
             return None
-        get_reward = getattr(episode.environment, "get_reward", lambda: None)
-        try:
-            return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
-        except (Exception, SystemExit) as error:
-            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+        get_reward, timeout = getattr(episode.environment, "get_reward", lambda: None), self.environments.timeout
+        if timeout is None and episode.error is None and not episode.place.has("reward"):
+            result: Future[Any] = Future()
+            try:
+                result.set_result(get_reward())
+            except FAILURES as error:
+                result.set_exception(error)
+            get_reward = result.result
+        return partial(bounded, partial(called, get_reward), timeout)
 
-    async def _entry(self, episode: Episode, end: Any) -> Any:
-        if type(episode.environment) is not self.type:
+    async def _entry(self, episode: Episode, ask: Callable[[], Awaitable[Any]] | None) -> Any:
+        if ask is None:
             return None
-
-        async def awaited() -> Any:
-            if isinstance(end, Exception):
-                raise end
-            return await end if inspect.isawaitable(end) else end
-
-        error = episode.error
         try:
-            reward = None if error is not None else await episode.place.answer("reward", awaited)
-        except Exception as failure:
-            episode.error = error = failure
-        if error is not None:
+            if episode.error is not None:
+                raise episode.error
+            reward = await episode.place.answer("reward", ask)
+        except FAILURES as error:
+            episode.error = error
             return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
         last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
         return [*episode.rewards, *last] or None

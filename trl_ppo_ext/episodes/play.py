@@ -150,7 +150,7 @@ class EnvironmentPlayer(Player):
         if not episodes:
             return []
         with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.device):
-            answers = finished(started(together()))
+            answers = finished(started(together(), waits=True))
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
