@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby, repeat
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -234,23 +234,29 @@ class FunctionPlayer(Player):
         # 1. Call the function with the prompts of all rows.
         output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
         output.pop("logprobs", None)  # they are computed with the forward of the updates
-        is_per_row = {name: isinstance(x, list) and len(x) == len(rows) for name, x in output.items()}
-        per_row = is_per_row.get("prompt_ids") and is_per_row.get("completion_ids")
+        for name, x in output.items():
+            if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):  # those would be padded
+                output[name] = x = x.tolist()
+            if isinstance(x, list) and len(x) != len(rows):
+                raise ValueError(f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in {name!r}.")
         for number, episode in enumerate(episodes):
-            own = {name: x[number] if is_per_row[name] else x for name, x in output.items()}
+            own = {name: x[number] if isinstance(x, list) else x for name, x in output.items()}
 
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
-                prompt_ids, completion_ids = list(own.pop("prompt_ids")), list(own.pop("completion_ids"))
-                sampled = list(own.pop("env_mask", [1] * len(completion_ids)))
+                prompt_ids, completion_ids = ([*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids"))
+                sampled = [*map(int, own.pop("env_mask", [1] * len(completion_ids)))]
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0
-            if not (per_row and end and prompt_ids and len(sampled) == len(completion_ids)):
+            if not (end and prompt_ids and len(sampled) == len(completion_ids)):
                 raise ValueError(
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
+            if end > (limit := self.trainer.args.max_completion_length):
+                got = f"{end} tokens in row {number}; raise it, or sample fewer"
+                raise ValueError(f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}.")
 
             # 3. Split them into turns and answers. Other entries are for reward functions.
             episode.prompt_ids = prompt_ids

@@ -459,7 +459,8 @@ def scoring_batch(
         check_metric_name(name)
         logged.setdefault(name, []).append(float(value))
 
-    columns = {name: [episode.columns[name] for episode in episodes] for name in episodes[0].columns}
+    names = dict.fromkeys(name for episode in episodes for name in episode.columns)  # rows of a stream may lack some
+    columns = {name: [episode.columns.get(name) for episode in episodes] for name in names}
     completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
     prompts = [episode.prompt for episode in episodes]
     return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)
