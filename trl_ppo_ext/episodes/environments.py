@@ -50,7 +50,12 @@ class ToolEnvironment:
         members = [] if instance is None else inspect.getmembers(type(instance), inspect.isfunction)
         names = [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
         methods = [getattr(instance, name) for name in names]
-        self.tools = {tool.__name__: tool for tool in [*tools, *methods]}
+        self.tools: dict[str, Callable] = {}
+        for tool in [*tools, *methods]:
+            if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+                raise TypeError(f"A tool must return its result, got the generator `{tool.__name__}`; use `return`.")
+            if self.tools.setdefault(tool.__name__, tool) != tool:
+                raise ValueError(f"Tools must have distinct names, got two of the name `{tool.__name__}`; rename one.")
         self.with_state = {tool.__name__ for tool in methods}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
@@ -93,26 +98,33 @@ class ToolEnvironment:
             text, failed = str({"error": str(error)}), True
         name = encodable(call.get("function", call).get("name", "unknown"))
         message = {"role": "tool", "name": name, "content": encodable(text)}
-        reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)
+        reward, done = (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
         return Answer([message], reward, done, failed=[failed])
 
 
+def _flag(done: Any) -> bool:
+    """`done` of the user: text is always true, and a number is a reward in the wrong place."""
+    if not isinstance(done := done.item() if hasattr(done, "item") else done, bool):  # of NumPy or torch
+        raise TypeError(f"`done` must be True or False, got {shortened(repr(done))}: (observation, reward, done).")
+    return done
+
+
 class TextEnvironment:
-    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium."""
+    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium and its relatives."""
 
     tools: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def __init__(self, instance: Any):
         self.instance = instance
-        # Gymnasium's `reset(*, seed, options)` returns a second value, the info
-        self.is_gymnasium = "options" in inspect.signature(instance.reset).parameters
+        # `reset(*, seed, options)` of Gymnasium, `reset(seed)` of gem
+        names = [*inspect.signature(instance.reset).parameters]
+        self.keywords = names if "options" in names or names[0] == "seed" else []
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """First observation."""
-        if not self.is_gymnasium:
-            return await called(self.instance.reset, row, seed)
-        observation, _ = await called(self.instance.reset, seed=seed, options=row)
-        return observation
+        """First observation; a second value, the info, is dropped."""
+        given = {name: x for name, x in (("seed", seed), ("options", row)) if name in self.keywords}
+        result = await called(self.instance.reset, *(() if given else (row, seed)), **given)
+        return result[0] if isinstance(result, tuple) else result
 
     async def respond(self, message: dict[str, Any], place: Any) -> Answer:
         """Step with the text of a turn."""
@@ -121,12 +133,12 @@ class TextEnvironment:
             needed = "`step` must return (observation, reward, done), or Gymnasium's five values"
             raise ValueError(f"{needed}, got {shortened(repr(result)[:200])}.")
         observation, reward, done, truncated, *_ = (*result, False)
-        ends = bool(done or truncated)
+        ends = _flag(done) | _flag(truncated)
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
         # after a limit, the critic reads it
         messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
-        return Answer(messages, float(reward), ends, bool(truncated) and not done)
+        return Answer(messages, float(reward), ends, bool(truncated and not done))
 
 
 def openenv(
@@ -173,8 +185,8 @@ class Kind:
 
     def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
         self.factory, self.tools = factory, tools
+        self.type: Any = None if factory else type(None)  # of its instances, without wrappers
         self.pool = [self.make()]
-        self.type: Any = type(self.pool[0].instance)
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
     def make(self) -> ToolEnvironment | TextEnvironment:
@@ -184,6 +196,11 @@ class Kind:
         instance = self.factory()
         if not callable(getattr(instance, "reset", None)):
             raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
+        type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
+        if self.type not in (None, type_):
+            got = f"`{type_.__name__}` after `{self.type.__name__}`; use a dictionary of factories"
+            raise TypeError(f"`environment_factory` must return instances of one class, got {got}.")
+        self.type = type_
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
@@ -219,6 +236,13 @@ class Environments:
             names = ", ".join(map(repr, self.kinds))
             raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
         return self.kinds[name]
+
+    def checked(self, dataset: Any) -> Any:
+        """Return a dataset whose rows name known environments; those of a stream are checked when they are read."""
+        if self.by_name and hasattr(dataset, "unique"):
+            for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+                self.kind({"environment": name})
+        return dataset
 
     def prepare(
         self,

@@ -95,6 +95,8 @@ class EnvironmentPlayer(Player):
                 del columns["prompt"]
             resets.append(partial(episode.responder.reset, columns, seed))
             self.lent.append(episode)
+        if self.environments.has_instances and len({id(x.environment) for x in episodes}) < len(episodes):
+            raise ValueError("`environment_factory` must return a new environment at each call, got one twice.")
         for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
@@ -121,7 +123,7 @@ class EnvironmentPlayer(Player):
                 self._note_ending(episode, turn)
 
             # 5. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
+            asked = [x for x in active if x.error is None and (x.turns <= self.iterations or not x.responder.tools)]
             responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
             answers = self._answers("turn", asked, responses, seeds[0])
             continuing = {episode for episode, answer in answers if self._continues(episode, answer)}
@@ -204,14 +206,15 @@ class EnvironmentPlayer(Player):
         if answer.done and not answer.truncated:
             episode.bootstraps = False
             return False
-        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns == self.iterations
+        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns >= self.iterations
         is_limited = answer.truncated or is_last
         ids: list[int] = []
         room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
-            is_limited = is_limited or len(ids) > room
+            episode.is_overlong = not is_limited and len(ids) > room
+            is_limited = is_limited or episode.is_overlong
             if not is_limited:
                 episode.add(ids, sampled=False)
                 episode.messages += answer.messages

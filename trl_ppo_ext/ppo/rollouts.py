@@ -151,6 +151,8 @@ def sample(
         episodes = roles.player.play(rows, seeds, state.global_step if training else None)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
+    if 2 * sum(episode.is_overlong for episode in episodes) > len(episodes):
+        logger.warning_once("Most episodes end at answers longer than the rest of `max_completion_length`; raise it.")
 
     # 2. Score the completions.
     extra: dict[str, list] = {}
