@@ -153,7 +153,7 @@ def read_prompts(
     template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
     rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
     train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
-    tokenize = partial(
+    encode = partial(
         tokenize_prompts,
         tokenizer=tokenizer,
         max_completion_length=args.max_completion_length,
@@ -164,6 +164,10 @@ def read_prompts(
         critic_prompt=args.critic_options.prompt,
         vocab_size=vocab_size,
     )
+
+    def tokenize(dataset: Any, name: str) -> Any:
+        return environments.checked(encode(dataset, name=name))
+
     train = None if train is None else tokenize(train, name="train_dataset")
     if isinstance(evaluation, dict):
         evaluation = {key: tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in evaluation.items()}

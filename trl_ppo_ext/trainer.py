@@ -33,6 +33,7 @@ from . import distributed
 from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, read_prompts
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
+from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import RolloutSampler, Rows, StreamedRows
 from .episodes import Environments, build_player, record
@@ -423,7 +424,7 @@ class PPOTrainer(Trainer):
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
-                except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
+                except FAILURES as error:  # a callback may call `sys.exit()`
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
                     save.save_after_error(self, error)

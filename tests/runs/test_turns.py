@@ -1,13 +1,16 @@
 """Episodes of several turns: what the environment writes is read, and never learned."""
 
+import asyncio
+import logging
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import IterableDataset
 from processes import finished, start
-from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights, write_completions
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights, write_completions
 from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
@@ -378,15 +381,102 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("short", ["prompt_ids", "completion_ids"])
-def test_rollout_function_must_return_a_row_per_prompt(tmp_path, short):
-    def sampling(prompts, trainer):
-        output = {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * len(prompts)}
-        return output | {short: output[short][1:]}
+def zeros(completions, **kwargs):
+    return [0.0] * len(completions)
 
-    run = chat_trainer(tmp_path, {}, lambda completions, **_: [0.0] * len(completions), rollout_func=sampling)
-    with pytest.raises(ValueError, match=r"`rollout_func` must return a dict with lists of token ids.*row 0"):
+
+ENTRIES = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8]] * 4, "luck": [1] * 4, "more": torch.ones(4)}
+
+
+@pytest.mark.parametrize("short", ENTRIES)
+def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | {short: ENTRIES[short][1:]})
+    with pytest.raises(ValueError, match=f"`rollout_func` must return lists of 4 entries, got 3 in '{short}'"):
         run.train()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"completion_ids": torch.ones(4, 2).long()}, r"must return a dict with lists of token ids.*row 0"),
+        ({"completion_ids": [[7, 8]] * 3 + [["7"]]}, r"must return a dict with lists of token ids.*row 3"),
+        (
+            {"completion_ids": [[7]] * 3 + [[7] * 401]},
+            "`max_completion_length=400`, got 401 tokens in row 3",
+        ),
+    ],
+)
+def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | entries)
+    with pytest.raises(ValueError, match=message):
+        run.train()
+
+
+def test_rollout_function_may_return_tensors(tmp_path):
+    ids, mask = torch.tensor([7, 8, 9, 2]), torch.tensor([1, 0, 1, 1])
+    output = {"prompt_ids": [ids[:2]] * 4, "completion_ids": [ids] * 4, "env_mask": mask.expand(4, -1)}
+    output |= {"luck": torch.arange(4)}
+    run = chat_trainer(tmp_path, {}, lambda luck, **_: luck, rollout_func=lambda *_: output, max_steps=1)
+    seen = rollouts_of(run)
+    run.train()
+    logs, samples = run.state.log_history[0], seen[0][1]
+    assert logs["reward"] == 1.5 and logs["completions/clipped_ratio"] == 0 and logs["completions/mean_length"] == 3
+    assert samples.batch.completion_ids == [ids.tolist()] * 4 and samples.batch.columns["luck"] == [0, 1, 2, 3]
+
+
+def test_cancelled_rollout_function_leaves_a_checkpoint(tmp_path):
+    def sampling(prompts, trainer):
+        if trainer.state.global_step:
+            raise asyncio.CancelledError
+        return ENTRIES
+
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=sampling, max_steps=8)
+    with pytest.raises(asyncio.CancelledError) as ended:
+        run.train()
+    assert "holds all optimizer steps so far" in str(ended.value.__notes__)
+    assert (tmp_path / f"checkpoint-{run.state.global_step}").is_dir()
+
+
+def test_names_of_environments_are_checked_before_training(tmp_path):
+    rows = [row | {"environment": "echo"} for row in QUESTIONS]
+    factories = {"echo": Echo}
+    for name, wrong in (("train_dataset", [*rows, rows[0] | {"environment": "ecko"}]), ("eval_dataset", QUESTIONS)):
+        sets = {"train_dataset": rows, "eval_dataset": rows} | {name: wrong}
+        with pytest.raises(ValueError, match=r"The column `environment` has .* among the environments 'echo'"):
+            PPOTrainer(
+                llama(vocab_size=259, max_position_embeddings=2048),
+                args=config(tmp_path),
+                processing_class=byte_tokenizer(),
+                environment_factory=factories,
+                **sets,
+            )
+
+
+def test_missing_columns_of_a_stream_are_none(tmp_path):
+    seen = []
+
+    def reward(completions, target=None, **kwargs):
+        seen.append(target)
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": "w1"}, {"prompt": "w2", "target": 3}]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    built = trainer(tmp_path, reward_funcs=reward, dataset=stream, max_steps=1)
+    built.train()
+    assert seen == [[None, 3] * 4]
+
+
+def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
+    class History(Echo):
+        def step(self, text):
+            return "w1 " * 100, 0.0, False
+
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    run = echo_trainer(tmp_path, environment_factory=History)
+    run.train()
+    assert run.state.log_history[0]["episodes/overlong"] == 1
+    warnings = [x for x in caplog.records if "answers longer than the rest of `max_completion_length`" in x.message]
+    assert len(warnings) == 1
 
 
 def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ class Episode:
     # its end
     ending: Literal["stopped", "cut"] = "stopped"  # by the policy or its environment, or by a limit
     bootstraps: bool = False  # if the critic's value stands for what would have followed
+    is_overlong: bool = False  # if its last answer did not fit
     following: list[int] = field(default_factory=list)  # what the policy would have read next
     error: BaseException | None = None  # of the environment; it ends the episode
     place: Place = NOWHERE  # in the record of answers

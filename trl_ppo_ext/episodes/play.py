@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby, repeat
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class EnvironmentPlayer(Player):
                 del columns["prompt"]
             resets.append(partial(episode.responder.reset, columns, seed))
             self.lent.append(episode)
+        if self.environments.has_instances and len({id(x.environment) for x in episodes}) < len(episodes):
+            raise ValueError("`environment_factory` must return a new environment at each call, got one twice.")
         for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
@@ -121,7 +123,7 @@ class EnvironmentPlayer(Player):
                 self._note_ending(episode, turn)
 
             # 5. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
+            asked = [x for x in active if x.error is None and (x.turns <= self.iterations or not x.responder.tools)]
             responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
             answers = self._answers("turn", asked, responses, seeds[0])
             continuing = {episode for episode, answer in answers if self._continues(episode, answer)}
@@ -150,7 +152,7 @@ class EnvironmentPlayer(Player):
         if not episodes:
             return []
         with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.device):
-            answers = finished(started(together()))
+            answers = finished(started(together(), waits=True))
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
@@ -204,14 +206,15 @@ class EnvironmentPlayer(Player):
         if answer.done and not answer.truncated:
             episode.bootstraps = False
             return False
-        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns == self.iterations
+        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns >= self.iterations
         is_limited = answer.truncated or is_last
         ids: list[int] = []
         room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
-            is_limited = is_limited or len(ids) > room
+            episode.is_overlong = not is_limited and len(ids) > room
+            is_limited = is_limited or episode.is_overlong
             if not is_limited:
                 episode.add(ids, sampled=False)
                 episode.messages += answer.messages
@@ -234,23 +237,29 @@ class FunctionPlayer(Player):
         # 1. Call the function with the prompts of all rows.
         output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
         output.pop("logprobs", None)  # they are computed with the forward of the updates
-        is_per_row = {name: isinstance(x, list) and len(x) == len(rows) for name, x in output.items()}
-        per_row = is_per_row.get("prompt_ids") and is_per_row.get("completion_ids")
+        for name, x in output.items():
+            if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):  # those would be padded
+                output[name] = x = x.tolist()
+            if isinstance(x, list) and len(x) != len(rows):
+                raise ValueError(f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in {name!r}.")
         for number, episode in enumerate(episodes):
-            own = {name: x[number] if is_per_row[name] else x for name, x in output.items()}
+            own = {name: x[number] if isinstance(x, list) else x for name, x in output.items()}
 
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
-                prompt_ids, completion_ids = list(own.pop("prompt_ids")), list(own.pop("completion_ids"))
-                sampled = list(own.pop("env_mask", [1] * len(completion_ids)))
+                prompt_ids, completion_ids = ([*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids"))
+                sampled = [*map(int, own.pop("env_mask", [1] * len(completion_ids)))]
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0
-            if not (per_row and end and prompt_ids and len(sampled) == len(completion_ids)):
+            if not (end and prompt_ids and len(sampled) == len(completion_ids)):
                 raise ValueError(
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
+            if end > (limit := self.trainer.args.max_completion_length):
+                got = f"{end} tokens in row {number}; raise it, or sample fewer"
+                raise ValueError(f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}.")
 
             # 3. Split them into turns and answers. Other entries are for reward functions.
             episode.prompt_ids = prompt_ids

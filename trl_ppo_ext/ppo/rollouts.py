@@ -151,6 +151,8 @@ def sample(
         episodes = roles.player.play(rows, seeds, state.global_step if training else None)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
+    if 2 * sum(episode.is_overlong for episode in episodes) > len(episodes):
+        logger.warning_once("Most episodes end at answers longer than the rest of `max_completion_length`; raise it.")
 
     # 2. Score the completions.
     extra: dict[str, list] = {}
@@ -459,7 +461,8 @@ def scoring_batch(
         check_metric_name(name)
         logged.setdefault(name, []).append(float(value))
 
-    columns = {name: [episode.columns[name] for episode in episodes] for name in episodes[0].columns}
+    names = dict.fromkeys(name for episode in episodes for name in episode.columns)  # rows of a stream may lack some
+    columns = {name: [episode.columns.get(name) for episode in episodes] for name in names}
     completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
     prompts = [episode.prompt for episode in episodes]
     return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)

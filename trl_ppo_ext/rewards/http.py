@@ -38,6 +38,7 @@ class HttpReward:
     concurrency: int = 32
     timeout: float = 60.0
     max_retries: int = 4
+    only_waits: ClassVar[bool] = True  # for its server, apart from coroutines of users, which may block their loop
     # the body of the request for a completion, and the score in its answer; a ValueError is the cause of a failure
     _body: ClassVar[Callable[[Any, ScoringBatch, int], dict[str, Any]]]
     _read: ClassVar[Callable[[Any, Any], float]]

@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
-from ..concurrency import finished, in_thread, started
+from ..concurrency import FAILURES, finished, in_thread, started
 from ..config import LARGEST_SCORE
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
@@ -107,7 +107,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     # if entries cannot be assigned to completions, all of them fail
     if isinstance(scores, RewardError):
         entries = [scores] * expected
-    elif isinstance(scores, Exception | SystemExit):
+    elif isinstance(scores, FAILURES):
         failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
         failure.__cause__ = scores
         entries = [failure] * expected
@@ -185,9 +185,10 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
     for reward in rewards:
         try:
             results.append(reward.score(batch))
-        except (Exception, SystemExit) as error:  # the code of a completion may call `exit()`
+        except FAILURES as error:  # the code of a completion may call `exit()`
             results.append(error)
-    results = [started(result) if inspect.isawaitable(result) else result for result in results]
+    waits = [getattr(reward, "only_waits", False) for reward in rewards]
+    results = [started(x, only) if inspect.isawaitable(x) else x for x, only in zip(results, waits)]
     for index, (reward, result) in enumerate(zip(rewards, results)):
         if isinstance(result, Future):
             try:

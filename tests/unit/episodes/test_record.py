@@ -1,6 +1,5 @@
 """Answers on disk: a resumed run takes them in place of asking again."""
 
-import asyncio
 import random
 import threading
 
@@ -127,7 +126,7 @@ def test_environment_runs_recorded_turns_again_for_its_state(tmp_path):
 def rewards_of(player, rows):
     episodes = player.play(rows, [0], 0)
     batch = ScoringBatch(["Q"], [""], [x.completion_ids for x in episodes], episodes=episodes)
-    return asyncio.run(player.environments.rewards[0].score(batch))[0]
+    return player.environments.rewards[0].score(batch).result(10)[0]
 
 
 def test_recorded_rewards_are_not_asked_again(tmp_path):

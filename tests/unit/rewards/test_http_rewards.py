@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
 
-from trl_ppo_ext.rewards import RewardError, ScoringBatch, http
+from trl_ppo_ext.rewards import FunctionReward, RewardError, ScoringBatch, http
 from trl_ppo_ext.rewards.http import Judge
 from trl_ppo_ext.rewards.scoring import collect_scores
 
@@ -63,6 +63,18 @@ def test_slow_calls_run_concurrently(port):
         assert [scores.totals.tolist() for scores in asyncio.run(notebook())] == [[3.0] * 64] * 2
         seconds.append(time.perf_counter() - start)
     assert 0.8 <= min(seconds) < 1.6  # four waves; faster would be more than 16 at a time, and in turn they take 25 s
+
+
+def test_coroutine_that_blocks_its_loop_holds_no_judge_up(port):
+    free = threading.Event()
+
+    async def blocks(**kwargs):
+        free.wait(20)
+
+    with ends_within(10):
+        failed, judged = collect_scores([FunctionReward(blocks, timeout=0.1), judge(port, "ok")], batch(["abc"]))
+    assert len(failed.failures) == 1 and judged.totals.tolist() == [3.0]
+    free.set()
 
 
 @both
