@@ -23,9 +23,9 @@ from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened
-from .advice import number
+from .advice import judge, number
 from .completions import as_text, limited, limited_turns, turns_of
-from .reading import RUN_LOG
+from .reading import RUN_LOG, Run, curves_of
 
 logger = logging.get_logger(__name__)
 
@@ -160,11 +160,12 @@ class RunLog(TrainerCallback):
 
 
 class Terminal(ProgressCallback, PrinterCallback):
-    """Prints the plan of the run, and one line per log; both callbacks of transformers print every metric."""
+    """Prints the plan, a line per log, and grave problems; both callbacks of transformers print every metric."""
 
     def __init__(self, plan: BatchPlan, disable_tqdm: bool):
         super().__init__()
         self.plan, self.disable_tqdm = plan, disable_tqdm
+        self._warned, self._judged = set[str](), 0  # names of rules, and number of logs
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar at the step that the run resumes from."""
@@ -191,6 +192,18 @@ class Terminal(ProgressCallback, PrinterCallback):
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         cells = [f"{label} {number(value)}" for label, value in shown.items()]
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
+        count = len(state.log_history)
+        if "reward" in logs and count > 1.1 * self._judged:  # every log of a long run would take time
+            self._judged = count
+            self._warn(args, state)
+
+    def _warn(self, args: PPOConfig, state: TrainerState) -> None:
+        """Print what went gravely wrong, one line per kind."""
+        start = {"plan": asdict(self.plan), "config": args.to_dict(), "trainer_config": {}}
+        for item in judge(Run("", start, curves_of(state.log_history), [], [], 0.0, 0.0)).advice:
+            if item.rule.grave and item.rule.name not in self._warned:
+                self._warned.add(item.rule.name)
+                tqdm.write(f"warning: {item.rule.cause}: {item.seen}. {item.remedy}")
 
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End the progress bar, and name the command of the report, if the run has a log."""
