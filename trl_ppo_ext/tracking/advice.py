@@ -59,7 +59,8 @@ class Trend:
     def __str__(self) -> str:
         top = self.smooth[self.turns] if self.turns is not None else -math.inf
         best = f" to {number(top)} at step {self.turns}, then" if top > self.start + 0.1 * self.scale else ""
-        return f"from {number(self.start)}{best} to {number(self.end)}"
+        start, end = number(self.start), number(self.end)
+        return f"at {end}" if start == end and not best else f"from {start}{best} to {end}"
 
 
 class Curves:

@@ -224,7 +224,7 @@ def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp
         (verdict,) = re.findall(r'<p class="advice (\w+)"><b>(.*?)</b></p>', page)
         assert verdict[0] == kind and verdict[1].startswith(expected), verdict
         assert page.count('<article class="advice problem">') == (kind == "problem")
-    assert re.findall(r"<li>(.*?) \(<code>reward</code> from 0 to 0", page) == [
+    assert re.findall(r"<li>(.*?) \(<code>reward</code> at 0\)", page) == [
         "The policy hardly changes",
         "The reward does not rise",
     ]
