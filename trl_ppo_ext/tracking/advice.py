@@ -85,18 +85,15 @@ class Curves:
     def pays(self, length: Trend) -> bool:
         """True if longer completions of a rollout score higher, and completions become longer or are cut."""
         long = length.first(above=length.start + 0.8 * (length.smooth.max() - length.start))
-        correlations = self.of("reward/length_correlation").values.loc[
-            :long
-        ]  # later all may be cut, which says nothing
-        correlation = correlations[correlations != 0].mean()  # 0 if all are as long
+        # later all may be cut; of completions of one length it is 0
+        correlation = self.of("reward/length_correlation").values.loc[:long].replace(0, math.nan).mean()
         drifts = self.rises and length.rises and length.end > 1.3 * length.start and not correlation < 0.3
         return drifts or (correlation > 0.8 and self.of("completions/clipped_ratio").end >= 0.25)
 
     def is_dead(self) -> bool:
         """True if the policy does not change; without a reference, its updates and its entropy show that."""
         entropy, largest = self.of("entropy"), self.of("approx_kl").values.max()
-        moves = abs(self.kl.end) >= 0.05 or largest >= 1e-3 or entropy.rises or entropy.falls
-        return self.is_long and not self.rises and not moves
+        return not (abs(self.kl.end) >= 0.05 or largest >= 1e-3 or entropy.rises or entropy.falls)
 
     def outcome(self) -> str:
         """The reward, and at what KL."""
@@ -123,20 +120,19 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "clip": lambda x, c: (x.end >= 0.3, x.first(above=0.3)),
     "skip": lambda x, c: (x.end >= 0.4, x.first(above=0.4)),
     "negative": lambda x, c: (x.end < -max(4 * x.error, 0.05), x.first(below=-max(4 * x.error, 0.05))),
-    "dead": lambda x, c: (c.is_dead(), None),
+    "dead": lambda x, c: (c.is_long and not c.rises and c.is_dead(), None),
     "falls": lambda x, c: (c.falls, x.turns),
     "settled": lambda x, c: (x.collapses and c.rises and c.narrows and not c.is_solved, x.first(below=0.5 * x.start)),
     "truncated": lambda x, c: (x.start >= 0.25 <= x.end, None),
     "repeated": lambda x, c: (x.rises and x.end >= x.start + 0.1 and not c.has_turns, x.first(above=x.start + 0.05)),
-    "critic": lambda x, c: (x.recent < 0.1 and not c.narrows, None),
+    "critic": lambda x, c: (-0.5 <= x.recent < 0.1 and not c.narrows, None),
     "flat": lambda x, c: (c.is_long and not (c.rises or c.falls), None),
     "slow": lambda x, c: (x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))), None),
 }
 
 
-OPTIONAL = {"also": "", "explains": "", "grave": False}
-TABLE = Path(__file__).with_name("templates") / "rules.yaml"
-RULES = [SimpleNamespace(**OPTIONAL | row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
+TABLE = yaml.safe_load(Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8"))
+RULES = [SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row) for row in TABLE]
 
 
 class Advice(NamedTuple):

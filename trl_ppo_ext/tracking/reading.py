@@ -79,17 +79,12 @@ def read_run(directory: str | os.PathLike) -> Run:
         raise ValueError(f"`{directory}` must have a non-empty {RUN_LOG}; pass the `output_dir` of a run.")
 
     # 2. Curves and completions
-    sheets: dict[tuple[int, str], Sheet] = {}
-    for entry in entries:
-        if entry["kind"] == "completions":
-            sheets[entry["step"], entry["mode"]] = Sheet(entry["step"], entry["mode"], entry["rows"])
+    sheets = {(x["step"], x["mode"]): x["rows"] for x in entries if x["kind"] == "completions"}
     return Run(
         name=os.path.basename(os.path.abspath(directory)),
         start=starts[-1],
-        curves=curves_of(
-            entry["metrics"] | {"step": entry["step"]} for entry in entries if entry["kind"] == "metrics"
-        ),
-        sheets=[sheets[key] for key in sorted(sheets)],
+        curves=curves_of(x["metrics"] | {"step": x["step"]} for x in entries if x["kind"] == "metrics"),
+        sheets=[Sheet(*key, sheets[key]) for key in sorted(sheets)],
         resumed_at=sorted({entry["step"] for entry in starts if entry["step"] > 0}),
         written=entries[-1]["time"],
         seconds=sum(later["time"] - entry["time"] for entry, later in pairwise(entries) if later["kind"] != "run"),

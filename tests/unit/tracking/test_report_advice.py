@@ -111,7 +111,10 @@ PROVOKED = {
     "NaN": (STUCK | {"skipped_steps": 1.0 * (np.arange(N) > 8)}, "Non-finite gradients. The reward stays"),
     "dead critic": ({"value/explained_variance": ZERO}, "The reward rises from 0.2* but the critic does not predict"),
     "dead critic, stuck": (STUCK | {"value/explained_variance": ZERO}, "The critic does not predict the returns. The"),
-    "harmful critic": ({"value/explained_variance": -3 * FLAT}, "The critic is worse than a constant. The reward"),
+    "harmful critic": (
+        {"value/explained_variance": -3 * FLAT},
+        "The reward rises* but the critic is worse than a constant.",
+    ),
     "all equal": (
         STUCK | {"reward": ZERO, "reward_std": ZERO, "value/explained_variance": ZERO, "kl_per_completion": ZERO},
         "All completions get the same reward. The reward stays at 0",
