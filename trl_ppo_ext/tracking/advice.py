@@ -130,7 +130,6 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "slow": lambda x, c: (x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))), None),
 }
 
-
 TABLE = yaml.safe_load(Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8"))
 RULES = [SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row) for row in TABLE]
 
