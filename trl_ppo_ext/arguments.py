@@ -22,7 +22,7 @@ from .rewards import check_reward_arguments, check_reward_columns
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
     "ref_model": "remove it: the reference is the base model with the adapter switched off",
-    "value_model": "remove it: the critic is a value head on the policy's own trunk",
+    "value_model": "remove it: the critic reads the policy's own states, see `critic`",
     "data_collator": "remove it: the trainer tokenizes and pads prompts",
     "config": "renamed to `args`",
     "tokenizer": "renamed to `processing_class`",

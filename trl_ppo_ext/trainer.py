@@ -55,8 +55,8 @@ logger = logging.get_logger(__name__)
 class PPOTrainer(Trainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
-    The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
-    on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
+    The base plays policy (LoRA adapter on), reference (adapter off) and critic (a network on its states, or a
+    value head on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
 
     Source: https://huggingface.co/papers/1707.06347, for language models https://huggingface.co/papers/2203.02155
 

@@ -342,8 +342,9 @@ def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
     assert len(sheet.rows) == 8
     for row, (logged, episode) in enumerate(zip(sheet.rows, samples.batch.episodes)):
         turns = logged["turns"]
-        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 2 + ["assistant"]
-        assert [turn["text"] for turn in turns] == [x["content"].strip() for x in episode.messages]
+        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 3  # nothing reads the last
+        answered = [*episode.messages, *episode.unread]
+        assert [turn["text"] for turn in turns] == [x["content"].strip() for x in answered]
         assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
         starts = episode.starts
         assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]

@@ -37,6 +37,7 @@ class Episode:
     starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
     logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy, 0 if not sampled
     messages: list[dict] = field(default_factory=list)  # turns and answers; none of a completion
+    unread: list[dict] = field(default_factory=list)  # last answer, which the policy does not read
     completion: Any = None  # as rewards get it: text, or messages if the prompt is messages
     rewards: list[tuple[int, float]] = field(default_factory=list)  # of the environment, at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call

@@ -201,6 +201,7 @@ class EnvironmentPlayer(Player):
     def _continues(self, episode: Episode, answer: Answer) -> bool:
         """Add an answer to its episode, unless that ends."""
         episode.failed_calls += answer.failed
+        episode.unread = answer.messages
         if answer.reward is not None:
             episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
         if answer.done and not answer.truncated:
@@ -218,6 +219,7 @@ class EnvironmentPlayer(Player):
             if not is_limited:
                 episode.add(ids, sampled=False)
                 episode.messages += answer.messages
+                episode.unread = []
                 return True
         if is_limited:
             episode.ending = "cut"

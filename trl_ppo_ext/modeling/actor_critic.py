@@ -1,4 +1,4 @@
-"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head, own adapter)."""
+"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (its states, or own adapter)."""
 
 import re
 from collections.abc import Callable, Iterator

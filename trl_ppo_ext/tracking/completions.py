@@ -44,7 +44,8 @@ def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
     completions = []
     for row, episode in enumerate(samples.batch.episodes[:rows]):
-        messages = [(x["role"], message_text(x)) for x in episode.messages] or [("", as_text(episode.completion))]
+        answered = [*episode.messages, *episode.unread]
+        messages = [(x["role"], message_text(x)) for x in answered] or [("", as_text(episode.completion))]
         turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
         for turn, start, end in zip(sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]):

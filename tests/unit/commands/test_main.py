@@ -51,3 +51,15 @@ def test_interrupted_command_exits_with_130(monkeypatch):
 
     monkeypatch.setattr("trl_ppo_ext.tracking.reading.read_run", interrupt)
     assert cli.main(["replay", "run"]) == 130
+
+
+def test_import_hides_noise_of_other_packages():
+    code = (
+        "import logging, warnings, trl_ppo_ext\n"
+        "warnings.warn('`is_gradient_checkpointing` is deprecated and will be removed', FutureWarning)\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward')\n"
+        "warnings.warn('another', FutureWarning)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if "Warning" in line] == ["<string>:4: FutureWarning: another"]
+    assert "gemm" not in done.stderr
