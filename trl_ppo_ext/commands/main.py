@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import indent
 
+from .. import __version__
 from ..redaction import printable, redacted
 
 COMMANDS = {  # each has a module in this folder, except for `replay` and `report`
@@ -25,6 +26,7 @@ LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Build the parser, with the arguments of one subcommand."""
     root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
+    root.add_argument("--version", action="version", version=f"trl-ppo {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -96,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parser(command).parse_args(argv)
             options.run(options)
     except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
-        print(f"trl-ppo {command}: error: {printable(redacted(' '.join(str(error).split())))}", file=sys.stderr)
+        text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
+        print(f"trl-ppo {command}: error: {printable(redacted(text))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

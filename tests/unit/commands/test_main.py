@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import trl_ppo_ext
 from trl_ppo_ext.commands import main as cli
 
 
@@ -24,6 +25,13 @@ def test_help_lists_every_command_without_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(command in done.stdout for command in cli.COMMANDS)
+
+
+def test_version_is_printed_in_a_checkout(capsys):
+    """Where the package was never installed, `importlib.metadata` has no version."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"trl-ppo {trl_ppo_ext.__version__}\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

