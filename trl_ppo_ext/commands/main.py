@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
         print(f"trl-ppo {command}: error: {printable(redacted(' '.join(str(error).split())))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return getattr(error, "code", 130)
     return 0
 
 
