@@ -107,7 +107,7 @@ def check_callbacks(callbacks: list) -> None:
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
         raise ValueError(
-            f"`{name}` copies whole models, not adapters; remove it, or see `recipes/averaged_policy.py`."
+            f"`{name}` copies whole models, not adapters; remove it, or use `recipes/averaged_policy.py`."
         )
 
 
