@@ -173,7 +173,7 @@ def test_signal_chooses_no_other_best_checkpoint(tmp_path):
         built.train(resume_from_checkpoint=source)
         return built.state.best_global_step, Path(built.state.best_model_checkpoint).name
 
-    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None, "max_steps": 4}
     expected = run("whole", **settings)
     assert expected == (3, "checkpoint-2")
     with pytest.raises(SystemExit):
