@@ -442,8 +442,7 @@ class PPOTrainer(Trainer):
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
-            is_interrupt = self.signals.received == signal.SIGINT
-            raise (resume.Interrupted if is_interrupt else SystemExit)(resume.PREEMPTED)
+            raise (resume.Interrupted if self.signals.received == signal.SIGINT else SystemExit)(resume.PREEMPTED)
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output

@@ -249,8 +249,8 @@ class ActorCritic(nn.Module):
         ids = torch.arange(4, device=self.device)[None]
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
-        if not logits.isfinite().all():
-            remedy = "load it in bfloat16 or float32 (float16 overflows), or check its weights"
+        if not logits.isfinite().all():  # float16 overflows
+            remedy = "check its weights, or load it in bfloat16"
             raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
         head = base.get_output_embeddings()
         with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
