@@ -146,7 +146,7 @@ def test_models_that_read_padding_are_refused(tmp_path):
 def test_base_with_nan_is_refused_for_its_weights(tmp_path, part):
     model = llama()
     model.get_submodule(part).weight.data[3] = torch.nan
-    with pytest.raises(ValueError, match=r"logits of LlamaForCausalLM must be finite, got NaN or inf; check its weights"):
+    with pytest.raises(ValueError, match="logits of LlamaForCausalLM must be finite, got NaN or inf; check its"):
         trainer(tmp_path, model).train()
 
 
