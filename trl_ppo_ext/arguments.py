@@ -10,6 +10,7 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .config import PPOConfig
 from .data import tokenize_prompts
@@ -89,12 +90,25 @@ def check_trainer_arguments(
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:
             raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
+    if not (args.critic == "adapter" and args.critic_options.prompt is None):
+        for name in {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, "hidden_state")}:
+            needed = "`hidden_state` of %s needs `critic='adapter'` without `critic_kwargs['prompt']`; it is not read."
+            logging.get_logger(__name__).warning(needed, name)
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     if environments.rollout_func is None:  # it may return columns
         others = ["environments"] if environments.has_instances else []
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
+
+
+def check_callbacks(callbacks: list) -> None:
+    """Raise for callbacks of TRL that train or average a whole model."""
+    names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for name in names & {"BEMACallback", "SyncRefModelCallback"}:
+        raise ValueError(
+            f"`{name}` copies whole models, not adapters; remove it, or use `recipes/averaged_policy.py`."
+        )
 
 
 def load_tokenizer(
@@ -117,6 +131,8 @@ def load_tokenizer(
     vocab_size = text_config.vocab_size
     if any(not 0 <= token < vocab_size for token in stops or []):
         raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
+    if (tokenizer.pad_token_id or 0) >= vocab_size:  # added to the tokenizer only
+        tokenizer.pad_token = None
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
     if (pad := tokenizer.pad_token_id) >= vocab_size:
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"

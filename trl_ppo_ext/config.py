@@ -191,8 +191,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`."""
     per_device_reward_batch_size: int = number(16, at_least=1)
     """Completions per forward of a reward model."""
-    reward_label: int | None = None
-    """Label that is the reward, for reward models with several; counted from 0."""
+    reward_label: int | str | None = None
+    """Label that is the reward, for reward models with several: its name, or its number counted from 0."""
     reward_on_error: str = "raise"
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
@@ -315,7 +315,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         with_critic = self.critic != "none"
         if self.bf16 is None:
             emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = not (self.fp16 or self.use_cpu or emulated) and is_torch_bf16_gpu_available()
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+            self.fp16 = self.fp16 or launched == "fp16"
+            is_fast = not (self.use_cpu or emulated) and is_torch_bf16_gpu_available()
+            self.bf16 = not self.fp16 and (is_fast or launched == "bf16")
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
@@ -330,12 +333,16 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.uses_reference = self.kl_coef != 0
         self.reward_kl = self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
         self.top_k = self.top_k or 0
+        if isinstance(self.reward_label, str) and self.reward_label.isdecimal():  # of a command line
+            self.reward_label = int(self.reward_label)
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False
         if self.logging_first_step is None:
             self.logging_first_step = self.logging_strategy != "no"
+        # both are the case, in the trainer's own way
+        self.restore_callback_states_from_checkpoint, self.include_num_input_tokens_seen = False, "no"
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
@@ -346,6 +353,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
+        if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
+            raise ValueError(f"`bf16` and `fp16` are False, but the launcher has `--mixed_precision {launched}`.")
         data = self.accelerator_config
         if data.split_batches or not data.even_batches:  # ranks share a rollout evenly
             given = f"split_batches={data.split_batches} and even_batches={data.even_batches}"
@@ -467,7 +476,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 4. Sampling
         names, uses_vllm = set(self.generation_kwargs or {}), self.generation_backend == "vllm"
         for name in names & (_OF_THE_ENGINE if uses_vllm else _OF_THE_POLICY):
-            why = "which follows from the run; set the field of `PPOConfig` if it has one, else remove it"
+            why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
         if not uses_vllm:
             for name in names - vars(GenerationConfig()).keys():
@@ -544,6 +553,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 _OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
     "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size": {"at_least": 1},
     "total_episodes": {"at_least": 1},
+    "adam_epsilon": {"above": 0},
     "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
     "seed": {"at_least": 0, "below": 2**32},
     "data_seed": {"at_least": 0, "below": 2**63},
@@ -569,15 +579,13 @@ _UNSUPPORTED = {
     "label_smoothing_factor": "PPO has no labels",
     "train_sampling_strategy": "`shuffle_dataset` determines the order of the prompts",
     "neftune_noise_alpha": _SAME_FORWARD,
-    "torch_compile": _SAME_FORWARD,
+    **dict.fromkeys(["torch_compile", "torch_compile_mode", "torch_compile_backend"], _SAME_FORWARD),
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
     "and, to keep the rollout, `generation_batch_size` and `num_mini_batches` instead",
     "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
     "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
-    "restore_callback_states_from_checkpoint": "the states of callbacks are always restored",
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
-    "include_num_input_tokens_seen": "`num_tokens` is always logged",
     "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `vf_coef` is missing: its default does not show whether it was set. Scaling per-token rewards around their mean would
@@ -591,7 +599,7 @@ _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "
-    "num_beam_groups diversity_penalty dola_layers low_memory".split()
+    "num_beam_groups diversity_penalty dola_layers low_memory max_time".split()
 )
 # arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
 _OF_THE_ENGINE = set(

@@ -240,8 +240,8 @@ def test_pad_token_beyond_the_embedding_raises(tmp_path):
     larger = tokenizer()
     larger.add_special_tokens({"pad_token": "[PAD]"})
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
-        build(tmp_path, {"processing_class": lambda: larger})
-    build(tmp_path, {"processing_class": lambda: larger}, pad_token="<eos>")
+        build(tmp_path, {"processing_class": lambda: larger}, pad_token="[PAD]")
+    assert build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
 
 
 def test_training_needs_a_dataset(tmp_path):

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel
 from runs_of_tiny import trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
+from trl import BEMACallback, LogCompletionsCallback, SyncRefModelCallback
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.tracking.reading import RUN_LOG
@@ -74,6 +75,29 @@ def test_trainer_finds_no_plain_model(trained):
     """Attributes that it acts on, such as `is_quantized`, are those of the base."""
     for name in ("is_quantized", "hf_device_map", "main_input_name", "quantization_method", "tie_weights", "nothing"):
         assert not hasattr(trained.model, name)
+
+
+def test_model_has_what_the_policy_has(trained):
+    policy = trained.model.policy
+    assert trained.model.num_parameters() == policy.num_parameters() > 0
+    assert trained.model.active_adapters == ["default"]
+    assert trained.model.lm_head is policy.get_base_model().lm_head
+    assert trained.model.is_gradient_checkpointing is False
+    assert trained.tokenizer is trained.processing_class and trained.ref_model is None
+
+
+def test_callback_of_trl_logs_completions(tmp_path):
+    built = trainer(tmp_path, eval_dataset=prompts(4), gradient_checkpointing=True, max_steps=2)
+    callback = LogCompletionsCallback(built, freq=1)
+    built.add_callback(callback)
+    built.train()
+    assert [(int(row[0]), row[1]) for row in callback.table[::4]] == [(1, prompts(4)[0]["prompt"]), (2, "w0")]
+
+
+@pytest.mark.parametrize("callback", [BEMACallback(), SyncRefModelCallback(None, None)])
+def test_callbacks_that_copy_models_are_refused(tmp_path, callback):
+    with pytest.raises(ValueError, match=rf"`{type(callback).__name__}` copies whole models"):
+        trainer(tmp_path, callbacks=[callback]).train()
 
 
 # ---- the trainer

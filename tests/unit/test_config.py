@@ -29,6 +29,38 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     assert PPOConfig("run").bf16 is not emulated
 
 
+@pytest.mark.parametrize("launched, settings", [("bf16", {}), ("fp16", {}), ("no", {}), ("no", {"bf16": True})])
+def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, settings):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    args = PPOConfig(str(tmp_path), use_cpu=True, **settings)
+    assert args.mixed_precision == ("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
+    assert args.mixed_precision == launched or settings
+    with pytest.raises(ValueError, match="False, but the launcher has `--mixed_precision bf16`"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        PPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+
+
+def test_fields_that_are_the_case_are_accepted(tmp_path):
+    given = {"restore_callback_states_from_checkpoint": True, "include_num_input_tokens_seen": "all"}
+    args = PPOConfig(str(tmp_path), use_cpu=True, reward_label="1", **given)
+    assert args.reward_label == 1  # of a command line
+    assert not args.restore_callback_states_from_checkpoint and args.include_num_input_tokens_seen == "no"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"torch_compile_mode": "default"}, "`torch_compile_mode='default'` is not supported"),
+        ({"torch_compile_backend": "eager"}, "`torch_compile_backend='eager'` is not supported"),
+        ({"adam_epsilon": 0}, "`adam_epsilon` must be above 0, got 0"),
+        ({"generation_kwargs": {"max_time": 1.0}}, "holds `max_time`, which follows from the run or the clock"),
+    ],
+)
+def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(str(tmp_path), use_cpu=True, **settings)
+
+
 def test_config_has_at_most_45_fields_that_neither_the_trainer_nor_trl_has():
     own, theirs, trainers = ({field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments))
     assert len(own - theirs - trainers - NAMES.keys()) <= 45

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..config import LOCK
@@ -32,6 +33,10 @@ PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "tr
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C after its checkpoint is saved: a script can catch `KeyboardInterrupt`, and others exit with a code."""
 
 
 class StopSignals:
@@ -136,7 +141,12 @@ def find_checkpoint(
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
         check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
-        return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
+        rank = trainer.accelerator.process_index
+        needed = {TRAINER_STATE_NAME, f"rng_state_{rank}.pth" if trainer.args.world_size > 1 else "rng_state.pth"}
+        needed |= set() if trainer.is_deepspeed_enabled else {OPTIMIZER_NAME, SCHEDULER_NAME}
+        for name in needed - {*os.listdir(directory)}:  # the Trainer would go on without
+            raise CheckpointError(f"`{directory}` has no {name}. Resume from another checkpoint.")
+        return load_file(os.path.join(directory, RUN_STATE.format(rank=rank)))
 
     try:
         # one rank of those that share a disk reads all of it

@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
         print(f"trl-ppo {command}: error: {printable(redacted(text))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return getattr(error, "code", 130)
     return 0
 
 

@@ -324,6 +324,14 @@ def test_classifier_with_two_labels_raises():
         ClassifierReward(model, tokenizer())
 
 
+def test_label_of_a_classifier_is_chosen_by_its_name():
+    names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    model = llama(classifier=True, num_labels=2, **names)
+    assert ClassifierReward(model, tokenizer(), label="good").label == 1
+    with pytest.raises(RewardError, match=r"has 2 labels.*got fine"):
+        ClassifierReward(model, tokenizer(), label="fine")
+
+
 def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
 
