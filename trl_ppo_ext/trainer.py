@@ -405,7 +405,7 @@ class PPOTrainer(Trainer):
         if self.train_dataset is None:
             needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
+        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = {}, "", False, None, None
         output_dir, is_writer = self.args.output_dir, self.args.should_save
         source = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
@@ -453,6 +453,9 @@ class PPOTrainer(Trainer):
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         if self.actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
+
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
@@ -555,6 +558,7 @@ class _StepCallback(TrainerCallback):
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
+        state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
             for callback, saved in zip(callbacks, as_list(states)):
                 vars(callback).update(saved["attributes"])
         best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")

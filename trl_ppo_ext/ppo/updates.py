@@ -1,5 +1,6 @@
 """Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -213,12 +214,10 @@ class Updates:
         tensors, plan = dict(state), self.plan
         rows, stopped_early = tensors.pop("rows"), tensors.pop("stopped_early")
         sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
-        if tuple(rows.shape) != sizes:
-            raise ValueError(
-                f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
-                f"completions, but the config's sizes are {sizes}; resume with the saved sizes."
-            )
-        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
+        if (len(rows), rows.numel()) != (sizes[0], math.prod(sizes)):
+            given = f"within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × completions"
+            raise ValueError(f"The checkpoint is {given}, not of {sizes}; resume with the saved sizes.")
+        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows.reshape(sizes))
         self.stopped_early = bool(stopped_early)
 
 
