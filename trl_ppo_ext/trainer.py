@@ -220,6 +220,7 @@ class PPOTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
         # 1. Collect a rollout (ppo/rollouts.py).
+        begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
@@ -242,8 +243,9 @@ class PPOTrainer(Trainer):
         elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
-        seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
-        self._metrics["train"].mean("time/update", seconds)
+        metrics, end = self._metrics["train"], time.perf_counter()
+        metrics.mean("time/update", (end - start) * self.plan.micro_steps)  # per rollout, as the other times
+        metrics.mean("step_time", (end - begin) * self.plan.gradient_accumulation_steps)  # as in GRPO
         # NaN would stay in the Trainer's running sum, whose own filter waits for the device
         return loss.nan_to_num(0.0, 0.0, 0.0)
 

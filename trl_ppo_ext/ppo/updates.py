@@ -179,6 +179,9 @@ class Updates:
         for name, values in metrics.items():
             add = self.metrics.maximum if name.endswith("/max") else self.metrics.mean
             add(name, values, rollout.response_mask if "value" in name else mask)
+        for name, add in {"low_min": self.metrics.minimum, "high_max": self.metrics.maximum}.items():
+            clipped = metrics[f"clip_ratio/{name[:-4]}_mean"] & mask  # of each completion, as in GRPO
+            add(f"clip_ratio/{name}", clipped.sum(1) / mask.sum(1), mask.any(1))
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         return loss
