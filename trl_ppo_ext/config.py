@@ -127,6 +127,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     num_generations: int = number(1, at_least=1)
     """Completions sampled per prompt."""
     generation_batch_size: int | None = number(None, at_least=1)
+    num_generations_eval: int | None = number(None, at_least=1)
+    """Completions sampled per row of an evaluation. Default: 1."""
     """Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
     `gradient_accumulation_steps` if `num_mini_batches` is set."""
     per_device_generation_batch_size: int | None = number(None, at_least=1)
@@ -140,6 +142,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     temperature: float = number(1.0, above=0)
     """Temperature of sampling and of log-probs."""
     top_p: float = number(1.0, above=0, at_most=1)
+    eval_temperature: float | None = number(None, at_least=0)
+    """Temperature of sampling in evaluations, 0 if greedy. Default: `temperature`, which KL and entropy keep."""
     """Sample from the likeliest tokens with this total probability."""
     top_k: int | None = number(0, at_least=0)
     """Sample from this many most likely tokens; 0 or `None` means all."""

@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import (
     BitsAndBytesConfig,
     EarlyStoppingCallback,
@@ -329,6 +329,8 @@ class PPOTrainer(Trainer):
                 dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
             if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
                 dataset = list(dataset)
+            copies = range(self.args.num_generations_eval or 1)
+            dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
             return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -451,13 +453,13 @@ class PPOTrainer(Trainer):
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
+
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         if self.actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
-
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
@@ -556,11 +558,11 @@ class _StepCallback(TrainerCallback):
         if not trainer._resumed:
             return
         resume.load_run_state(trainer, trainer._resumed)
+        state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
         trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
-        state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
             for callback, saved in zip(callbacks, as_list(states)):
                 vars(callback).update(saved["attributes"])
         best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")

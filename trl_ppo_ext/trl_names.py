@@ -90,7 +90,6 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "vllm_structured_outputs_regex": (str, None, "the policy would not have sampled such completions"),
     "sync_ref_model": (bool, False, "the reference is the frozen base; a trained adapter can be that of the next run"),
     "cast_lm_head_to_fp32": (bool, False, "set `model_init_kwargs={'dtype': 'float32'}`"),
-    "num_generations_eval": (int, 1, "an evaluation samples one completion per row; repeat rows of `eval_dataset`"),
     "router_aux_loss_coef": (float, 0.0, "the router is frozen with the base"),
     "top_entropy_quantile": (float, 1.0, "the loss takes all tokens"),
     "off_policy_mask_threshold": (float, None, "sequences are not masked; set `dual_clip` or `target_kl`"),

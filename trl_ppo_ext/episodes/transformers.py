@@ -33,6 +33,7 @@ class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
+    temperature: float  # another one in evaluations with `eval_temperature`; 0 is greedy
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
 
@@ -107,7 +108,7 @@ class TransformersGenerator(Generator):
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
         self.actor_critic, self.accelerator = actor_critic, accelerator
-        self.batch_size = args.per_device_generation_batch_size
+        self.batch_size, self.temperature = args.per_device_generation_batch_size, args.temperature
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
@@ -135,7 +136,8 @@ class TransformersGenerator(Generator):
         if cache is not None:
             options["past_key_values"] = cache
         config = copy(self.config)
-        config.max_new_tokens = max_new_tokens
+        config.max_new_tokens, config.temperature = max_new_tokens, self.temperature or 1.0
+        config.top_k = config.top_k if self.temperature else 1
         with self.accelerator.autocast():
             ids = self.actor_critic.sample(*inputs, config, **options)
         completions = ids[:, inputs[0].shape[1] :].tolist()
