@@ -256,6 +256,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
     `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO)."""
     cliprange_value: float | None = number(None, above=0)
+    top_entropy_quantile: float = number(1.0, above=0, at_most=1)
+    """Share of a rollout's tokens that have an advantage, those of highest entropy; other losses take all tokens."""
     """Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none."""
     vf_coef: float = number(0.5, at_least=0)
     """Coefficient of the value loss."""

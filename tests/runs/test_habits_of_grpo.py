@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel
-from runs_of_tiny import trainer, weights
+from peft import LoraConfig, PeftModel, get_peft_model
+from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import config, length_reward, llama, prompts, tokenizer
+from trl import GRPOTrainer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.tracking.reading import RUN_LOG

@@ -285,6 +285,10 @@ def collect(
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
 
+    if args.top_entropy_quantile < 1:
+        gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)
+        result = result._replace(advantages=gained)
+
     # 4. The rollout, and what it leaves to the next one.
     if args.kl_target is not None and state.global_step >= options.warmup_steps:  # until then the policy stays
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
@@ -388,6 +392,14 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 
 
 # ---- parts ----
+
+
+def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
+    """1 at the share of a rollout's tokens with the highest entropy: https://huggingface.co/papers/2506.01939"""
+    padded = roles.accelerator.pad_across_processes(entropies[mask], pad_index=-torch.inf)
+    ordered = roles.accelerator.gather(padded).sort(descending=True).values
+    last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
+    return entropies >= ordered[last] if len(ordered) else mask
 
 
 def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
