@@ -33,9 +33,16 @@ class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
-    temperature: float  # another one in evaluations with `eval_temperature`; 0 is greedy
+    args: PPOConfig
+    evaluates: bool = False  # then at `eval_temperature`
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of a rollout or an evaluation; 0 is greedy."""
+        cooled = self.args.eval_temperature if self.evaluates else None
+        return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
         """Context of a rollout, in which the policy does not change."""
@@ -107,8 +114,8 @@ class TransformersGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic, self.accelerator = actor_critic, accelerator
-        self.batch_size, self.temperature = args.per_device_generation_batch_size, args.temperature
+        self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
+        self.batch_size = args.per_device_generation_batch_size
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,

@@ -147,8 +147,6 @@ def sample(
 
     # 1. Play an episode for each row: a completion, or several turns.
     seeds = seeds_of_episodes(roles, len(rows), state, training)
-    cooled = None if training else args.eval_temperature
-    roles.player.generator.temperature = args.temperature if cooled is None else cooled
     with timed("generate", metrics):
         episodes = roles.player.play(rows, seeds, state.global_step if training else None)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
@@ -189,7 +187,7 @@ def sample(
     log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask, weights = sequences.completion_mask, None
-    if roles.sampler is not None and cooled is None:
+    if roles.sampler is not None and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
