@@ -120,12 +120,13 @@ def as_text(entry: Any) -> str:
 def prefill(prompt: list[dict]) -> str:
     """Beginning of the answer, with which a prompt may end."""
     last = prompt[-1]
-    return "" if last["role"] != "assistant" or last.get("tool_calls") else _without_parts(last)["content"]
+    return "" if last["role"] != "assistant" or last.get("tool_calls") else text_only(last)["content"] or ""
 
 
-def _without_parts(message: dict) -> dict:
-    content = message.get("content") or ""
-    return message | {"content": content if isinstance(content, str) else "".join(x["text"] for x in content)}
+def text_only(message: dict) -> dict:
+    """A message with text in place of parts."""
+    parts = message.get("content")
+    return message | {"content": "".join(x["text"] for x in parts)} if isinstance(parts, list) else message
 
 
 def encode(
@@ -168,7 +169,7 @@ def encode(
             raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
         text = str(parts)
     if any(str(part) in text for part in parts):  # the template reads text
-        return encode([*map(_without_parts, prompt)], tokenizer, template_kwargs, opening)
+        return encode([*map(text_only, prompt)], tokenizer, template_kwargs, opening)
     return ids
 
 

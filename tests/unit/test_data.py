@@ -170,9 +170,10 @@ def test_parts_of_a_message_are_read_by_any_template(template):
 
 
 def test_message_of_the_assistant_at_the_end_is_continued():
-    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    parts = [{"type": "text", "text": "w"}, {"type": "text", "text": "1"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "w2 w3"}]
     policy_tokenizer = chat_tokenizer()
-    [row] = tokenize_prompts(dataset(chat), policy_tokenizer, "train_dataset", 4)
+    [row] = tokenize_prompts([{"prompt": chat}], policy_tokenizer, "train_dataset", 4)
     assert policy_tokenizer.decode(row[PROMPT_IDS]) == "<bos> user w1 <bos> assistant w2 w3"
     texts, _ = joined([chat, chat[:1]], 2 * [[{"role": "assistant", "content": " w4"}]], policy_tokenizer)
     assert texts == ["<bos> user w1 <bos> assistant w2 w3 w4 ", "<bos> user w1 <bos> assistant  w4 "]

@@ -17,7 +17,7 @@ from transformers import (
 )
 from trl import apply_chat_template, is_conversational
 
-from ..data import prefill
+from ..data import prefill, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
@@ -73,6 +73,7 @@ def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase)
             [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if (start := prefill(p)) else p + c
             for p, c in zip(prompts, completions)
         ]
+        chats = [[*map(text_only, chat)] for chat in chats]
         return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
     return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
 
