@@ -3,12 +3,15 @@
 import json
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
+from processes import finished, start
 from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import config, length_reward, llama, prompts, tokenizer
 from trl import GRPOTrainer
@@ -289,3 +292,28 @@ def test_top_entropy_quantile_keeps_the_tokens_of_grpo(tmp_path, quantile):
     grpo = GRPOTrainer.get_high_entropy_mask(built, entropies, mask, 1 - quantile)
     assert torch.equal((rollout.advantages != 0) & mask, grpo)
     assert rollout.value_weights is None and (rollout.returns[mask] != 0).any()
+
+
+def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):
+    """Completions of other lengths on each rank, and an evaluation whose last batch is not full."""
+
+    def written(prompts):
+        return [[4 + (sum(ids) * k) % 28 for k in range(1, 2 + sum(ids) % 7)] + [1] for ids in prompts]
+
+    def run(processes):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1, "num_generations_eval": 3}
+        built = trainer(tmp_path / str(processes), top_entropy_quantile=0.4, max_steps=2, **sizes)
+        write_completions(built, written)
+        built.train()
+        metrics = built.evaluate(prompts(7))
+        if built.is_world_process_zero():
+            torch.save((weights(built), built.state.log_history[1] | metrics), tmp_path / f"{processes}.pt")
+        built.end()
+
+    for processes in (1, 2):
+        assert finished(start(partial(run, processes), processes), 60) == [0] * processes
+    (one, logs), (two, others) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    names = "clip_ratio/low_min clip_ratio/high_max eval_reward eval_completions/min_terminated_length".split()
+    assert {name: logs[name] for name in names} == pytest.approx({name: others[name] for name in names})
