@@ -73,8 +73,7 @@ def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase)
             [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if (start := prefill(p)) else p + c
             for p, c in zip(prompts, completions)
         ]
-        chats = [[*map(text_only, chat)] for chat in chats]
-        return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
+        return [apply_chat_template({"messages": [*map(text_only, x)]}, tokenizer)["text"] for x in chats], False
     return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
 
 
