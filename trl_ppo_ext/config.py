@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TRLFields, applied
+from .trl_names import NAMES, TRLFields, applied, moved
 
 logger = logging.get_logger(__name__)
 
@@ -106,14 +107,14 @@ class PPOConfig(TRLFields, TrainingArguments):
     logging_nan_inf_filter: bool = False
     """Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. If off, they count as 0."""
     logging_first_step: bool | None = None
-    """Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`."""
+    """Log after the first optimizer step, and so the first rollout. Default with `logging_steps` of 1 or more."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward, for a fraction of the memory."""
     remove_unused_columns: bool | None = False
-    """Must stay `False`: rewards need the columns."""
+    """Set to `False`: rewards need the columns."""
 
     model_init_kwargs: dict[str, Any] | str | None = None
-    """Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`."""
+    """Keyword arguments of `from_pretrained`, if `model` is a string. A `dtype` overrides `bf16`."""
     trust_remote_code: bool = False
     """Whether models and tokenizers may run code."""
 
@@ -129,6 +130,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked."""
     num_generations: int = number(1, at_least=1)
     """Completions sampled per prompt."""
+    num_generations_eval: int | None = number(None, at_least=1)
+    """Completions sampled per row of an evaluation. Default: 1."""
     generation_batch_size: int | None = number(None, at_least=1)
     """Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
     `gradient_accumulation_steps` if `num_mini_batches` is set."""
@@ -142,6 +145,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Texts that end a completion, at the token that completes one."""
     temperature: float = number(1.0, above=0)
     """Temperature of sampling and of log-probs."""
+    eval_temperature: float | None = number(None, at_least=0)
+    """Temperature of sampling in evaluations, 0 if greedy. Default: `temperature`, which KL and entropy keep."""
     top_p: float = number(1.0, above=0, at_most=1)
     """Sample from the likeliest tokens with this total probability."""
     top_k: int | None = number(0, at_least=0)
@@ -153,7 +158,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     generation_backend: Literal["transformers", "vllm"] = "transformers"
     """`"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md."""
     generation_kwargs: dict[str, Any] | str | None = None
-    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`."""
+    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`; those above are set by it."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """`"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start."""
     vllm_server_base_url: str | None = None
@@ -255,6 +260,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
     `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO)."""
+    top_entropy_quantile: float = number(1.0, above=0, at_most=1)
+    """Share of a rollout's tokens that have an advantage, those of highest entropy; other losses take all tokens."""
     cliprange_value: float | None = number(None, above=0)
     """Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none."""
     vf_coef: float = number(0.5, at_least=0)
@@ -285,6 +292,14 @@ class PPOConfig(TRLFields, TrainingArguments):
     num_completions_to_print: int | None = number(8, at_least=0)
     """Completions to print. `None` prints all."""
 
+    def __new__(cls, *args: Any, **settings: Any) -> "PPOConfig":
+        """Raise an error for all unknown fields, with those that may be meant."""
+        known = [*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters]
+        matches = {name: get_close_matches(name, known, 1, 0.75) for name in settings if name not in known}
+        if unknown := [f"`{name}`" + "".join(f" (did you mean `{x}`?)" for x in matches[name]) for name in matches]:
+            raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}; docs/fields.md lists all.")
+        return super().__new__(cls)
+
     def __post_init__(self):
         self._read_mappings()
         check_types(self)
@@ -306,6 +321,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
             if name not in TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, mapping)
+        if isinstance(self.generation_kwargs, dict):
+            self.generation_kwargs = moved(self, self.generation_kwargs)
 
     def _finish(self) -> None:
         # for the report, before defaults are filled in
@@ -336,11 +353,16 @@ class PPOConfig(TRLFields, TrainingArguments):
         if isinstance(self.reward_label, str) and self.reward_label.isdecimal():  # of a command line
             self.reward_label = int(self.reward_label)
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
+        if self.max_completion_length is None:
+            self.max_completion_length = defaults["max_completion_length"]
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False
+        if self.remove_unused_columns:
+            logger.warning("`remove_unused_columns=True` changes nothing: rewards need the columns.")
+            self.remove_unused_columns = False
         if self.logging_first_step is None:
-            self.logging_first_step = self.logging_strategy != "no"
+            self.logging_first_step = self.logging_strategy == "steps" and self.logging_steps >= 1
         # both are the case, in the trainer's own way
         self.restore_callback_states_from_checkpoint, self.include_num_input_tokens_seen = False, "no"
         if self.ddp_find_unused_parameters is None:
@@ -356,10 +378,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
             raise ValueError(f"`bf16` and `fp16` are False, but the launcher has `--mixed_precision {launched}`.")
         data = self.accelerator_config
-        if data.split_batches or not data.even_batches:  # ranks share a rollout evenly
-            given = f"split_batches={data.split_batches} and even_batches={data.even_batches}"
-            raise ValueError(f"`accelerator_config` must have split_batches=False and even_batches=True, got {given}.")
-        data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
+        if data.split_batches or not data.even_batches:
+            logger.warning("`split_batches` and `even_batches` change nothing: ranks share a rollout evenly.")
+        # each rank reads a stream itself: text cannot be sent
+        data.split_batches, data.even_batches, data.dispatch_batches = False, True, False
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
             self.num_mini_batches = self.num_mini_batches or NUM_MINI_BATCHES
@@ -425,8 +447,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
             if value not in (default, None, False):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
-        if self.remove_unused_columns:
-            raise ValueError("`remove_unused_columns` must be False: rewards need the columns of the dataset.")
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
         if self.reward_on_error not in ("raise", "skip"):
@@ -609,6 +629,7 @@ _OF_THE_ENGINE = set(
 # values that are valid despite their annotations
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
+    "max_completion_length": int | None,
     "reward_on_error": str | float,
     "scale_rewards": str | bool | None,
     "resume_from_checkpoint": str | bool | None,

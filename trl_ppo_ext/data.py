@@ -80,6 +80,15 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [index * length // count for index in range(count)]
 
 
+def as_dataset(dataset: Any) -> Any:
+    """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a `datasets.Dataset`."""
+    if isinstance(dataset, Dataset | Mapping) or not hasattr(dataset, "__len__"):
+        return dataset
+    rows = [dataset[index] for index in range(len(dataset))]
+    is_rows = all(isinstance(row, dict) for row in rows)
+    return Dataset.from_list(rows, on_mixed_types="use_json") if is_rows else dataset
+
+
 # ---- token ids of prompts ----
 
 
@@ -106,6 +115,18 @@ def as_text(entry: Any) -> str:
     if isinstance(entry, list) and all(isinstance(message, dict) for message in entry):
         return "\n".join(f"{message.get('role')}: {message_text(message)}" for message in entry)
     return str(entry)
+
+
+def prefill(prompt: list[dict]) -> str:
+    """Beginning of the answer, with which a prompt may end."""
+    last = prompt[-1]
+    return "" if last["role"] != "assistant" or last.get("tool_calls") else text_only(last)["content"] or ""
+
+
+def text_only(message: dict) -> dict:
+    """A message with text in place of parts."""
+    parts = message.get("content")
+    return message | {"content": "".join(x["text"] for x in parts)} if isinstance(parts, list) else message
 
 
 def encode(
@@ -135,15 +156,20 @@ def encode(
         needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
-    kwargs = {"add_generation_prompt": opening, **template_kwargs}
+    if any(not isinstance(part, dict) or part.get("type") != "text" for content in parts for part in content):
+        raise PromptError(f"Parts of a message must be of the type 'text', got {described(parts)}.")
+    ends = {"continue_final_message": True} if opening and prefill(prompt) else {"add_generation_prompt": opening}
+    kwargs = ends | template_kwargs
     try:
         ids = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **kwargs)["input_ids"]
         text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
-        cause = f"{type(error).__name__} ({shortened(error)})"
-        raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
-    if any(str(part) in text for part in parts):
-        raise PromptError(f"The chat template writes lists of parts as Python code, got {described(parts)}; use text.")
+        if not parts:
+            cause = f"{type(error).__name__} ({shortened(error)})"
+            raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+        text = str(parts)
+    if any(str(part) in text for part in parts):  # the template reads text
+        return encode([*map(text_only, prompt)], tokenizer, template_kwargs, opening)
     return ids
 
 
@@ -208,9 +234,11 @@ def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: 
     """Token ids of a row's prompt, or of what its critic reads, with these keyword arguments of the chat template."""
     is_text = isinstance(prompt, str)
     if is_text and kwargs:
-        raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
+        logger.warning_once("`chat_template_kwargs` has no effect on prompts of text.")
     template_kwargs = {} if is_text else row_template_kwargs(row, kwargs)
-    ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
+    ids = [] if prompt == [] else encode(prompt, tokenizer, template_kwargs)
+    if is_text and not ids:
+        ids = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
     if not ids:
         raise PromptError("The prompt is empty; drop it, or give it at least one token.")
     return ids
@@ -221,8 +249,7 @@ def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) ->
     prompt = NO_PROMPT if tokenizer.chat_template else tokenizer.bos_token or tokenizer.eos_token
     if dataset is None:
         return Dataset.from_dict({"prompt": [prompt] * rows}) if rows else None
-    if isinstance(dataset, list):
-        dataset = Dataset.from_list(dataset)
+    dataset = as_dataset(dataset)
     return dataset if "prompt" in (dataset.column_names or ["prompt"]) else dataset.map(lambda _: {"prompt": prompt})
 
 
@@ -239,8 +266,7 @@ def tokenize_prompts(
     vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
-    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        dataset = Dataset.from_list(dataset)
+    dataset = as_dataset(dataset)
     _check_columns(dataset, name, critic_prompt)
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)

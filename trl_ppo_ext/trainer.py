@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import (
     BitsAndBytesConfig,
     EarlyStoppingCallback,
@@ -223,6 +223,7 @@ class PPOTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
         # 1. Collect a rollout (ppo/rollouts.py).
+        begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
@@ -245,8 +246,9 @@ class PPOTrainer(Trainer):
         elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
-        seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
-        self._metrics["train"].mean("time/update", seconds)
+        metrics, end = self._metrics["train"], time.perf_counter()
+        metrics.mean("time/update", (end - start) * self.plan.micro_steps)  # per rollout, as the other times
+        metrics.mean("step_time", (end - begin) * self.plan.gradient_accumulation_steps)  # as in GRPO
         # NaN would stay in the Trainer's running sum, whose own filter waits for the device
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
@@ -336,6 +338,8 @@ class PPOTrainer(Trainer):
                 dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
             if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
                 dataset = list(dataset)
+            copies = range(self.args.num_generations_eval or 1)
+            dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
             return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -414,7 +418,7 @@ class PPOTrainer(Trainer):
         if self.train_dataset is None:
             needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
+        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = {}, "", False, None, None
         self._restore_process_state()
         check_callbacks(self.callback_handler.callbacks)
         set_seed(self.args.seed, device_specific=True)  # what was drawn since the constructor must not matter
@@ -460,6 +464,9 @@ class PPOTrainer(Trainer):
         self.run_state = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
 
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
@@ -565,6 +572,7 @@ class _StepCallback(TrainerCallback):
         if not trainer._resumed:
             return
         resume.load_run_state(trainer, trainer._resumed)
+        state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
         trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():

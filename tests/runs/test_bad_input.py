@@ -64,11 +64,10 @@ def test_value_out_of_range_raises_by_name(tmp_path, name, value):
     ("settings", "message"),
     [
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
-        ({"accelerator_config": {"even_batches": False}}, "`accelerator_config`.*even_batches=False"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "`generation_kwargs`.*`temperature`.*set the field"),
+        ({"generation_kwargs": {"top_k": 5}, "top_k": 3}, "`generation_kwargs`.*sets `top_k` to 5.*is 3.*remove one"),
+        ({"generation_kwargs": {"do_sample": False}}, "`generation_kwargs`.*`do_sample`.*remove"),
         ({"generation_kwargs": {"penalty_alpha": 0.6}}, "`generation_kwargs`.*`penalty_alpha`.*remove"),
         ({"auto_find_batch_size": True}, "`auto_find_batch_size=True`.*`per_device_train_batch_size`"),
-        ({"remove_unused_columns": True}, "`remove_unused_columns` must be False"),
         ({"generation_batch_size": 96, "num_mini_batches": 5}, "`generation_batch_size`.*20.*96; use 80 or 100"),
         (
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
@@ -109,7 +108,7 @@ KNOWN_FROM_ARGUMENTS = [
         {"reward_funcs": [needs_target], "eval_dataset": evaluation_rows("w1")},
     ),
     (TypeError, r"dict.*dataset\['train'\]", {"train_dataset": lambda: DatasetDict(train=prompts())}),
-    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows("")}),
+    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows([])}),
     (ValueError, "EOS.*set `tokenizer.eos_token`", without_eos()),
     (TypeError, "`processing_class`.*got str", {"processing_class": "gpt2"}),
     (ValueError, "`processing_class`", {"processing_class": None}),
@@ -150,7 +149,6 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
     ("settings", "message"),
     [
         ({"reward_weights": [1.0, 2.0]}, "reward_weights` has 2 entries for 1 rewards"),
-        ({"model_init_kwargs": {"dtype": "float32"}}, "`model_init_kwargs` has no effect on a loaded Llama"),
         ({"max_completion_length": 64}, "max_completion_length=64 .*64 tokens; lower it"),
     ],
     ids=str,

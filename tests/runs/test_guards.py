@@ -23,7 +23,7 @@ from trl_ppo_ext.rewards.scoring import fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
 NAN, INF = math.nan, math.inf
-TIMED = ("time/", "tokens_per_second", "train_", "epoch")
+TIMED = ("time/", "step_time", "tokens_per_second", "train_", "epoch")
 
 
 def completions_of(prompts):

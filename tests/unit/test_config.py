@@ -1,7 +1,9 @@
 """Fields of the config, and defaults that depend on the machine."""
 
+import copy
+import logging
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -74,3 +76,47 @@ def test_default_of_checkpointing_warns_of_nothing_and_can_be_switched_off(tmp_p
         new_name = {"activation_checkpointing": False}
         if "activation_checkpointing" in PPOConfig.__dataclass_fields__:
             assert PPOConfig(str(tmp_path), use_cpu=True, **new_name).gradient_checkpointing is False
+
+
+def test_unknown_fields_raise_together_with_what_may_be_meant():
+    message = r"no field `learnin_rate` \(did you mean `learning_rate`\?\), `max_tokens`; docs/fields.md"
+    with pytest.raises(TypeError, match=message):
+        PPOConfig("run", use_cpu=True, learnin_rate=1e-5, max_tokens=8)
+
+    class Own(PPOConfig):
+        def __init__(self, own, **settings):
+            super().__init__("run", use_cpu=True, **settings)
+            self.own = own
+
+    assert copy.deepcopy(Own(own=3, seed=1)).seed == 1
+
+
+def test_keys_of_generation_kwargs_that_are_fields_set_them():
+    kwargs = {"do_sample": True, "top_k": 5, "stop_strings": ["a"], "max_new_tokens": 8, "typical_p": 0.9}
+    args = PPOConfig("run", use_cpu=True, generation_kwargs=kwargs, max_completion_length=8)
+    assert (args.top_k, args.stop_strings, args.max_completion_length) == (5, ["a"], 8)
+    assert args.generation_kwargs == {"typical_p": 0.9} and replace(args) == args
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"remove_unused_columns": True}, "`remove_unused_columns=True` changes nothing: rewards need the columns"),
+        ({"accelerator_config": {"split_batches": True, "even_batches": False}}, "`even_batches` change nothing"),
+    ],
+    ids=str,
+)
+def test_setting_of_the_trainer_that_changes_nothing_is_said(settings, message, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    args = PPOConfig("run", use_cpu=True, max_completion_length=None, **settings)
+    assert message in caplog.text and not args.remove_unused_columns and args.accelerator_config.even_batches
+    assert args.max_completion_length == 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "logs"),
+    [({}, True), ({"logging_steps": 0.1}, False), ({"logging_strategy": "epoch"}, False)],
+    ids=str,
+)
+def test_first_step_is_logged_by_default_if_logs_are_counted_in_steps(settings, logs):
+    assert PPOConfig("run", use_cpu=True, **settings).logging_first_step is logs

@@ -39,6 +39,14 @@ def test_every_field_of_grpo_is_a_field():
         ({"epsilon": 0.1, "epsilon_high": 0.28}, {"cliprange": 0.1, "cliprange_high": 0.28}),
         ({"delta": 1.5}, {"dual_clip": 1.5, "cliprange": 0.2}),
         ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, {"num_mini_batches": 2}),
+        # two rollouts per optimizer step, as one that is sampled in two parts
+        (
+            {"steps_per_generation": 4, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 2},
+            {"num_mini_batches": 1, "per_device_generation_batch_size": 8},
+        ),
+        ({"num_iterations": 1, "num_ppo_epochs": 4}, {"num_ppo_epochs": 4}),
+        ({"init_kl_coef": 0.2, "ppo_epochs": 4, "kl_penalty": "kl"}, {"kl_coef": 0.2, "num_ppo_epochs": 4}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
         ({"loss_type": "dapo"}, {"loss_aggregation": "token"}),
         ({"loss_type": "grpo"}, {"loss_aggregation": "sequence_mean"}),
         ({"loss_type": "dr_grpo"}, {"loss_aggregation": "constant"}),
@@ -86,7 +94,8 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
         ({"epsilon": -0.2}, r"`cliprange` must be above 0, got -0.2. `epsilon` sets `cliprange`"),
         ({"delta": 1.1}, r"`delta` must be at least 1 \+ the upper clip range \(0.2\), got 1.1"),
-        ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"must be a multiple of .*\(4\), got 6"),
+        ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"multiple or a divisor of .*\(4\), got 6"),
+        ({"kl_penalty": "mse"}, r"`kl_penalty` must be 'kl' .*set `kl_estimator`; 'mse' is 'k2'"),
         ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
         ({"scale_rewards": "batch", "critic": "none", "num_generations": 8}, r"one of 'group', 'none', got 'batch'"),
         (

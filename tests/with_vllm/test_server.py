@@ -123,9 +123,9 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, serve
 
 
 def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
-    run = trained(base, server, tmp_path, max_steps=4)
+    run = trained(base, server, tmp_path, max_steps=4, eval_temperature=0)
     generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
-    generator.engine.settings["temperature"] = 0.0
+    generator.evaluates = True
     batch = [[4 + (row * k + row) % 28 for k in range(1 + 3 * row)] for row in range(16)]
     with generator.awake():
         completions = generator.generate(batch)

@@ -5,7 +5,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
@@ -140,7 +141,9 @@ def find_checkpoint(
 
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
-        check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        trainer._retuned = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        if trainer._retuned and is_writer:
+            logger.warning("The run resumes under other settings: %s.", trainer._retuned)
         rank = trainer.accelerator.process_index
         needed = {TRAINER_STATE_NAME, f"rng_state_{rank}.pth" if trainer.args.world_size > 1 else "rng_state.pth"}
         needed |= set() if trainer.is_deepspeed_enabled else {OPTIMIZER_NAME, SCHEDULER_NAME}
@@ -158,6 +161,18 @@ def find_checkpoint(
         return directory, on_every_rank(read, *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
+
+
+def load_rates(trainer: Any, load: Callable[[], None]) -> None:
+    """Load optimizer and schedule, but keep their settings if the config has other ones than the checkpoint."""
+    groups = [{name: x for name, x in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
+    load()
+    if trainer._retuned and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
+        for group, settings in zip(trainer.optimizer.param_groups, groups):
+            group.update(settings)
+        scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
+        scheduler.last_epoch -= 1
+        scheduler.step()  # computes the rates anew
 
 
 def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:

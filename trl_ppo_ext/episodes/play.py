@@ -39,6 +39,7 @@ class Player:
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
+        self.generator.evaluates = step is None
         with self.generator.awake():
             self._sample(episodes, rows, seeds, step)
         decode(episodes, self.tokenizer)

@@ -33,8 +33,16 @@ class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
+    args: PPOConfig
+    evaluates: bool = False  # then at `eval_temperature`
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of a rollout or an evaluation; 0 is greedy."""
+        cooled = self.args.eval_temperature if self.evaluates else None
+        return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
         """Context of a rollout, in which the policy does not change."""
@@ -106,7 +114,7 @@ class TransformersGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic, self.accelerator = actor_critic, accelerator
+        self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
         self.batch_size = args.per_device_generation_batch_size
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
@@ -135,7 +143,8 @@ class TransformersGenerator(Generator):
         if cache is not None:
             options["past_key_values"] = cache
         config = copy(self.config)
-        config.max_new_tokens = max_new_tokens
+        config.max_new_tokens, config.temperature = max_new_tokens, self.temperature or 1.0
+        config.top_k = config.top_k if self.temperature else 1
         with self.accelerator.autocast():
             ids = self.actor_critic.sample(*inputs, config, **options)
         completions = ids[:, inputs[0].shape[1] :].tolist()

@@ -48,7 +48,7 @@ class VLLMGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic, self.limit = actor_critic, args.max_completion_length
+        self.actor_critic, self.args, self.limit = actor_critic, args, args.max_completion_length
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
         self.sampled_logprobs: list[list[float]] = []
@@ -124,6 +124,7 @@ class VLLMGenerator(Generator):
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         requests = [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+        self.engine.settings["temperature"] = self.temperature
         sampled = dict(zip(copies, map(iter, self.engine.sample(str(self.version), requests))))
         completions = [next(sampled[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
@@ -229,7 +230,8 @@ class ColocatedEngine:
         # its end would destroy the process group, which is that of the run or of the next engine
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
-        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
+        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False), LoRARequest
+        self.settings = settings
         self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
@@ -250,7 +252,7 @@ class ColocatedEngine:
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
-        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
+        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens, **self.settings) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
         restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
         outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)

@@ -66,9 +66,11 @@ def check_model_arguments(
             remedy = "pass its base, and this path as `peft_config` (`adapter_name_or_path`)"
             raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
-        settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-        for name in (name for name, value in settings.items() if value is not None):
-            raise ValueError(f"`{name}` has no effect on a loaded {type(model).__name__}; pass the model's id.")
+        if quantization_config is not None:
+            given = f"`quantization_config` has no effect on a loaded {type(model).__name__}"
+            raise ValueError(f"{given}; pass the model's id.")
+        if args.model_init_kwargs is not None:
+            logger.warning("`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__)
         if model.get_output_embeddings() is None:
             raise ValueError(f"`model` must be a causal language model, got {type(model).__name__}.")
     if not isinstance(peft_config, PeftConfig | str | None):
@@ -108,7 +110,8 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
 
 def model_kwargs(args: PPOConfig) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that the config holds."""
-    return {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
+    kwargs = {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
+    return {"dtype" if name == "torch_dtype" else name: x for name, x in kwargs.items()}  # as before transformers 5
 
 
 def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
@@ -241,13 +244,18 @@ def load_actor_critic(
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
-    """Raise an error if no weight of the policy is trained, or if optimizer and scheduler do not fit."""
+    """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not the scheduler's."""
     if not any(x.requires_grad for x in actor_critic.policy_parameters().values()):
         raise ValueError("A reward model shares its layers with `model`, and freezes its adapter; load it by itself.")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
-    missing = [name for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present]
-    if missing and optimizer is not None:
-        weights = f"`{missing[-1]}` and {len(missing) - 1} others"
+    missing = {name: x for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present}
+    critic = {id(x) for x in actor_critic.critic_parameters().values()}
+    if optimizer is None or not missing:
+        return
+    if scheduler is not None or not critic.issuperset(map(id, missing.values())):
+        weights = f"`{[*missing][-1]}` and {len(missing) - 1} others"
         raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
+    rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
+    optimizer.add_param_group({"params": [*missing.values()], "lr": rate})  # no script could have the critic

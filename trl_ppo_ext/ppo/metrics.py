@@ -16,8 +16,8 @@ from .math import Reduction
 RESERVED = frozenset(
     "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std grad_norm "
     "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective ratio "
-    "reward reward_std rewards sampling skipped_steps step stopped_early time tokens_per_second tools total_flos "
-    "unscored_completions value".split()
+    "reward reward_std rewards sampling skipped_steps step step_time stopped_early time tokens_per_second tools "
+    "total_flos unscored_completions value".split()
 )
 
 
@@ -86,6 +86,8 @@ class Metrics:
                     computed[name] = value[0] / value[1]
                 elif kind == "max:" and value != -float("inf"):
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
+                elif name.endswith("_terminated_length"):
+                    computed[name.removeprefix("-")] = 0.0  # none has ended; as in TRL
         self._entries = {}
         return computed
 

@@ -189,7 +189,7 @@ def sample(
     log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask, weights = sequences.completion_mask, None
-    if roles.sampler is not None:
+    if roles.sampler is not None and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
@@ -284,6 +284,10 @@ def collect(
         result = whitened(result, policy_mask, all_sum)
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
+
+    if args.top_entropy_quantile < 1:
+        gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)
+        result = result._replace(advantages=gained)
 
     # 4. The rollout, and what it leaves to the next one.
     if args.kl_target is not None and state.global_step >= options.warmup_steps:  # until then the policy stays
@@ -388,6 +392,14 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 
 
 # ---- parts ----
+
+
+def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
+    """1 at the share of a rollout's tokens with the highest entropy: https://huggingface.co/papers/2506.01939"""
+    padded = roles.accelerator.pad_across_processes(entropies[mask], pad_index=-torch.inf)
+    ordered = roles.accelerator.gather(padded).sort(descending=True).values
+    last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
+    return entropies >= ordered[last] if len(ordered) else mask
 
 
 def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:

@@ -18,6 +18,7 @@ from transformers import (
 )
 from trl import apply_chat_template, is_conversational
 
+from ..data import prefill, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
@@ -71,8 +72,11 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
     """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
     if is_conversational({"prompt": prompts[0]}):
-        chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
-        return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
+        chats = [
+            [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if (start := prefill(p)) else p + c
+            for p, c in zip(prompts, completions)
+        ]
+        return [apply_chat_template({"messages": [*map(text_only, x)]}, tokenizer)["text"] for x in chats], False
     return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
 
 

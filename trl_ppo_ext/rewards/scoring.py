@@ -75,7 +75,11 @@ class FunctionReward:
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL
-        call = partial(self.function, **copies)
+
+        def call() -> Any:
+            result = self.function(**copies)
+            return list(result) if isinstance(result, Iterator) else result
+
         if self.timeout is None:
             return call()
         return finished(in_thread(call), self.timeout)

@@ -228,7 +228,7 @@ def test_errors_of_tools_and_environments_reach_nobody_with_a_secret(tmp_path):
     player = recording(tmp_path, {"Q": [call("query", key="a"), "done"]}, rows, factory=Leaking)
     (episode,) = player.play(rows, [0], 0)
     batch = ScoringBatch(["Q"], [""], [episode.completion_ids], episodes=[episode])
-    failures = asyncio.run(player.environments.rewards[0].score(batch))
+    failures = player.environments.rewards[0].score(batch).result(10)
     assert "a: cannot connect to postgresql://***@db/x" in episode.messages[1]["content"]
     assert "no reward from db" in str(failures) and "hunter2" not in f"{episode.messages} {failures}"
     assert "hunter2" not in player.tokenizer.decode(episode.ids)
