@@ -211,6 +211,28 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
 
 
+@pytest.mark.parametrize("silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"])
+def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_path, silent):
+    run = echo_trainer(tmp_path)
+    generator = run.roles.player.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    with torch.no_grad():
+        for weight in run.actor_critic.policy_parameters().values():
+            weight += 0.1 * torch.randn_like(weight)
+    torch.manual_seed(0)
+    episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
+    turns, alone = generator.conversation(), generator.conversation()
+    for turn in range(6):
+        sampled = turns(episodes, 3, [*range(8)])
+        assert sampled == generator.generate(episodes, 3)
+        assert alone(episodes[:1], 3, [0]) == sampled[:1]
+        tail = [] if silent(turn) else [5 + turn]
+        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1  # the last one is read next
+        episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
+    assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
+
+
 # ---- credit per turn ----
 
 
