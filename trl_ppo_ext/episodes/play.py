@@ -173,7 +173,7 @@ class EnvironmentPlayer(Player):
                 case _:
                     raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
             kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
-            ids = encode(prompt, self.tokenizer, kwargs)
+            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt))
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -188,7 +188,7 @@ class EnvironmentPlayer(Player):
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
-            ids = tokenizer(state, add_special_tokens=False)["input_ids"]
+            ids = self.chat.encoded(state)
             if len(ids) > room:
                 raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
