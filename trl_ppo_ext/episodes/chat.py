@@ -1,5 +1,6 @@
 """Token ids of what an environment writes, and messages of what the policy sampled."""
 
+from contextlib import suppress
 from operator import eq
 from typing import Any
 
@@ -47,14 +48,15 @@ class ChatFormat:
             )
         if with_tools and getattr(tokenizer, "response_template", None) is None:
             add_response_schema(tokenizer)  # raises an error for a template that it does not know
-        following = _RESPONSE if with_tools else _QUESTION
-        if not self._keeps_prefixes(following):
+        following, turn = [_RESPONSE if with_tools else _QUESTION], None
+        with suppress(TypeError):  # some templates take arguments as text only; their training template does not
+            turn = self._stand_in(following, self.template_kwargs)
+        if turn is None or turn[2][: len(turn[0])] != turn[0]:
             self.template_kwargs["chat_template"] = get_training_chat_template(tokenizer)
         if not with_tools:
             return
         # no call would ever be found, or those of earlier turns again
-        called, start = self._opened(_RESPONSE, self.template_kwargs)
-        prefix = self._render([*self._opening(_RESPONSE), _RESPONSE], self.template_kwargs, add_generation_prompt=True)
+        called, start, prefix = self._stand_in(following, self.template_kwargs)
         turns = (called[start:], called[:start]), (self.encoded("dummy"), prefix)
         if [bool(self.parsed(*turn, [{}]).get("tool_calls")) for turn in turns] != [True, False]:
             anchor, end = tokenizer.response_template.get("start_anchor"), tokenizer.decode(prefix)[-40:]
@@ -68,33 +70,17 @@ class ChatFormat:
         """Token ids of text that others wrote, none of which is a delimiter."""
         return encode_marked(protected(text, self.tokenizer), self.tokenizer)
 
-    def _render(self, messages: list[dict], template_kwargs: dict[str, Any], **kwargs: Any) -> list[int]:
-        return encode_chat(messages, self.tokenizer, {**template_kwargs, **kwargs})
-
-    @staticmethod
-    def _opening(following: dict) -> list[dict]:
-        """A question and the policy's turn, which precede a message."""
-        if following["role"] != "tool":
-            return [_QUESTION, {"role": "assistant", "content": "dummy"}]
-        # some templates repeat the name of the call in the header of its response
-        call = {"type": "function", "function": {"name": following["name"], "arguments": {}}}
-        return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-    def _opened(self, following: dict, template_kwargs: dict[str, Any]) -> tuple[list[int], int]:
-        """Token ids of what precedes a message, and the place where the policy's turn begins."""
-        question, turn = self._opening(following)
-        ids = self._render([question, turn], template_kwargs)
-        header = self._render([question], template_kwargs, add_generation_prompt=True)
-        return ids, [*map(eq, ids, header), False].index(False)
-
-    def _keeps_prefixes(self, following: dict) -> bool:
-        opening = self._opening(following)
-        try:
-            before = self._render(opening, self.template_kwargs)
-            after = self._render([*opening, following], self.template_kwargs, add_generation_prompt=True)
-        except TypeError:  # some templates take arguments as text only; their training template does not
-            return False
-        return after[: len(before)] == before
+    def _stand_in(self, messages: list[dict], template_kwargs: dict[str, Any]) -> tuple[list[int], int, list[int]]:
+        """Token ids up to the end of a stand-in for a turn, where it begins, and ids up to the end of its answer."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "dummy"}
+        if messages[0]["role"] == "tool":  # some templates repeat the name of the call in the header of its response
+            call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+            turn |= {"content": "", "tool_calls": [call]}
+        opened = template_kwargs | {"add_generation_prompt": True}
+        header = encode_chat([_QUESTION], self.tokenizer, opened)
+        before = encode_chat([_QUESTION, turn], self.tokenizer, template_kwargs)
+        after = encode_chat([_QUESTION, turn, *messages], self.tokenizer, opened)
+        return before, [*map(eq, before, header), False].index(False), after
 
     def following(
         self,
@@ -111,16 +97,13 @@ class ChatFormat:
         if template_kwargs is None:  # the conversation is text
             return self.encoded("".join(texts))
         # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
-        before, start = self._opened(messages[0], template_kwargs)
-        conversation = [*self._opening(messages[0]), *messages]
-        after = self._render(conversation, template_kwargs, add_generation_prompt=True)
+        before, start, after = self._stand_in(messages, template_kwargs)
         # the last delimiter of the stand-in ends its turn, and often a line break follows, which no policy samples
-        for delimiters in (self.special_ids, stop_token_ids):
-            if ends := [place for place in range(start, len(before)) if before[place] in delimiters]:
-                break
-        end = ends[-1] if ends else len(before)
-        kept = end + bool(ends)
-        if after[:kept] != before[:kept]:
+        ends = [place for place in range(start, len(before)) if before[place] in self.special_ids]
+        ends = ends or [place for place in range(start, len(before)) if before[place] in stop_token_ids]
+        end = ends[-1] if ends else len(before)  # or the header of the next message does
+        kept = before[: end + 1]
+        if after[: len(kept)] != kept:
             raise PromptError("The chat template changes earlier messages when others follow; use another template.")
         if ends and before[end] not in stop_token_ids:
             wrong = f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy does not stop"

@@ -232,7 +232,7 @@ def test_environment_is_reset_with_the_row_and_gives_the_reward():
         assert scores(player, episodes) == {"Counter": [[(ends[0], 2)], [(ends[1], 7)]]}
         assert [episode.prompt[-1]["content"] for episode in episodes] == ["alpha from 4", "beta from 5"]
         assert "beta from 5" in player.chat.tokenizer.decode(episodes[1].prompt_ids)
-    assert Counter.made == 2  # one per episode of a batch, then reset
+    assert Counter.made == 3  # one per episode of a batch, then reset, and one that waits for training
     assert episodes[0].environment.resets[-1] == {"prompt": [{"role": "user", "content": "alpha"}], "start": 4}
     assert rows[0]["prompt"] == [{"role": "user", "content": "alpha"}]
 
