@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
-from trl.chat_template_utils import qwen3_template
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
@@ -25,6 +24,21 @@ TEMPLATE = (
     "{{ c.function | tojson }}\n</tool_call>{% endfor %}{{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
+# how a turn is read: the calls of a JSON object each, and text
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|> assistant",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 
 
@@ -94,7 +108,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         additional_special_tokens=["<|im_start|>"],
         chat_template=TEMPLATE,
     )
-    tokenizer.response_template = qwen3_template | {"start_anchor": "<|im_start|> assistant"}
+    tokenizer.response_template = RESPONSE_TEMPLATE
 
     # 3. A model and its run.
     set_seed(0)

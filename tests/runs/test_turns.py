@@ -267,7 +267,8 @@ class Moving(Echo):
 
 class Sampling(Echo):
     def step(self, text):
-        self.run.model.generate(torch.tensor([[4, 5]]), do_sample=True, max_new_tokens=2)
+        with self.run.model.disable_adapter():
+            self.run.model.generate(torch.tensor([[4, 5]]), do_sample=True, max_new_tokens=2)
         return super().step(text)
 
 
