@@ -24,12 +24,11 @@ TEMPLATE = (
     "{{ c.function | tojson }}\n</tool_call>{% endfor %}{{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-# where its answers and calls are
-RESPONSES = {
+# how a turn is read: the calls of a JSON object each, and text
+RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|> assistant",
     "fields": {
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
         "tool_calls": {
             "open": "<tool_call>",
             "close_pattern": r"</tool_call>\s*",
@@ -37,6 +36,7 @@ RESPONSES = {
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
 }
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
@@ -108,7 +108,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         additional_special_tokens=["<|im_start|>"],
         chat_template=TEMPLATE,
     )
-    tokenizer.response_template = RESPONSES
+    tokenizer.response_template = RESPONSE_TEMPLATE
 
     # 3. A model and its run.
     set_seed(0)

@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's
 TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+MARK = "\ufdd0"  # not a character: no text has it
 NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -129,11 +132,65 @@ def text_only(message: dict) -> dict:
     return message | {"content": "".join(x["text"] for x in parts)} if isinstance(parts, list) else message
 
 
+@lru_cache(8)
+def _delimiters(tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str, with_tags: bool) -> re.Pattern:
+    """Pattern of the first character of each token that only the tokenizer or the chat template may write."""
+    tokens = []
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        text, is_tag = token.content, re.fullmatch(r"</?\w+>", token.content)
+        # those of a template need not be special; a prompt may speak of a tag such as <think>, a tool may not write it
+        if token.special or (text.strip() and text in template and (with_tags or not is_tag)):
+            tokens.append(re.escape(text))
+    return re.compile(f"(?=(?:{'|'.join(tokens) or '(?!)'}))(?s:.)")
+
+
+def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = None, with_tags: bool = False) -> Any:
+    """Copy of what others wrote, with a mark in each spelled delimiter: [`encode_marked`] keeps that as text."""
+    if isinstance(texts, str):
+        template = str(template or tokenizer.chat_template or "")
+        return _delimiters(tokenizer, len(tokenizer), template, with_tags).sub(rf"\g<0>{MARK}", texts)
+    if isinstance(texts, dict):
+        with_tags = with_tags or texts.get("role") == "tool"
+        return {key: protected(x, tokenizer, template, with_tags) for key, x in texts.items()}
+    return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
+
+
+def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of text without special tokens, split at its marks."""
+
+    def encoded(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False)["input_ids"]
+
+    first, *rest = text.split(MARK)
+    ids, line = encoded(first), encoded("\n") if rest else []
+    for part in rest:
+        after = encoded(f"\n{part}")  # some tokenizers add a space before the first word of a text
+        ids += after[len(line) :] if after[: len(line)] == line else encoded(part)
+    return ids
+
+
+def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> list[int]:
+    """Token ids of chat messages; a delimiter that they spell is text."""
+    marked = protected(messages, tokenizer, template_kwargs.get("chat_template"))
+    if marked == messages:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
+    return encode_marked(tokenizer.apply_chat_template(marked, tokenize=False, **template_kwargs), tokenizer)
+
+
 def encode(
-    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
+    prompt: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    opening: bool = True,
+    own: int | None = None,
 ) -> list[int]:
-    """Token ids of text, or of chat messages; with `opening`, an answer can follow."""
+    """Token ids of text, or of chat messages; with `opening`, an answer can follow.
+
+    Of text, an environment wrote what follows its `own` characters.
+    """
     if isinstance(prompt, str):
+        written = [] if own is None else protected(prompt[own:], tokenizer).split(MARK)
+        prompt = prompt[:own] + "".join(written[:1])
         try:
             ids = tokenizer(prompt)["input_ids"]
         except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
@@ -143,7 +200,7 @@ def encode(
             ids = ids[1:]
         # some tokenizers end every text with EOS
         closed = opening and ids[-1:] == [eos] and not prompt.rstrip().endswith(str(tokenizer.eos_token))
-        return ids[:-1] if closed else ids
+        return (ids[:-1] if closed else ids) + encode_marked(MARK.join(["", *written[1:]]), tokenizer)
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
     for place, message in enumerate(prompt):
@@ -161,7 +218,7 @@ def encode(
     ends = {"continue_final_message": True} if opening and prefill(prompt) else {"add_generation_prompt": opening}
     kwargs = ends | template_kwargs
     try:
-        ids = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+        ids = encode_chat(prompt, tokenizer, kwargs)
         text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         if not parts:

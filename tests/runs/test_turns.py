@@ -2,9 +2,13 @@
 
 import asyncio
 import logging
+import os
+import random
+import time
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -111,7 +115,9 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 
 
 def echo_trainer(output_dir, **kwargs):
-    extra = {name: kwargs.pop(name) for name in ("environment_factory", "train_dataset") if name in kwargs}
+    extra = {
+        name: kwargs.pop(name) for name in ("environment_factory", "train_dataset", "eval_dataset") if name in kwargs
+    }
     extra = {"environment_factory": Echo, "train_dataset": prompts(), "processing_class": tokenizer()} | extra
     settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
     return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
@@ -212,6 +218,122 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
         tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
+
+
+@pytest.mark.parametrize("silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"])
+def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_path, silent):
+    run = echo_trainer(tmp_path)
+    generator = run.roles.player.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    with torch.no_grad():
+        for weight in run.actor_critic.policy_parameters().values():
+            weight += 0.1 * torch.randn_like(weight)
+    torch.manual_seed(0)
+    episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
+    turns, alone = generator.conversation(), generator.conversation()
+    for turn in range(6):
+        sampled = turns(episodes, 3, [*range(8)])
+        assert sampled == generator.generate(episodes, 3)
+        assert alone(episodes[:1], 3, [0]) == sampled[:1]
+        tail = [] if silent(turn) else [5 + turn]
+        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1  # the last one is read next
+        episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
+    assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
+
+
+# ---- the run's own state ----
+
+
+class Seeding(Echo):
+    def __init__(self):
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+
+
+class Halving(Echo):
+    def __init__(self):
+        torch.set_default_dtype(torch.float64), torch.set_grad_enabled(False)
+
+    def reset(self, row, seed):
+        torch.set_default_dtype(torch.float64)
+        return super().reset(row, seed)
+
+
+class Moving(Echo):
+    def __init__(self):
+        os.chdir("/")
+
+    def step(self, text):
+        os.chdir("/")
+        return super().step(text)
+
+
+class Sampling(Echo):
+    def step(self, text):
+        with self.run.model.disable_adapter():
+            self.run.model.generate(torch.tensor([[4, 5]]), do_sample=True, max_new_tokens=2)
+        return super().step(text)
+
+
+@pytest.mark.parametrize("environment", [Seeding, Halving, Moving, Sampling])
+def test_environment_leaves_the_state_of_the_run_as_it_is(tmp_path, monkeypatch, environment):
+    monkeypatch.chdir(tmp_path)
+    results = []
+    for factory in (Echo, environment):
+        run = echo_trainer(factory.__name__, environment_factory=factory, max_steps=8)
+        factory.run = run
+        run.train()
+        results.append(weights(run))
+        assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+class Dealing(Echo):
+    """Deals from a deck of its own, which is shuffled once."""
+
+    def __init__(self):
+        self.deck = random.Random(random.random())
+
+    def step(self, text):
+        return f"w{self.deck.randrange(28)}", self.deck.random(), super().step(text)[2]
+
+
+def test_evaluations_with_an_environment_change_no_run(tmp_path):
+    results = []
+    for often in ({}, {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}):
+        rows = {"eval_dataset": prompts(5)} if often else {}
+        run = echo_trainer(tmp_path / str(len(often)), environment_factory=Dealing, max_steps=12, **often, **rows)
+        run.train()
+        results.append(weights(run))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+class Racing(Echo):
+    """Seeds Python's global generator, and draws from it after others have done so, too."""
+
+    def reset(self, row, seed):
+        random.seed(seed)
+        time.sleep(0.001)
+        self.first = random.random()
+        return super().reset(row, seed)
+
+    def step(self, text):
+        time.sleep(0.001)
+        return f"w{random.randrange(28)}", *super().step(text)[1:]
+
+
+def test_environments_in_threads_do_not_share_their_random_numbers(tmp_path):
+    run = echo_trainer(tmp_path, environment_factory=Racing, max_steps=4)
+    seen = rollouts_of(run)
+    run.train()
+    for episode in seen[0][1].batch.episodes:
+        instance = episode.environment
+        assert instance.first == random.Random(instance.seed).random()
+    again = echo_trainer(tmp_path / "again", environment_factory=Racing, max_steps=4)
+    others = rollouts_of(again)
+    again.train()
+    first, second = ([x.completion_ids for x in rollouts[0][1].batch.episodes] for rollouts in (seen, others))
+    assert first == second
 
 
 # ---- credit per turn ----

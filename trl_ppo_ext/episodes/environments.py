@@ -7,11 +7,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
+from ..concurrency import CPU, FAILURES, called, guarded, in_thread, leave_blocked_loops, started
 from ..data import PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
@@ -186,14 +187,18 @@ class Kind:
     def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
         self.factory, self.tools = factory, tools
         self.type: Any = None if factory else type(None)  # of its instances, without wrappers
+        self.made = {True: 0, False: 0}
         self.pool = [self.make()]
+        self.pools = {True: self.pool, False: []}  # of training, and of evaluations, which may not change it
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
-    def make(self) -> ToolEnvironment | TextEnvironment:
-        """Make an instance."""
+    def make(self, trains: bool = True, device: torch.device = CPU) -> ToolEnvironment | TextEnvironment:
+        """Make an instance, whose random numbers depend on how many were made before."""
         if self.factory is None:
             return ToolEnvironment(None, self.tools)
-        instance = self.factory()
+        self.made[trains] += 1
+        with guarded(self.made[trains], device):
+            instance = self.factory()
         if not callable(getattr(instance, "reset", None)):
             raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
         type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
@@ -204,9 +209,9 @@ class Kind:
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
-    def lend(self) -> ToolEnvironment | TextEnvironment:
-        """Free instance, or a new one."""
-        return self.pool.pop(0) if self.pool else self.make()
+    def lend(self, trains: bool, device: torch.device) -> ToolEnvironment | TextEnvironment:
+        """Free instance for training or an evaluation, or a new one."""
+        return self.pools[trains].pop(0) if self.pools[trains] else self.make(trains, device)
 
 
 class Environments:

@@ -13,11 +13,10 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import called, finished, started
+from ..concurrency import called, finished, guarded, seeded, started
 from ..config import PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..modeling import ActorCritic
-from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
@@ -74,20 +73,21 @@ class EnvironmentPlayer(Player):
         self.iterations = math.inf if iterations is None else iterations
         self.device, self.rank, self.folder = args.device, args.process_index, args.output_dir
         self.saves = args.save_strategy != "no"
+        self.trains = True  # in the last episodes
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Take back the environments of the last episodes, which have been scored by now.
         for episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
-                episode.kind.pool.append(episode.responder)
-        self.lent = []
+                episode.kind.pools[self.trains].append(episode.responder)
+        self.lent, self.trains = [], step is not None
 
         # 2. Reset an environment for each row: its observation continues the prompt.
         record, resets, by_name = self._record(step), [], self.environments.by_name
         hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
-            episode.responder = episode.kind.lend()
+            episode.responder = episode.kind.lend(self.trains, self.device)
             episode.place = Place(record, number).after([seed, *episode.prompt_ids])
             if not isinstance(episode.prompt, str):
                 episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)
@@ -144,15 +144,16 @@ class EnvironmentPlayer(Player):
 
         async def together() -> list:
             answers = []
-            for episode, ask in zip(episodes, asks):
+            for number, (episode, ask) in enumerate(zip(episodes, asks)):
                 has_state = part != "hidden state" and episode.environment is not None
                 in_time = partial(bounded, ask, self.environments.timeout)
-                answers.append(episode.place.answer(part, in_time, has_state))
+                answers.append(seeded(episode.place.answer(part, in_time, has_state), hash((own_seed, number))))
             return await asyncio.gather(*answers, return_exceptions=True)
 
         if not episodes:
             return []
-        with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.device):
+        own_seed = hash((seed, episodes[0].turns)) % 2**31
+        with guarded(own_seed, self.device):
             answers = finished(started(together(), waits=True))
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
@@ -176,7 +177,7 @@ class EnvironmentPlayer(Player):
                 case _:
                     raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
             kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
-            ids = encode(prompt, self.tokenizer, kwargs)
+            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt))
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -191,7 +192,7 @@ class EnvironmentPlayer(Player):
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
-            ids = tokenizer(state, add_special_tokens=False)["input_ids"]
+            ids = self.chat.encoded(state)
             if len(ids) > room:
                 raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)

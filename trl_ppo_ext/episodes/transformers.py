@@ -213,7 +213,8 @@ class Conversation:
         turns = generator._generate_batch(inputs, max_new_tokens, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
-        lengths = [min(len(turn), end - width) for turn in turns]
+        # the last token of a turn is read again: the next turn follows it if the answer in between has no token
+        lengths = [min(len(turn) - 1, end - width) for turn in turns]
         # a column per token of the longest turn: shorter ones leave holes, which the mask hides
         columns = torch.arange(end - width)  # none after turns of one token
         mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)

@@ -269,6 +269,7 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def sample(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any) -> Tensor:
         """Sample from the policy for a rollout, with nothing of the model's own generation config."""
+        self._activate(self.policy_adapter)  # threads of environments may have left contexts of others in any order
         base = self.policy.get_base_model()  # `PeftModel.generate` would restore that config
         # transformers would fill unset fields from it, and sample from another distribution than the scored one
         own, base.generation_config = base.generation_config, GenerationConfig()

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -15,11 +15,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
+from ..concurrency import guarded
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
-from ..rewards.scoring import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
+from ..rewards.scoring import Reward, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened
@@ -147,7 +148,7 @@ def sample(
 
     # 1. Play an episode for each row: a completion, or several turns.
     seeds = seeds_of_episodes(roles, len(rows), state, training)
-    with timed("generate", metrics):
+    with timed("generate", metrics), roles.actor_critic.adapter(roles.actor_critic.policy_adapter):
         episodes = roles.player.play(rows, seeds, state.global_step if training else None)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
@@ -157,10 +158,8 @@ def sample(
     # 2. Score the completions.
     extra: dict[str, list] = {}
     logged: dict[str, list[float]] = {}
-    # rewards draw from a stream of their own: one that seeds would repeat the next rollouts. Nor may one that
-    # changes the working directory move the checkpoints, or one that switches gradients off end the training
     seed = hash((args.seed, state.global_step, rank)) % 2**31
-    with timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
+    with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
         failures = args.reward_on_error, args.max_reward_failures
         scored = score_all(roles.rewards, batch, roles.reward_weights, *failures, all_sum, device)

@@ -2,10 +2,8 @@
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
@@ -258,30 +255,3 @@ def score_all(
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
     return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
-
-
-def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment, e.g. after code of the user."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    backend = None if device.type == "cpu" else torch.get_device_module(device)
-    on_device = None if backend is None else backend.get_rng_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if backend is not None:
-            backend.set_rng_state(on_device)
-
-    return restore
-
-
-@contextmanager
-def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
-    restore = capture_random_state(device)
-    try:
-        set_seed(seed)
-        yield
-    finally:
-        restore()

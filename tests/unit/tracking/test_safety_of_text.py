@@ -117,9 +117,10 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
     def fails(*args, **kwargs):
         raise ValueError("no\n" * 10**5)
 
-    class Failing:
+    class Failing(list):
         chat_template = "{{ x }}"
-        __call__ = apply_chat_template = fails
+        __hash__, __call__ = object.__hash__, fails
+        apply_chat_template = fails
 
     with pytest.raises(PromptError, match="no\n") as caught:
         encode(prompt, Failing(), {})
