@@ -49,6 +49,7 @@ class Twin(NamedTuple):
     words: list[str]  # that it reads
     turns: list[str]  # that it writes, each as one token
     arguments: dict[str, Any]  # of the trainer
+    settings: dict[str, Any] = {}  # that differ from those of the others
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -81,7 +82,8 @@ def search(task: Any) -> Twin:
     task.index = lambda: index
     rows = [{"question": f"The capital of {name} ?", "answers": {"text": [city]}} for name, city in capitals.items()]
     calls = [call("search", query=name) for name in capitals] + [call("answer", text=x) for x in capitals.values()]
-    return Twin(rows, index.passages, calls, {"environment_factory": task.Search})
+    settings = {"generation_batch_size": 128}  # of 64, some seeds learn two answers only
+    return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, settings)
 
 
 def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
@@ -147,7 +149,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     }
     return PPOTrainer(
         Qwen2ForCausalLM(config),
-        args=PPOConfig(output_dir, **defaults | settings),
+        args=PPOConfig(output_dir, **defaults | twin.settings | settings),
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
