@@ -176,12 +176,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_correction: bool = False
     """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
-    """The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"` clamps
-    it to the two limits, `"..._mask"` sets it to 0 outside."""
+    """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
+    limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
-    vllm_importance_sampling_clip_min: float | None = None
-    """Smallest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
     """Further settings of vLLM: `base_model`, `sleep_level`, `max_logp_difference`. See docs/fields.md."""
 
@@ -516,10 +514,6 @@ class PPOConfig(TRLFields, TrainingArguments):
         if not is_address:
             needed = "must start with http:// or https://, and have a host and a port up to 65535"
             raise ValueError(f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}.")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            needed = f"below `vllm_importance_sampling_clip_max` ({high})"
-            raise ValueError(f"`vllm_importance_sampling_clip_min` must be {needed}, got {low}.")
         if self.filters and self.vllm_importance_sampling_correction:
             given = ", ".join(f"`{name}={value}`" for name, value in self.filters.items())
             raise ValueError(

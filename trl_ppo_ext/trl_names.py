@@ -80,6 +80,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
     "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
     "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
+    "vllm_importance_sampling_clip_min": (float, None, "ratios are only bounded above"),
     "vllm_importance_sampling_cap": (float, ANY, "vllm_importance_sampling_clip_max"),
     "transformers_continuous_batching_config": (dict, ANY, NO_EFFECT),
     "cache_implementation": (str, ANY, "generation_kwargs.cache_implementation"),
