@@ -78,14 +78,6 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
     def cell(entry: Any) -> Text:
         return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
 
-    def transcript(turns: list[dict[str, Any]]) -> Text:
-        lines = []
-        for turn in limited_turns(turns, LONGEST):
-            lines.append(cell(f"{turn['role']}: {turn['text']}".removeprefix(": ")))
-            credit = [f"{name} {turn[name]:.2f}" for name in CREDIT if turn[name] is not None]
-            lines += [Text(f"  {', '.join(credit)}", style="bold cyan")] if credit else []
-        return Text("\n").join(lines)
-
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     table.add_column("prompt", style="bright_yellow")
     table.add_column("completion", style="bright_green")
@@ -93,11 +85,10 @@ def print_completions(samples: Samples, reward_names: list[str], step: int, rows
         table.add_column(cell(name), justify="right", style="bold cyan")
     for name in samples.extra:
         table.add_column(cell(name))
-    for row, turns in enumerate(turns_of(samples, rows)):
+    for row, (prompt, completion) in enumerate(zip(samples.batch.prompts[:rows], samples.batch.completions)):
         scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
-        completion = transcript(turns) if turns[0]["role"] else cell(samples.batch.completions[row])
         extra = [cell(values[row]) for values in samples.extra.values()]
-        table.add_row(cell(samples.batch.prompts[row]), completion, *map("{:.2f}".format, scores), *extra)
+        table.add_row(cell(prompt), cell(completion), *map("{:.2f}".format, scores), *extra)
     console.print(table)
 
 

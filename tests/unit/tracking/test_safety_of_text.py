@@ -239,7 +239,7 @@ def table(monkeypatch):
         yes = torch.ones(1, dtype=torch.bool)
         scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes, yes)
         episode = Episode(text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text)
-        batch = ScoringBatch([text], [text], [[1]], episodes=[episode])
+        batch = ScoringBatch([text], [list(messages) or text], [[1]], episodes=[episode])
         samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(1, 1)), None, None)
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         console = Console(file=stream, width=200, force_terminal=False)
