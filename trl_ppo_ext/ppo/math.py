@@ -24,7 +24,7 @@ SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate",
 # A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
 # became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
-KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows
+KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 TRUST = 2.0  # factor of a token's probability, per rollout, beyond which it has no gradient by default
 
@@ -490,7 +490,7 @@ class Moments(NamedTuple):
 def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:
     r"""KL coefficient that rises while the KL is above its target and falls while it is below.
 
-    error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·completions/horizon)
+    error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·min(completions/horizon, 1))
 
     Args:
         value (`float`): Coefficient so far, above 0.
@@ -507,4 +507,4 @@ def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, 
     if not math.isfinite(measured):
         return value
     error = min(max(measured / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
-    return value * (1 + error * completions / horizon)
+    return value * (1 + error * min(completions / horizon, 1))

@@ -69,29 +69,6 @@ def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, A
     return [turn | {"text": limited(turn["text"], share)} for turn in turns]
 
 
-def print_completions(samples: Samples, reward_names: list[str], step: int, rows: int | None) -> None:
-    """Print prompts, completions and their scores; all rows for `None`."""
-    if rows == 0:
-        return
-    console = Console()
-
-    def cell(entry: Any) -> Text:
-        return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
-
-    table = Table(title=f"Step {step}", show_lines=True, expand=True)
-    table.add_column("prompt", style="bright_yellow")
-    table.add_column("completion", style="bright_green")
-    for name in [*reward_names, "score"]:
-        table.add_column(cell(name), justify="right", style="bold cyan")
-    for name in samples.extra:
-        table.add_column(cell(name))
-    for row, (prompt, completion) in enumerate(zip(samples.batch.prompts[:rows], samples.batch.completions)):
-        scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
-        extra = [cell(values[row]) for values in samples.extra.values()]
-        table.add_row(cell(prompt), cell(completion), *map("{:.2f}".format, scores), *extra)
-    console.print(table)
-
-
 def check_trackers(report_to: list[str]) -> None:
     """Raise an error if a tracker is not installed, or would upload the base model."""
     known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}  # these are available without being listed
@@ -116,18 +93,34 @@ def completions_table(samples: Samples, rewards: list[str], monitors: list[str],
     columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
     scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
     for name, values in [*scores, ("score", samples.scored.totals.tolist()), *samples.extra.items()]:
+        (name,) = _column([name])
         while name in columns:  # a reward with the name of another column
             name = f"{name}_"
         columns[name] = _column(list(values))
     return DataFrame(columns)
 
 
-def log_completions(
-    report_to: list[str], samples: Samples, rewards: list[str], monitors: list[str], step: int, key: str
-) -> None:
-    """Log a table to each tracker that supports tables and that the Trainer has started."""
+def print_completions(completions: DataFrame, step: int, rows: int | None) -> None:
+    """Print the first rows of a table of completions; all for `None`."""
+    if rows == 0:
+        return
+    console, table = Console(), Table(title=f"Step {step}", show_lines=True, expand=True)
+
+    def cell(entry: Any) -> Text:
+        text = f"{entry:.4g}" if isinstance(entry, float) else entry
+        return Text(printable_cell(text, console.encoding))  # `Text` is never parsed as markup
+
+    for name in completions.columns[1:]:  # the step is in the title
+        style = {"prompt": "bright_yellow", "completion": "bright_green"}.get(name, "bold cyan")
+        table.add_column(cell(name), style=style)
+    for row in completions[:rows].to_numpy().tolist():
+        table.add_row(*map(cell, row[1:]))
+    console.print(table)
+
+
+def log_completions(report_to: list[str], completions: DataFrame, step: int, key: str) -> None:
+    """Log a table of completions to each tracker that supports tables and that the Trainer has started."""
     for name in [name for name in WITH_TABLES if name in report_to]:
         tracker: Any = import_module(name)
         if (tracker.run if name == "wandb" else tracker.context_vars.current_run.get()) is not None:
-            table = tracker.Table(dataframe=completions_table(samples, rewards, monitors, step))
-            tracker.log({key: table, "train/global_step": step})
+            tracker.log({key: tracker.Table(dataframe=completions), "train/global_step": step})

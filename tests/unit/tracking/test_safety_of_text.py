@@ -25,7 +25,14 @@ from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all
-from trl_ppo_ext.tracking.completions import LONGEST, MOST_TURNS, limited_turns, print_completions, printable_cell
+from trl_ppo_ext.tracking.completions import (
+    LONGEST,
+    MOST_TURNS,
+    completions_table,
+    limited_turns,
+    print_completions,
+    printable_cell,
+)
 from trl_ppo_ext.tracking.report import write_report
 
 SECRET = "hf_aVerySecretToken1234"
@@ -240,11 +247,13 @@ def table(monkeypatch):
         scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes, yes)
         episode = Episode(text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text)
         batch = ScoringBatch([text], [list(messages) or text], [[1]], episodes=[episode])
-        samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(1, 1)), None, None)
+        samples = Samples(
+            None, None, batch, scored, torch.zeros(1, 0), extra or {}, TokenScores(torch.zeros(1, 1)), None, None
+        )
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         console = Console(file=stream, width=200, force_terminal=False)
         monkeypatch.setattr("trl_ppo_ext.tracking.completions.Console", lambda: console)
-        print_completions(samples, list(names), 7, 1)
+        print_completions(completions_table(samples, list(names), [], 7), 7, 1)
         stream.flush()
         return stream.buffer.getvalue().decode(encoding)
 
