@@ -30,11 +30,6 @@ def limited(text: str, longest: int) -> str:
     return text if cut <= 0 else f"{text[:longest]}... ({cut} more characters)"
 
 
-def printable_cell(text: str, encoding: str = "utf-8") -> str:
-    """Escape control characters and those that the terminal cannot encode, and shorten."""
-    return printable(limited(text, LONGEST)).encode(encoding, "backslashreplace").decode(encoding)
-
-
 def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     """Turns of each completion, one without a role if nobody answers the policy.
 
@@ -106,9 +101,10 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
         return
     console, table = Console(), Table(title=f"Step {step}", show_lines=True, expand=True)
 
-    def cell(entry: Any) -> Text:
-        text = f"{entry:.4g}" if isinstance(entry, float) else entry
-        return Text(printable_cell(text, console.encoding))  # `Text` is never parsed as markup
+    def cell(entry: float | str) -> Text:
+        text = f"{entry:.4g}" if isinstance(entry, float) else printable(limited(entry, LONGEST))
+        encoded = text.encode(console.encoding, "backslashreplace")  # what the terminal can show
+        return Text(encoded.decode(console.encoding))  # `Text` is never parsed as markup
 
     for name in completions.columns[1:]:  # the step is in the title
         style = {"prompt": "bright_yellow", "completion": "bright_green"}.get(name, "bold cyan")

@@ -29,9 +29,9 @@ from trl_ppo_ext.tracking.completions import (
     LONGEST,
     MOST_TURNS,
     completions_table,
+    limited,
     limited_turns,
     print_completions,
-    printable_cell,
 )
 from trl_ppo_ext.tracking.report import write_report
 
@@ -294,7 +294,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_codes(table):
 
 def test_messages_without_content_and_very_long_text_are_shown(table):
     assert "assistant:" in table([{"role": "assistant", "tool_calls": []}])
-    assert printable_cell("x" * (LONGEST + 123)) == "x" * LONGEST + "... (123 more characters)"
+    assert limited("x" * (LONGEST + 123), LONGEST) == "x" * LONGEST + "... (123 more characters)"
     assert len(table("x" * 10**6)) < 10 * LONGEST
     assert len(table("w1", messages=[{"role": "tool", "content": "x" * 10**4}] * 999)) < 10 * LONGEST
 
