@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
+from .ppo.math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
 from .trl_names import NAMES, TRLFields, applied, moved
 
@@ -176,12 +176,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_correction: bool = False
     """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
-    """The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"` clamps
-    it to the two limits, `"..._mask"` sets it to 0 outside."""
+    """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
+    limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
-    vllm_importance_sampling_clip_min: float | None = None
-    """Smallest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
     """Further settings of vLLM: `base_model`, `sleep_level`, `max_logp_difference`. See docs/fields.md."""
 
@@ -397,10 +395,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        completions = self.plan(self.world_size).completions
-        if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:  # could turn it negative
-            needed = f"above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} completions"
-            raise ValueError(f"`kl_horizon` must be {needed}, got {self.kl_horizon}; use a much larger one.")
+        self.plan(self.world_size)  # for its errors
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -422,11 +417,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             "entropy_coef": self.entropy_coef,
             "cliprange_value": self.cliprange_value,
         }
-
-    @property
-    def filters(self) -> dict[str, Any]:
-        """Settings that make the sampled distribution another one than the policy's."""
-        return {name: getattr(self, name) for name, off in _FILTERS.items() if getattr(self, name) not in (None, off)}
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
@@ -516,16 +506,14 @@ class PPOConfig(TRLFields, TrainingArguments):
         if not is_address:
             needed = "must start with http:// or https://, and have a host and a port up to 65535"
             raise ValueError(f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}.")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            needed = f"below `vllm_importance_sampling_clip_max` ({high})"
-            raise ValueError(f"`vllm_importance_sampling_clip_min` must be {needed}, got {low}.")
-        if self.filters and self.vllm_importance_sampling_correction:
-            given = ", ".join(f"`{name}={value}`" for name, value in self.filters.items())
-            raise ValueError(
-                f"{given} changes the distribution that vLLM samples from, not the policy's, so their ratio would be "
-                "biased; remove it, or set `vllm_importance_sampling_correction=False`."
+        filters = {name: getattr(self, name) for name in _FILTERS}
+        changed = [f"`{name}={x}`" for name, x in filters.items() if x not in (None, _FILTERS[name])]
+        if changed and self.vllm_importance_sampling_correction:
+            effect = (
+                "changes the distribution that vLLM samples from, not the policy's, so their ratio would be biased"
             )
+            remedy = "remove it, or set `vllm_importance_sampling_correction=False`"
+            raise ValueError(f"{', '.join(changed)} {effect}; {remedy}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -46,7 +46,7 @@ from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .rewards.model import SequenceScorer
-from .tracking.completions import check_trackers, log_completions, print_completions
+from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
 
 logger = logging.get_logger(__name__)
@@ -400,10 +400,11 @@ class PPOTrainer(Trainer):
             return
         self.run_log.completions(samples, self.state, mode)
         if self.args.log_completions:
-            step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
-            print_completions(samples, rewards, step, self.args.num_completions_to_print)
+            step = self.state.global_step
+            table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
+            print_completions(table, step, self.args.num_completions_to_print)
             key = "eval/completions" if mode == "eval" else "completions"
-            log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
+            log_completions(cast(list, self.args.report_to), table, step, key)
 
     # ---- training, from the beginning or from a checkpoint ----
 

@@ -80,6 +80,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
     "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
     "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
+    "vllm_importance_sampling_clip_min": (float, None, "ratios are only bounded above"),
     "vllm_importance_sampling_cap": (float, ANY, "vllm_importance_sampling_clip_max"),
     "transformers_continuous_batching_config": (dict, ANY, NO_EFFECT),
     "cache_implementation": (str, ANY, "generation_kwargs.cache_implementation"),
@@ -122,16 +123,6 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "ppo_epochs": (int, ANY, "num_ppo_epochs"),
     # of TrainingArguments before transformers 5
     "warmup_ratio": (float, ANY, "warmup_steps"),
-    # our own earlier names
-    "critic_backprop": (bool, ANY, "critic_kwargs.backprop"),
-    "critic_prompt": (str, ANY, "critic_kwargs.prompt"),
-    "value_warmup_steps": (int, ANY, "critic_kwargs.warmup_steps"),
-    "lam_critic": (float, ANY, "critic_kwargs.lam"),
-    "lam_length_alpha": (float, ANY, "critic_kwargs.lam_length_alpha"),
-    "bootstrap_truncated": (bool, ANY, "critic_kwargs.bootstrap_truncated"),
-    "vllm_base_model": (str, ANY, "vllm_kwargs.base_model"),
-    "vllm_sleep_level": (int, ANY, "vllm_kwargs.sleep_level"),
-    "vllm_max_logp_difference": (float, ANY, "vllm_kwargs.max_logp_difference"),
 }
 # keys of `generation_kwargs` that are fields
 _SAMPLING = {key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()}

@@ -352,7 +352,7 @@ def test_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
     LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "reward")
     file = RECIPES / "chat_qlora_24gb" / "ppo.yaml"
     models = ["--model_name_or_path", str(tmp_path / "policy"), "--reward_funcs", str(tmp_path / "reward")]
-    command = ["estimate", "--config", str(file), *models, "--gpu", "RTX 4090"]
+    command = ["estimate", "--config", str(file), *models, "--memory", "24"]
     assert cli.main([*command, "--prompt_length", "1024"]) == 0
     shown = capsys.readouterr().out
     assert "fits in" in shown

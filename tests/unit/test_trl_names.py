@@ -16,7 +16,6 @@ from trl import GRPOConfig, TrlParser
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.files import run_settings
-from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.trl_names import NAMES
 
@@ -87,8 +86,8 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
             r"`use_vllm` is False .*sets `generation_backend` to",
         ),
         (
-            {"lam_critic": 0.3, "critic_kwargs": {"lam": 0.9}},
-            r"`lam_critic` .*sets `critic_kwargs`.*remove one",
+            {"cache_implementation": "static", "generation_kwargs": {"cache_implementation": "dynamic"}},
+            r"`cache_implementation` .*sets `generation_kwargs`.*remove one",
         ),
         ({"beta": 0.04, "kl_coef": 0.1}, r"`beta` is 0.04 .*sets `kl_coef` to 0.04 .*is 0.1 .*remove one"),
         ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
@@ -182,10 +181,3 @@ def test_other_modules_read_no_name_that_sets_ours():
         if path.stem not in ("config", "trl_names"):
             read |= {(path.stem, name) for name in re.findall(r"\bargs\.(\w+)", path.read_text()) if name in NAMES}
     assert not read
-
-
-def test_earlier_names_set_keys_of_mappings(tmp_path):
-    theirs = {"lam_critic": 0.3, "critic_prompt": "answer", "vllm_max_logp_difference": 1}
-    args = made(tmp_path, critic="adapter", critic_kwargs='{"warmup_steps": 2}', **theirs)
-    assert args.critic_options == CriticOptions(lam=0.3, prompt="answer", warmup_steps=2)
-    assert args.vllm_options.max_logp_difference == 1

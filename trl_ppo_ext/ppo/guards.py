@@ -89,8 +89,8 @@ class SamplerComparison:
     """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
 
     def __init__(self, args: PPOConfig, dtype: torch.dtype, all_sum: Reduction):
-        names = ("correction", "mode", "clip_max", "clip_min")
-        self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
+        self.corrects = args.vllm_importance_sampling_correction
+        self.limits = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
         self.all_sum = all_sum
         self.tolerance = args.vllm_options.max_logp_difference
         # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the

@@ -226,17 +226,8 @@ def collect(
         check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
-    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    scores, token_scores, after, kl = scored.totals, scored.tokens, run, torch.zeros_like(tokens.logprobs)
-    if args.normalize_rewards:
-        after = run._replace(scores=run.scores.add(scores, usable, all_sum))
-        deviation = after.scores.sample_deviation + 1e-8
-        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
-    if args.missing_eos_penalty is not None:
-        scores = scores - args.missing_eos_penalty * (~samples.stopped)
-    if (kind := args.reward_kl) is not None:
-        kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
-    rewards = ppo_math.token_rewards(token_scores, scores, kl, completion_mask, run.kl_coef)
+    # 2. Rewards per token, in the unit of the scores or whitened.
+    rewards, after = shaped_rewards(roles, samples, run)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
     if args.whiten_rewards:
@@ -311,6 +302,21 @@ def collect(
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)
+
+
+def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tensor, RunState]:
+    """Rewards per token: the KL penalty at every token, the shaped score at the last one."""
+    args, tokens, scored, after = roles.args, samples.tokens, samples.scored, run
+    scores, token_scores, kl = scored.totals, scored.tokens, torch.zeros_like(tokens.logprobs)
+    if args.normalize_rewards:
+        after = run._replace(scores=run.scores.add(scores, scored.usable, roles.all_sum))
+        deviation = after.scores.sample_deviation + 1e-8
+        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
+    if args.missing_eos_penalty is not None:
+        scores = scores - args.missing_eos_penalty * (~samples.stopped)
+    if (kind := args.reward_kl) is not None:
+        kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
+    return ppo_math.token_rewards(token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef), after
 
 
 def new_side_critic(roles: Roles, run: RunState, state: TrainerState) -> SideCritic | None:
