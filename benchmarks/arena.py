@@ -212,9 +212,8 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
 
 
 def probed(task_name: str, seed: int, completions: int = 2048) -> str:
-    """What `recipes/probe.py` says of a task before training, as a row of a table."""
-    sys.path.insert(0, str(HERE.parent / "recipes"))
-    from probe import probe
+    """What `trl-ppo probe` says of a task before training, as a row of a table."""
+    from trl_ppo_ext.commands.probe import probe
 
     with tempfile.TemporaryDirectory() as directory:
         trainer, _ = trainer_of((task_name, "PPO, side", 1e-3, seed), directory, lambda share: None)

@@ -1,8 +1,6 @@
 """Credit in whole runs: values after limits, and baselines of episodes."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from transformers.utils import logging
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
 from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
+from trl_ppo_ext.commands.probe import probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
 from trl_ppo_ext.modeling import ActorCritic
@@ -20,9 +19,6 @@ from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-from probe import probe
 
 GAMMA = 0.9
 VALUE = 1 / (1 - GAMMA)  # of a reward of 1 per step, for ever

@@ -14,12 +14,13 @@ COMMANDS = {  # each has a module in this folder, except for `replay` and `repor
     "dequantize": "write a 4-bit base as a plain checkpoint, e.g. for vLLM",
     "estimate": "estimate the memory of a run, and settings that would make it fit",
     "pretrain-critic": "train a critic on rollouts of a frozen policy",
+    "probe": "measure whether a critic pays on a task, before training",
     "replay": "print an episode or completion of a run, turn by turn",
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
 # these also read a config file, so TRL's parser reads their arguments: `main(argv)`
-LAUNCHERS = {"estimate", "pretrain-critic", "train"}
+LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:

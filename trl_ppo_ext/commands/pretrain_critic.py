@@ -152,7 +152,7 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
 def main(argv: Sequence[str]) -> None:
     """Pretrain a critic, and print its explained variance."""
     description = "Train a critic on rollouts of a frozen policy, and save it in output_dir."
-    script, args, model = parse("trl-ppo pretrain-critic", argv, description, PretrainCriticConfig)
+    script, args, model = parse("pretrain-critic", argv, description, PretrainCriticConfig)
     trainer = build_trainer(script, args, model, load_datasets(script))
     numbers = pretrain_critic(trainer)
     for name in ("explained_variance_before", "explained_variance_after"):
@@ -160,6 +160,6 @@ def main(argv: Sequence[str]) -> None:
     advice = f"Start a run from it with `critic_init={args.output_dir!r}`."
     if numbers["explained_variance_after"] < USEFUL:
         advice = "It hardly predicts the returns, so it is no use to a run. Train it longer (`max_steps`), raise "
-        advice += "`critic_learning_rate`, or check with recipes/probe.py whether the returns can be predicted."
+        advice += "`critic_learning_rate`, or check with `trl-ppo probe` whether the returns can be predicted."
     trainer.accelerator.print(advice)
     trainer.end()

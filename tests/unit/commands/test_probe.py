@@ -1,9 +1,7 @@
-"""recipes/probe.py on tasks with known answers, against independent recomputations, and what the command prints."""
+"""The probe on tasks with known answers, against independent recomputations, and what the command prints."""
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +11,11 @@ from tiny import WORDS, config, llama, tokenizer
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands import probe as module
+from trl_ppo_ext.commands.probe import LAMBDAS, agreements, gradient_sketches, probe, ridge_values, verdict
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.sequences import Sequences
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
-import probe as module
-from probe import LAMBDAS, agreements, gradient_sketches, probe, ridge_values, verdict
 
 ESTIMATORS = [*(f"lam={lam:g}" for lam in LAMBDAS), "rebn", "rloo", "grpo"]
 
@@ -319,7 +316,7 @@ max_completion_length: 4
 def test_command_prints_table_and_verdict(there, tmp_path, capsys):
     (there / "run.yaml").write_text(RUN)
     out = tmp_path / "out"
-    module.main(["--config", "run.yaml", "--completions", "16", "--output_dir", str(out)])
+    assert cli.main(["probe", "--config", "run.yaml", "--completions", "16", "--output_dir", str(out)]) == 0
     printed = capsys.readouterr().out.rstrip()
     result = json.loads((out / "probe.json").read_text())
     assert "16 completions of 8 prompts; all scores are equal in " in printed and "of the groups of 2" in printed

@@ -1,10 +1,6 @@
-"""Measure whether a critic pays on a task, before training: `python recipes/probe.py --config run.yaml`.
-
-Which advantages agree best with the gradient, on completions of the frozen policy. Nothing is trained.
-"""
+"""`trl-ppo probe`: which advantages agree best with the gradient on a task. Nothing is trained."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, ppo_math
-from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
-from trl_ppo_ext.commands.pretrain_critic import held_out_rollouts
-from trl_ppo_ext.modeling.critics import COSINES
-from trl_ppo_ext.modeling.logprobs import CHUNK_LOGITS
-from trl_ppo_ext.ppo.rollouts import Rollout
+from ..config import PPOConfig
+from ..modeling.critics import COSINES
+from ..modeling.logprobs import CHUNK_LOGITS
+from ..ppo import math as ppo_math
+from ..ppo.rollouts import Rollout
+from ..trainer import PPOTrainer
+from .launch import build_trainer, load_datasets, parse
+from .pretrain_critic import held_out_rollouts
 
 COMPLETIONS = 256
 GENERATIONS = 8  # per prompt, for a run with one
@@ -68,7 +66,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     gamma, size = trainer.args.gamma, trainer.plan.num_generations
     size = size if size > 1 else GENERATIONS
     if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError("The probe needs one process without DeepSpeed and FSDP; start it without a launcher.")
+        raise ValueError("`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a launcher.")
 
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
     changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False, "advantage_level": "token"}
@@ -267,7 +265,7 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
 def main(argv: Sequence[str]) -> None:
     """Probe a task, and print the table and the verdict."""
     description = "Measure on completions of the frozen policy whether a critic pays, before anything is trained."
-    script, args, model = parse("python recipes/probe.py", argv, description, ProbeConfig)
+    script, args, model = parse("probe", argv, description, ProbeConfig)
     trainer = build_trainer(script, args, model, load_datasets(script))
     result = probe(trainer, cast(ProbeConfig, args).completions)
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
@@ -281,7 +279,3 @@ def main(argv: Sequence[str]) -> None:
         print(f"{name:9} ", "{:5.2f}   {:5.2f} to {:.2f}".format(*values) if values else "cannot be told")
     print(result["verdict"])
     trainer.end()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
