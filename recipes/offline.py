@@ -49,7 +49,7 @@ class Twin(NamedTuple):
     words: list[str]  # that it reads
     turns: list[str]  # that it writes, each as one token
     arguments: dict[str, Any]  # of the trainer
-    settings: dict[str, Any] = {}  # that differ from those of the others
+    completions: int = 64  # of a rollout
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -82,8 +82,8 @@ def search(task: Any) -> Twin:
     task.index = lambda: index
     rows = [{"question": f"The capital of {name} ?", "answers": {"text": [city]}} for name, city in capitals.items()]
     calls = [call("search", query=name) for name in capitals] + [call("answer", text=x) for x in capitals.values()]
-    settings = {"generation_batch_size": 128}  # of 64, some seeds learn two answers only
-    return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, settings)
+    # of 64 completions, some seeds learn two answers only
+    return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, completions=128)
 
 
 def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
@@ -130,7 +130,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         "max_tool_calling_iterations": 6,
         "stop_token_ids": [*range(len(tokenizer))],  # each token ends a turn
         "max_steps": 120,
-        "generation_batch_size": 64,
+        "generation_batch_size": twin.completions,
         "per_device_train_batch_size": 32,
         "num_mini_batches": 2,
         "num_ppo_epochs": 2,
@@ -149,7 +149,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     }
     return PPOTrainer(
         Qwen2ForCausalLM(config),
-        args=PPOConfig(output_dir, **defaults | twin.settings | settings),
+        args=PPOConfig(output_dir, **defaults | settings),
         train_dataset=rows,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
