@@ -236,7 +236,7 @@ class FunctionPlayer(Player):
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Call the function with the prompts of all rows.
-        with guarded(seeds[0], self.trainer.args.device):
+        with guarded(hash((seeds[0], self.trainer.args.process_index)) % 2**31, self.trainer.args.device):
             output = self.function([deepcopy(row["prompt"]) for row in rows], self.trainer)
         output = dict(output) if isinstance(output, Mapping) else {}
         output.pop("logprobs", None)  # they are computed with the forward of the updates

@@ -8,6 +8,7 @@ from collections import namedtuple
 from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ from trl_ppo_ext.concurrency import CPU, guarded
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
+from trl_ppo_ext.episodes.play import FunctionPlayer
 from trl_ppo_ext.rewards import ScoringBatch
 
 
@@ -683,6 +685,23 @@ def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     for length, ending in ((100, "stopped"), (20, "cut")):
         [episode] = played(player_of({"alpha": ["x" * 50]}, rows, max_completion_length=length, **settings), rows)
         assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
+
+
+# ---- rollout functions ----
+
+
+def test_ranks_that_share_a_prompt_sample_with_other_noise():
+    def sampling(prompts, trainer):
+        return {"prompt_ids": [[5]], "completion_ids": [torch.randint(4, 100, (6,)).tolist()]}
+
+    drawn = []
+    for rank in (0, 1, 1):
+        args = SimpleNamespace(process_index=rank, device=CPU, max_completion_length=8)
+        generator, built = Script(byte_tokenizer(), {}), byte_tokenizer()
+        player = FunctionPlayer(sampling, SimpleNamespace(args=args), generator, built)
+        [episode] = player.play([{"prompt": "q", PROMPT_IDS: [5]}], [7])
+        drawn.append(episode.completion_ids)
+    assert drawn[0] != drawn[1] == drawn[2]
 
 
 # ---- a critic that sees more ----
