@@ -151,18 +151,18 @@ def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = No
         return _delimiters(tokenizer, len(tokenizer), template, with_tags).sub(rf"\g<0>{MARK}", texts)
     if isinstance(texts, dict):
         with_tags = with_tags or texts.get("role") == "tool"
-        return {key: protected(x, tokenizer, template, with_tags) for key, x in texts.items()}
+        return dict(protected([*pair], tokenizer, template, with_tags) for pair in texts.items())
     return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
 
 
-def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of text without special tokens, split at its marks."""
+def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> list[int]:
+    """Token ids of text, split at its marks; with `special`, the tokenizer adds its tokens."""
 
-    def encoded(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False)["input_ids"]
+    def encoded(part: str, special: bool = False) -> list[int]:
+        return tokenizer(part, add_special_tokens=special)["input_ids"]
 
     first, *rest = text.split(MARK)
-    ids, line = encoded(first), encoded("\n") if rest else []
+    ids, line = encoded(first, special), encoded("\n") if rest else []
     for part in rest:
         after = encoded(f"\n{part}")  # some tokenizers add a space before the first word of a text
         ids += after[len(line) :] if after[: len(line)] == line else encoded(part)
@@ -170,11 +170,13 @@ def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> list[int]:
-    """Token ids of chat messages; a delimiter that they spell is text."""
-    marked = protected(messages, tokenizer, template_kwargs.get("chat_template"))
-    if marked == messages:
+    """Token ids of chat messages; a delimiter that they, documents or schemas of tools spell is text."""
+    others = {name: x for name, x in template_kwargs.items() if name in ("documents", "tools")}
+    marked = protected([messages, others], tokenizer, template_kwargs.get("chat_template"))
+    if marked == [messages, others]:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
-    return encode_marked(tokenizer.apply_chat_template(marked, tokenize=False, **template_kwargs), tokenizer)
+    kwargs = template_kwargs | marked[1] | {"tokenize": False}
+    return encode_marked(tokenizer.apply_chat_template(marked[0], **kwargs), tokenizer)
 
 
 def encode(

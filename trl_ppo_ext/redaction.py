@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 # `hub_token`, `accessToken`, `X-Api-Key`, `PGPASSWORD`, `headers`; not `max_new_tokens`, `eos_token`, `hotkey`
 _SECRET = re.compile(
     r"passw(or)?d|passphrase|passcode|secret(?!ar)|credential|cookie|bearer|authorization|mnemonic|session_?id"
-    r"|conn(ection)?[-_ ]?string|(api|auth|access|refresh|private)[-_ ]?(key|token)s?$"
+    r"|conn(ection)?[-_ ]?string|_pat$|(api|auth|access|refresh|private)[-_ ]?(key|token)s?[-_]?\d*$"
     r"|(?<![a-z])(?<!(eos|bos|pad|unk|sep|cls)_)(?<!(stop|mask)_)"
     r"(token|key|pwd|pass|o?auth|jwt|sig|signature|dsn|otp|webhook(_url)?|headers?)$"
 )
@@ -29,9 +29,9 @@ _USER = re.compile(r"""(?<=://)([^\s/?#@:"']{0,99}:[^\s"']{0,999}|[^\s/?#"']{1,9
 _KEY = re.compile(  # keys of known forms
     r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY.*?(-----END [A-Z ]*-----|$)|((?<![\w-])|(?<=\\[nrt]))("
     r"(hf|gh[a-z]|github_pat|gsk|npm|[rs]k_(live|test)|whsec|dop_v1|r8|shp[a-z]+|xox[a-z]|xapp|gl[a-z]+|sk|GOCSPX|nvapi"
-    r"|pypi)[-_](?=[\w-]*[\dA-Z])[\w-]{16,}|A[BCKS]IA[A-Z\d]{12}\w{4,}|AIza[\w-]{30,}|(ya29|hvs|SG)\.[\w.-]{20,}"
+    r"|pypi|sbp)[-_](?=[\w-]*[\dA-Z])[\w-]{16,}|A[BCKS]IA[A-Z\d]{12}\w{4,}|AIza[\w-]{30,}|(ya29|hvs|SG)\.[\w.-]{20,}"
     r"|eyJ[\w-]{8,}\.[\w.-]+|(AC|SK|dapi|key-)[a-f\d]{32}|[Bb](earer|asic) (?=\S*\d)[^\s\"']{8,})"
-    r"|[a-f\d]{32}-us\d+|\d{8,10}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)[\w/]+"
+    r"|[a-f\d]{32}-us\d+|AGE-SECRET-KEY-\w+|\d{8,10}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)[\w/]+"
 )
 _OPAQUE = re.compile(  # logins of programs, and long words of small and capital letters with three digits
     r"((?<=-u )|(?<=-user ))[^\s:]+:\S+|(?<=login )\S+\s+password\s+\S+"

@@ -168,7 +168,7 @@ def test_what_a_reward_changes_stays_its_own():
 def test_reward_that_changes_the_process_changes_no_run(tmp_path, monkeypatch):
     def reward(completion_ids, **kwargs):
         os.chdir("elsewhere")
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64)
         return length_reward(completion_ids)
 
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_reward_that_changes_the_process_changes_no_run(tmp_path, monkeypatch):
     built = trainer("run", reward_funcs=reward, max_steps=2, save_strategy="steps", save_steps=2)
     built.train()
     assert (tmp_path / "run" / "checkpoint-2").is_dir() and not os.listdir("elsewhere")
-    assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
 def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):

@@ -242,6 +242,19 @@ def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_pat
     assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
 
 
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"generation_kwargs": {"no_repeat_ngram_size": 1}}])
+def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
+    run = echo_trainer(tmp_path, **settings)
+    generator = run.roles.player.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    turns, episodes = generator.conversation(), [[4 + row, 5, 6][row % 2 :] for row in range(6)]
+    for _ in range(3):
+        sampled = turns(episodes, 4, [*range(6)])
+        assert sampled == generator.generate(episodes, 4)
+        episodes = [ids + new for ids, new in zip(episodes, sampled)]
+
+
 # ---- the run's own state ----
 
 
@@ -523,6 +536,7 @@ def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
     [
         ({"completion_ids": torch.ones(4, 2).long()}, r"must return a dict with lists of token ids.*row 0"),
         ({"completion_ids": [[7, 8]] * 3 + [["7"]]}, r"must return a dict with lists of token ids.*row 3"),
+        (None, r"must return a dict with lists of token ids.*row 0"),
         (
             {"completion_ids": [[7]] * 3 + [[7] * 401]},
             "`max_completion_length=400`, got 401 tokens in row 3",
@@ -530,7 +544,7 @@ def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
     ],
 )
 def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):
-    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | entries)
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: entries and ENTRIES | entries)
     with pytest.raises(ValueError, match=message):
         run.train()
 
@@ -538,13 +552,51 @@ def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, messag
 def test_rollout_function_may_return_tensors(tmp_path):
     ids, mask = torch.tensor([7, 8, 9, 2]), torch.tensor([1, 0, 1, 1])
     output = {"prompt_ids": [ids[:2]] * 4, "completion_ids": [ids] * 4, "env_mask": mask.expand(4, -1)}
-    output |= {"luck": torch.arange(4)}
+    output |= {"luck": torch.arange(4), "number": (0, 1, 2, 3)}
     run = chat_trainer(tmp_path, {}, lambda luck, **_: luck, rollout_func=lambda *_: output, max_steps=1)
     seen = rollouts_of(run)
     run.train()
     logs, samples = run.state.log_history[0], seen[0][1]
     assert logs["reward"] == 1.5 and logs["completions/clipped_ratio"] == 0 and logs["completions/mean_length"] == 3
     assert samples.batch.completion_ids == [ids.tolist()] * 4 and samples.batch.columns["luck"] == [0, 1, 2, 3]
+    assert samples.batch.columns["number"] == [0, 1, 2, 3]
+
+
+def test_rollout_function_leaves_the_state_of_the_run_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = []
+    for change in (
+        lambda: None,
+        lambda: (torch.manual_seed(5), torch.set_default_dtype(torch.float64), os.chdir("/")),
+    ):
+
+        def sampling(prompts, trainer, change=change):
+            drawn = torch.randint(4, 28, (4, 3)).tolist()
+            change()
+            return ENTRIES | {"completion_ids": drawn}
+
+        settings = {"rollout_func": sampling, "num_ppo_epochs": 1}
+        run = chat_trainer("run", {}, lambda completion_ids, **_: [x[0] for x in completion_ids], **settings)
+        seen = rollouts_of(run)
+        run.train()
+        assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
+        first, second = (samples.batch.completion_ids for _, samples in seen)
+        assert first != second
+        results.append(weights(run))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+def test_empty_prompts_without_an_observation_are_played(tmp_path):
+    class Silent(Echo):
+        def reset(self, row, seed):
+            super().reset(row, seed)
+            return ""
+
+    rows = [{"prompt": text} for text in ("", "w1")]
+    run = echo_trainer(tmp_path, environment_factory=Silent, train_dataset=rows, max_steps=2)
+    seen = rollouts_of(run)
+    run.train()
+    assert {tuple(x.prompt_ids) for x in seen[0][1].batch.episodes} == {(2,), (5,)}
 
 
 def test_cancelled_rollout_function_leaves_a_checkpoint(tmp_path):

@@ -37,6 +37,7 @@ SHAPES = {  # texts by the part that must not be left
         f"databricks dapi{HEX} expired",
         f"mailchimp {HEX}-us12",
         f"dop_v1_{HEX}{HEX}",
+        f"sbp_{HEX}12345678",
         f'(b"x-api-key", b"{HEX}")',
         f"('authorization', '{HEX}')",
     ],
@@ -69,6 +70,7 @@ SHAPES = {  # texts by the part that must not be left
         f"401 for Bearer {MIXED}",
         f"of an unknown kind: {MIXED}",
     ],
+    UPPER: [f"identity file: AGE-SECRET-KEY-1{UPPER}{UPPER}"],
     "hunter2": [
         "http://user:hunter2@proxy:3128",
         "could not connect to postgresql://admin:hunter2@db:5432/x",
@@ -121,7 +123,7 @@ NAMES = (
     "api_key apikey API-KEY openaiApiKey token accessToken authtoken refresh_tokens secret clientSecret "
     "password DBPASSWORD passwd pwd pass passcode passphrase credentials auth oauth bearer private_key privatekey "
     "access_key accesskey signing_key connection_string connectionString dsn cookie session_id jwt otp "
-    "webhook_url mnemonic"
+    "webhook_url mnemonic github_pat api_key_2"
 ).split()
 
 

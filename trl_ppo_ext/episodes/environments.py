@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import CPU, FAILURES, called, guarded, in_thread, leave_blocked_loops, started
+from ..concurrency import CPU, FAILURES, called, guarded, in_thread, leave_blocked_loops, seeded, started
 from ..data import PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
@@ -94,6 +95,8 @@ class ToolEnvironment:
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
             result = await called(tool, **call["function"]["arguments"])
+            if isinstance(result, Iterator | AsyncIterator):  # of a function that is no generator itself
+                raise TypeError(f"A tool must return its result, got a {type(result).__name__}.")
             text = str(result)
         except Exception as error:
             text, failed = str({"error": redacted(str(error))}), True
@@ -294,9 +297,10 @@ class EnvironmentReward:
     def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
         asks = [self._ask(episode) for episode in batch.episodes]
+        seeds = [random.getrandbits(31) for _ in asks]
 
         async def entries() -> list:
-            return await asyncio.gather(*map(self._entry, batch.episodes, asks))
+            return await asyncio.gather(*map(seeded, map(self._entry, batch.episodes, asks), seeds))
 
         return started(entries(), waits=True)
 

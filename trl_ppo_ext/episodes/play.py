@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby, repeat
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, finished, guarded, seeded, started
 from ..config import PPOConfig
-from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
 from ..modeling import ActorCritic
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
@@ -27,8 +27,6 @@ from .vllm import VLLMGenerator
 
 class Player:
     """Plays episodes of one turn, which are completions."""
-
-    takes_seeds = False  # for environments
 
     def __init__(self, generator: Generator, tokenizer: PreTrainedTokenizerBase, bootstraps: bool = False):
         self.generator, self.tokenizer = generator, tokenizer
@@ -59,8 +57,6 @@ class Player:
 
 class EnvironmentPlayer(Player):
     """Plays turns of all unfinished episodes in one batch; their tools and environments answer in between."""
-
-    takes_seeds = True
 
     def __init__(self, generator: Generator, environments: Environments, args: PPOConfig, context_length: int | None):
         options, iterations = args.critic_options, args.max_tool_calling_iterations
@@ -173,11 +169,12 @@ class EnvironmentPlayer(Player):
                 case str() if isinstance(prompt, str):
                     prompt += observation
                 case str():
-                    prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+                    last = text_only(prompt[-1])
+                    prompt = [*prompt[:-1], last | {"content": last["content"] + observation}]
                 case _:
                     raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
             kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
-            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt))
+            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt)) or episode.prompt_ids
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -239,15 +236,17 @@ class FunctionPlayer(Player):
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Call the function with the prompts of all rows.
-        output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
+        with guarded(hash((seeds[0], self.trainer.args.process_index)) % 2**31, self.trainer.args.device):
+            output = self.function([deepcopy(row["prompt"]) for row in rows], self.trainer)
+        output = dict(output) if isinstance(output, Mapping) else {}
         output.pop("logprobs", None)  # they are computed with the forward of the updates
         for name, x in output.items():
             if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):  # those would be padded
                 output[name] = x = x.tolist()
-            if isinstance(x, list) and len(x) != len(rows):
+            if isinstance(x, list | tuple) and len(x) != len(rows):
                 raise ValueError(f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in {name!r}.")
         for number, episode in enumerate(episodes):
-            own = {name: x[number] if isinstance(x, list) else x for name, x in output.items()}
+            own = {name: x[number] if isinstance(x, list | tuple) else x for name, x in output.items()}
 
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:

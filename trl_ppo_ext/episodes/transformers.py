@@ -227,8 +227,10 @@ class Conversation:
 def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
     """Check if the cache of `generate` would hold only a key and a value per token, for the next turn."""
     base = actor_critic.policy.get_base_model()
-    # a cache that the user configured is created by `generate`, and remote code may use one differently
-    if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
+    # `generate` creates a cache that the user configured, some processors read the ids of earlier turns, which a cache
+    # does not have, and remote code may use one differently
+    unfit = ("cache_implementation", "prefill_chunk_size", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias")
+    if not config.use_cache or config.repetition_penalty not in (None, 1) or any(getattr(config, x) for x in unfit):
         return False
     if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:
         return False

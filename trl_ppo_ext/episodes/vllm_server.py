@@ -93,7 +93,8 @@ class VLLMServer:
         def read(body: Any) -> list[Sampled]:
             choices = sorted(body["choices"], key=itemgetter("index"))
             sampled = [Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])]) for x in choices]
-            if len(sampled) != request.copies or not all(0 < len(x.ids) == len(x.logprobs) for x in sampled):
+            fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]
+            if fits != [True] * request.copies:
                 raise ValueError
             return sampled
 

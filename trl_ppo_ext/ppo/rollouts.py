@@ -489,7 +489,7 @@ def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bo
     """Seeds of environments: the same for all episodes of a prompt and, in training, on any number of ranks."""
     group, step = roles.args.num_generations, state.global_step
     if not training:  # of the evaluation's stream
-        group, step = 1, int(torch.randint(2**31, ())) if roles.player.takes_seeds else 0
+        group, step = 1, int(torch.randint(2**31, ()))
     first = roles.accelerator.process_index * rows
     return [hash((roles.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 

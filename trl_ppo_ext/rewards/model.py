@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl import apply_chat_template, is_conversational
 
-from ..data import prefill, text_only
+from ..data import encode_marked, prefill, protected, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
@@ -92,9 +92,11 @@ class SequenceScorer:
             tokenizer.pad_token = tokenizer.eos_token
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
-        """Tokenize prompts with their completions."""
+        """Tokenize prompts with their completions; a delimiter that messages spell is text."""
+        if is_conversational({"prompt": prompts[0]}):
+            prompts, completions = protected([prompts, completions], self.tokenizer)
         texts, special = joined(prompts, completions, self.tokenizer)
-        return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
+        return [encode_marked(text, self.tokenizer, special) for text in texts]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that is too long for the model fails."""

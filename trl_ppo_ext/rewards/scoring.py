@@ -117,7 +117,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
         cause = f"The reward `{name}` returned {returned} for {expected} completions; "
         entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
 
-    tokens = torch.full((expected, max(lengths)), torch.nan)
+    tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)  # a reward may set the default
     failures = {}
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
@@ -147,7 +147,7 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
         if len(entry) != length:
             remedy = f", which has {length} tokens; return one per token, or (position, reward) pairs."
             raise ValueError(f"{len(entry)} token rewards", remedy)
-    tokens = torch.zeros(width)
+    tokens = torch.zeros(width, dtype=torch.float32)
     for position, value in pairs:
         try:
             number = math.nan if isinstance(value, str) else float(value)

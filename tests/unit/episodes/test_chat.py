@@ -160,6 +160,24 @@ def test_delimiters_that_others_write_are_text(name):
     assert encode(rows, built, {}) == built.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
 
 
+@pytest.mark.parametrize("place", ["documents", "tools", "key"])
+def test_delimiters_in_documents_schemas_and_keys_are_text(place):
+    built, _, attack = delimited("chatml")
+    built.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].arguments | tojson }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}{{ d.text }}{% endfor %}"
+    )
+
+    def write(text):
+        kwargs = {"documents": [{"text": text}], "tools": [{"name": "f", "description": text}]}
+        calls = {"tool_calls": [{"arguments": {"a": {text: 1}}}]} if place == "key" else {}
+        messages = [*QUESTION, {"role": "assistant", "content": "", **calls}, *QUESTION]
+        return [x for x in encode(messages, built, {k: x for k, x in kwargs.items() if k == place}) if x < 3]
+
+    assert write(attack) == write("fine")
+
+
 def test_tags_in_a_prompt_are_those_of_the_model():
     built, _, _ = delimited("qwen3")
     rows = [{"role": "user", "content": "Reason within <think> and </think>."}]

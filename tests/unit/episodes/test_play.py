@@ -8,6 +8,7 @@ from collections import namedtuple
 from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,9 +18,11 @@ from scripted import Script, call, player_of, rows_of
 from tiny import byte_tokenizer
 
 from trl_ppo_ext import StepResult, openenv
+from trl_ppo_ext.concurrency import CPU, guarded
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
+from trl_ppo_ext.episodes.play import FunctionPlayer
 from trl_ppo_ext.rewards import ScoringBatch
 
 
@@ -270,6 +273,14 @@ def test_row_chooses_its_environment():
 # ---- plain environments ----
 
 
+def test_observation_ends_a_prompt_in_parts():
+    rows = rows_of("alpha")
+    player = player_of({"": ["right"] * 3}, rows, factory=Walk)
+    rows[0]["prompt"][0]["content"] = [{"type": "text", "text": "alpha"}]
+    [episode] = played(player, rows)
+    assert episode.prompt == [{"role": "user", "content": "alpha at 0"}] and episode.turns == 3
+
+
 def test_plain_environment_steps_and_rewards_every_turn():
     rows = rows_of("alpha")
     player = player_of({"alpha": ["right", "left", "right", "right", "never"]}, rows, factory=Walk)
@@ -484,6 +495,17 @@ def test_tools_that_no_call_could_mean_are_refused(tools, factory, error, messag
     assert len(Environments([add, add]).tools) == 1
 
 
+def test_generator_that_a_tool_returns_is_an_error():
+    @wraps(add)
+    def lazily(a: int, b: int):
+        return (x for x in (a, b))
+
+    rows = rows_of("alpha")
+    [episode] = played(player_of({"": [call("add", a=1, b=2), "done"]}, rows, tools=[lazily]), rows)
+    assert "must return its result, got a generator" in episode.messages[1]["content"]
+    assert episode.failed_calls == [True]
+
+
 class Blocks(Walk):
     """Asynchronous environment with a step that holds the event loop up."""
 
@@ -589,6 +611,21 @@ def test_random_numbers_of_environments_are_their_own():
     assert rewards[0] == rewards[1] != rewards[2]
 
 
+def test_rewards_in_threads_do_not_share_their_random_numbers():
+    class Seeding(Counter):
+        def get_reward(self):
+            random.seed(start := self.resets[-1]["start"])
+            time.sleep(0.01 * (start % 3))
+            return random.random()
+
+    rows = rows_of(*"abcdef", start=[*range(6)])
+    player = player_of({"": ["x"]}, rows, factory=Seeding, environment_timeout=5.0)
+    episodes = played(player, rows)
+    with guarded(1, CPU):
+        [entries] = scores(player, episodes).values()
+    assert [entry[-1][1] for entry in entries] == [random.Random(start).random() for start in range(6)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -648,6 +685,23 @@ def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     for length, ending in ((100, "stopped"), (20, "cut")):
         [episode] = played(player_of({"alpha": ["x" * 50]}, rows, max_completion_length=length, **settings), rows)
         assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
+
+
+# ---- rollout functions ----
+
+
+def test_ranks_that_share_a_prompt_sample_with_other_noise():
+    def sampling(prompts, trainer):
+        return {"prompt_ids": [[5]], "completion_ids": [torch.randint(4, 100, (6,)).tolist()]}
+
+    drawn = []
+    for rank in (0, 1, 1):
+        args = SimpleNamespace(process_index=rank, device=CPU, max_completion_length=8)
+        generator, built = Script(byte_tokenizer(), {}), byte_tokenizer()
+        player = FunctionPlayer(sampling, SimpleNamespace(args=args), generator, built)
+        [episode] = player.play([{"prompt": "q", PROMPT_IDS: [5]}], [7])
+        drawn.append(episode.completion_ids)
+    assert drawn[0] != drawn[1] == drawn[2]
 
 
 # ---- a critic that sees more ----

@@ -182,6 +182,11 @@ def test_gateway_that_times_out_again_and_again_ends_the_wait(server, loaded, mo
         lambda choices: [choices[0] | {"token_ids": None}, *choices[1:]],
         lambda choices: [choices[0] | {"token_ids": []}, *choices[1:]],
         lambda choices: [choices[0] | {"logprobs": None}, *choices[1:]],
+        # more tokens than asked for
+        lambda choices: [
+            choices[0] | {"logprobs": {"token_logprobs": [LOGPROB] * 7}, "token_ids": [4] * 7},
+            *choices[1:],
+        ],
         lambda choices: [
             choices[0] | {"logprobs": {"token_logprobs": [None, None]}, "token_ids": [4, 5]},
             *choices[1:],
