@@ -148,11 +148,11 @@ def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> list[int]:
+def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> Any:
     """Token ids of chat messages; a delimiter that they spell is text."""
     marked = protected(messages, tokenizer, template_kwargs.get("chat_template"))
     if marked == messages:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
+        return tokenizer.apply_chat_template(messages, return_dict=False, **template_kwargs)
     return encode_marked(tokenizer.apply_chat_template(marked, tokenize=False, **template_kwargs), tokenizer)
 
 
