@@ -169,12 +169,12 @@ def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase, special: bool =
     return ids
 
 
-def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> list[int]:
+def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> Any:
     """Token ids of chat messages; a delimiter that they, documents or schemas of tools spell is text."""
     others = {name: x for name, x in template_kwargs.items() if name in ("documents", "tools")}
     marked = protected([messages, others], tokenizer, template_kwargs.get("chat_template"))
     if marked == [messages, others]:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
+        return tokenizer.apply_chat_template(messages, return_dict=False, **template_kwargs)
     kwargs = template_kwargs | marked[1] | {"tokenize": False}
     return encode_marked(tokenizer.apply_chat_template(marked[0], **kwargs), tokenizer)
 

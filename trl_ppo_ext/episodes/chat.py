@@ -56,13 +56,13 @@ class ChatFormat:
         if not with_tools:
             return
         # no call would ever be found, or those of earlier turns again
-        called, start, prefix = self._stand_in(following, self.template_kwargs)
-        turns = (called[start:], called[:start]), (self.encoded("dummy"), prefix)
-        if [bool(self.parsed(*turn, [{}]).get("tool_calls")) for turn in turns] != [True, False]:
-            anchor, end = tokenizer.response_template.get("start_anchor"), tokenizer.decode(prefix)[-40:]
+        called, start, prefix = self._stand_in(following, self.template_kwargs | {"tokenize": False})
+        turns = (called[start:], called[:start]), ("dummy", prefix)
+        if [bool((self._read(*turn) or {}).get("tool_calls")) for turn in turns] != [True, False]:
+            anchor, end = tokenizer.response_template.get("start_anchor"), prefix[-40:]
             raise ValueError(
                 "`tokenizer.response_template` must read calls as the chat template writes them, such as "
-                f"{tokenizer.decode(called[start:])!r}, and its `start_anchor` must match the text with which the "
+                f"{called[start:]!r}, and its `start_anchor` must match the text with which the "
                 f"template begins a turn, got {anchor!r} for a template that ends with {end!r}; use one that fits."
             )
 
@@ -70,7 +70,7 @@ class ChatFormat:
         """Token ids of text that others wrote, none of which is a delimiter."""
         return encode_marked(protected(text, self.tokenizer), self.tokenizer)
 
-    def _stand_in(self, messages: list[dict], template_kwargs: dict[str, Any]) -> tuple[list[int], int, list[int]]:
+    def _stand_in(self, messages: list[dict], template_kwargs: dict[str, Any]) -> tuple[Any, int, Any]:
         """Token ids up to the end of a stand-in for a turn, where it begins, and ids up to the end of its answer."""
         turn: dict[str, Any] = {"role": "assistant", "content": "dummy"}
         if messages[0]["role"] == "tool":  # some templates repeat the name of the call in the header of its response
@@ -110,19 +110,21 @@ class ChatFormat:
             logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
         return after[end + (turn[-1] == after[end]) :]
 
-    def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
-        """The policy's turn as a message, with its tool calls; a malformed one is text."""
-        text = {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}
-        if not schemas:
-            return text
+    def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:
+        """A turn with valid tool calls or none as a message, or nothing."""
         try:
             message = self.tokenizer.parse_response(turn, prefix=prefix, tools=schemas)
             for call in message.get("tool_calls") or ():
                 function = call.get("function", call)
                 if not isinstance(function["name"], str):
-                    return text
+                    return None
                 if function.get("arguments") is None:  # some templates omit those of a call without any
                     function["arguments"] = {}
             return message | {"content": (message.get("content") or "").removesuffix(self.tokenizer.eos_token or "")}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-            return text
+            return None
+
+    def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
+        """The policy's turn as a message, with its tool calls; a malformed one is text."""
+        message = self._read(turn, prefix, schemas) if schemas else None
+        return message or {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}
