@@ -73,7 +73,7 @@ def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase)
     """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
     if is_conversational({"prompt": prompts[0]}):
         chats = [
-            [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if (start := prefill(p)) else p + c
+            [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if c and (start := prefill(p)) else p + c
             for p, c in zip(prompts, completions)
         ]
         return [apply_chat_template({"messages": [*map(text_only, x)]}, tokenizer)["text"] for x in chats], False
