@@ -23,7 +23,7 @@ from trl import is_conversational
 
 from . import __version__
 from .ppo.batch_plan import BatchPlan
-from .redaction import sentence, shortened
+from .redaction import shortened
 
 logger = logging.get_logger(__name__)
 
@@ -67,7 +67,7 @@ def load_splits(
     except DatasetGenerationError as error:
         raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
     except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script
-        raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {_REMEDY}") from error
+        raise ValueError(f"`{argument}={name!r}` cannot be loaded ({shortened(error)}). {_REMEDY}") from error
 
 
 def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
@@ -273,7 +273,7 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        remedy = '`dataset.rename_column("question", "prompt")` renames one'
+        remedy = '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes one'
         needed = 'needs a column "prompt" (text, or a list of chat messages)'
         raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
     if critic_prompt is not None and critic_prompt not in columns:

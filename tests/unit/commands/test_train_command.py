@@ -231,7 +231,7 @@ WRONG = [
     ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
-    ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
+    ({"dataset_name": "questions.jsonl"}, "`train_dataset` needs", r"\['question'\]", "a `map_function`"),
     ({"eval_rows": 2, "dataset_test_split": "train"}, "`eval_rows` needs", "'train'", "other than the training"),
     ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
     ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
@@ -288,12 +288,12 @@ def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
 
 
 @pytest.mark.parametrize("cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")])
-def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch, cause):
+def test_error_of_a_failed_download_names_its_cause(monkeypatch, cause):
     def fail(*args, **kwargs):
         raise cause
 
     monkeypatch.setattr(data, "load_dataset", fail)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {cause}\. Name a dataset"):
+    with pytest.raises(ValueError, match=rf"cannot be loaded \({cause}\)\. Name a dataset"):
         data.load_splits("nobody/nothing")
 
 
