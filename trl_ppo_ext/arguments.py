@@ -44,15 +44,6 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
-def _check_processes(num_gpus: int, world_size: int) -> None:
-    if num_gpus > 1:
-        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
-        raise ValueError(f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; {remedy}.")
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > world_size:
-        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
-        raise ValueError(f"{started} processes were started, but the world size is {world_size}; {remedy}.")
-
-
 def check_trainer_arguments(
     model: Any,
     reward_funcs: list,
@@ -69,7 +60,12 @@ def check_trainer_arguments(
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_processes(args.n_gpu, args.world_size)
+    if args.n_gpu > 1:
+        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+        raise ValueError(f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}.")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > args.world_size:
+        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
+        raise ValueError(f"{started} processes were started, but the world size is {args.world_size}; {remedy}.")
     is_fsdp, is_deepspeed = uses_fsdp(args), args.uses_deepspeed
     if is_fsdp:
         check_fsdp(args, optimizer, quantization_config)
@@ -106,9 +102,7 @@ def check_callbacks(callbacks: list) -> None:
     """Raise for callbacks of TRL that train or average a whole model."""
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
-        raise ValueError(
-            f"`{name}` copies whole models, not adapters; remove it, or use `recipes/averaged_policy.py`."
-        )
+        raise ValueError(f"`{name}` copies whole models; remove it, or use `recipes/averaged_policy.py`.")
 
 
 def load_tokenizer(
