@@ -176,11 +176,9 @@ def read_prompts(
     )
 
     def tokenize(dataset: Any, name: str) -> Any:
-        return environments.checked(encode(dataset, name=name))
+        if isinstance(dataset, dict):
+            return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
+        return None if dataset is None else environments.checked(encode(dataset, name=name))
 
-    train = None if train is None else tokenize(train, name="train_dataset")
-    if isinstance(evaluation, dict):
-        evaluation = {key: tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in evaluation.items()}
-    elif evaluation is not None:
-        evaluation = tokenize(evaluation, name="eval_dataset")
-    return Prompts(tokenizer, context_length, template_kwargs, tokenize, train, evaluation)
+    datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")
+    return Prompts(tokenizer, context_length, template_kwargs, tokenize, *datasets)

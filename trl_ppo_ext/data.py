@@ -240,20 +240,6 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def _map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str) -> Any:
-    """Add the columns of token ids that a function returns for each row; its errors name the row."""
-
-    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
-    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
-        try:
-            return encode_row(row)
-        except PromptError as error:
-            raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
-
-    with PartialState().main_process_first():  # one process fills the cache, the others read it
-        return dataset.map(encode_numbered, with_indices=True)
-
-
 def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
@@ -355,7 +341,15 @@ def tokenize_prompts(
             encoded[CRITIC_PROMPT_IDS] = ids
         return encoded
 
-    rows = _map_rows(dataset, encode_row, f"`{name}`")
+    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
+    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
+        try:
+            return encode_row(row)
+        except PromptError as error:
+            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
+
+    with PartialState().main_process_first():  # one process fills the cache, the others read it
+        rows = dataset.map(encode_numbered, with_indices=True)
     if overlong != "drop":
         return rows
 
