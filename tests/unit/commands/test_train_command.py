@@ -123,6 +123,11 @@ def test_map_function_adds_missing_prompts(there, capsys):
     assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
 
 
+def test_environment_writes_missing_prompts(there):
+    settings = {"dataset_name": "questions.jsonl", "environment_factory": "cli_rewards.Walk", "reward_funcs": None}
+    assert run("--dry_run", **settings) == 0
+
+
 def test_edited_map_function_maps_again(tmp_path):
     save(tmp_path / "rows.jsonl", [{"question": "w1"}])
     script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="edited_rows.to_prompt")
