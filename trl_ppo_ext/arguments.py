@@ -44,15 +44,6 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
-def _check_processes(num_gpus: int, world_size: int) -> None:
-    if num_gpus > 1:
-        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
-        raise ValueError(f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; {remedy}.")
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > world_size:
-        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
-        raise ValueError(f"{started} processes were started, but the world size is {world_size}; {remedy}.")
-
-
 def check_trainer_arguments(
     model: Any,
     reward_funcs: list,
@@ -69,7 +60,12 @@ def check_trainer_arguments(
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_processes(args.n_gpu, args.world_size)
+    if args.n_gpu > 1:
+        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+        raise ValueError(f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}.")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > args.world_size:
+        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
+        raise ValueError(f"{started} processes were started, but the world size is {args.world_size}; {remedy}.")
     is_fsdp, is_deepspeed = uses_fsdp(args), args.uses_deepspeed
     if is_fsdp:
         check_fsdp(args, optimizer, quantization_config)
@@ -106,9 +102,7 @@ def check_callbacks(callbacks: list) -> None:
     """Raise for callbacks of TRL that train or average a whole model."""
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
-        raise ValueError(
-            f"`{name}` copies whole models, not adapters; remove it, or use `recipes/averaged_policy.py`."
-        )
+        raise ValueError(f"`{name}` copies whole models; remove it, or use `recipes/averaged_policy.py`.")
 
 
 def load_tokenizer(
@@ -182,11 +176,9 @@ def read_prompts(
     )
 
     def tokenize(dataset: Any, name: str) -> Any:
-        return environments.checked(encode(dataset, name=name))
+        if isinstance(dataset, dict):
+            return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
+        return None if dataset is None else environments.checked(encode(dataset, name=name))
 
-    train = None if train is None else tokenize(train, name="train_dataset")
-    if isinstance(evaluation, dict):
-        evaluation = {key: tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in evaluation.items()}
-    elif evaluation is not None:
-        evaluation = tokenize(evaluation, name="eval_dataset")
-    return Prompts(tokenizer, context_length, template_kwargs, tokenize, train, evaluation)
+    datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")
+    return Prompts(tokenizer, context_length, template_kwargs, tokenize, *datasets)

@@ -23,7 +23,7 @@ from trl import is_conversational
 
 from . import __version__
 from .ppo.batch_plan import BatchPlan
-from .redaction import sentence, shortened
+from .redaction import shortened
 
 logger = logging.get_logger(__name__)
 
@@ -67,7 +67,7 @@ def load_splits(
     except DatasetGenerationError as error:
         raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
     except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script
-        raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {_REMEDY}") from error
+        raise ValueError(f"`{argument}={name!r}` cannot be loaded ({shortened(error)}). {_REMEDY}") from error
 
 
 def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
@@ -242,20 +242,6 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def _map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str) -> Any:
-    """Add the columns of token ids that a function returns for each row; its errors name the row."""
-
-    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
-    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
-        try:
-            return encode_row(row)
-        except PromptError as error:
-            raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
-
-    with PartialState().main_process_first():  # one process fills the cache, the others read it
-        return dataset.map(encode_numbered, with_indices=True)
-
-
 def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
@@ -275,7 +261,7 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        remedy = '`dataset.rename_column("question", "prompt")` renames one'
+        remedy = '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes one'
         needed = 'needs a column "prompt" (text, or a list of chat messages)'
         raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
     if critic_prompt is not None and critic_prompt not in columns:
@@ -357,7 +343,15 @@ def tokenize_prompts(
             encoded[CRITIC_PROMPT_IDS] = ids
         return encoded
 
-    rows = _map_rows(dataset, encode_row, f"`{name}`")
+    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
+    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
+        try:
+            return encode_row(row)
+        except PromptError as error:
+            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
+
+    with PartialState().main_process_first():  # one process fills the cache, the others read it
+        rows = dataset.map(encode_numbered, with_indices=True)
     if overlong != "drop":
         return rows
 

@@ -126,9 +126,3 @@ def shortened(text: Any, longest: int = 500) -> str:
     """The beginning of a text, printable and without secrets."""
     text = printable(redacted(str(text)[: longest + 1000]))
     return text if len(text) <= longest else text[:longest] + "..."
-
-
-def sentence(text: Any, longest: int = 500) -> str:
-    """A text, shortened, that ends like a sentence."""
-    text = shortened(text, longest).rstrip()
-    return text if text.endswith((".", "!", "?")) else f"{text}."

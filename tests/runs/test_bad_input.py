@@ -121,7 +121,7 @@ KNOWN_FROM_ARGUMENTS = [
     (ValueError, "`peft_config` must be None", {"model": ready_peft_model(), "peft_config": LoraConfig()}),
     (
         ValueError,
-        "`quantization_config` has no effect on a loaded LlamaForCausalLM",
+        "`quantization_config` has no effect on a loaded model",
         {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
     ),
     # tests/docs/test_migration.py has the arguments of TRL
@@ -186,7 +186,7 @@ def test_processes_without_a_group_raise(tmp_path, monkeypatch):
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"):
-        arguments._check_processes(args.n_gpu, args.world_size)  # the only part of the trainer that is reached
+        arguments.check_trainer_arguments(*[None] * 3, args, *[None] * 7)  # all that is reached of the trainer
 
 
 def test_data_parallel_raises_with_a_remedy(tmp_path, nothing_is_loaded):

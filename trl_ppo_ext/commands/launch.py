@@ -297,15 +297,11 @@ def trainer_arguments(
     script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, splits: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
-    kwargs, split = model_arguments(script, args, model), script.dataset_train_split
+    kwargs = model_arguments(script, args, model)
     factory, directory = script.environment_factory, script.directory
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
-    kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
-    columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
-    if "prompt" not in columns:
-        problem = f"`dataset_name` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
-        raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
+    kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
     return kwargs

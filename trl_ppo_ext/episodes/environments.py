@@ -212,10 +212,6 @@ class Kind:
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
 
-    def lend(self, trains: bool, device: torch.device) -> ToolEnvironment | TextEnvironment:
-        """Free instance for training or an evaluation, or a new one."""
-        return self.pools[trains].pop(0) if self.pools[trains] else self.make(trains, device)
-
 
 class Environments:
     """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""

@@ -83,7 +83,8 @@ class EnvironmentPlayer(Player):
         hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
-            episode.responder = episode.kind.lend(self.trains, self.device)
+            free = episode.kind.pools[self.trains]
+            episode.responder = free.pop(0) if free else episode.kind.make(self.trains, self.device)
             episode.place = Place(record, number).after([seed, *episode.prompt_ids])
             if not isinstance(episode.prompt, str):
                 episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)

@@ -138,7 +138,7 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
-            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `trl-ppo dequantize` "
+            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `recipes/dequantize.py` "
             "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     written = dequantized_from(path) if path and is_quantized else None

@@ -57,8 +57,6 @@ class VLLMServer:
     async def _load(self, client: httpx2.AsyncClient, name: str) -> None:
         adapter = {"lora_name": name, "lora_path": str(self.directory)}
         answer = await self._answer(client, "POST", "/v1/load_lora_adapter", adapter)
-        if answer.status_code == 404 and '"detail"' in answer.text:  # no such path
-            raise VLLMError(f"The server at {self.name} takes no adapters; start it with `{self.command}`.")
         if not answer.is_success and not (answer.status_code == 400 and "already been loaded" in answer.text):
             raise VLLMError(
                 f"The server at {self.name} cannot load the adapter: {_shown(answer)}. It must be started with "

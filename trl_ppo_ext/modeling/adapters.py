@@ -92,7 +92,7 @@ def public_name(base: str) -> str:
 
 
 def dequantized_from(path: str) -> dict[str, Any] | None:
-    """Base and quantization of a directory that `trl-ppo dequantize` wrote; `None` for others."""
+    """Base and quantization of a directory that `recipes/dequantize.py` wrote; `None` for others."""
     file = Path(path, DEQUANTIZED)
     return json.loads(file.read_text()) if file.is_file() else None
 

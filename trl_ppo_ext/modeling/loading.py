@@ -67,8 +67,7 @@ def check_model_arguments(
             raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
         if quantization_config is not None:
-            given = f"`quantization_config` has no effect on a loaded {type(model).__name__}"
-            raise ValueError(f"{given}; pass the model's id.")
+            raise ValueError("`quantization_config` has no effect on a loaded model; pass the model's id.")
         if args.model_init_kwargs is not None:
             logger.warning("`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__)
         if model.get_output_embeddings() is None:

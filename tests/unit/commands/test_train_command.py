@@ -123,6 +123,11 @@ def test_map_function_adds_missing_prompts(there, capsys):
     assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
 
 
+def test_environment_writes_missing_prompts(there):
+    settings = {"dataset_name": "questions.jsonl", "environment_factory": "cli_rewards.Walk", "reward_funcs": None}
+    assert run("--dry_run", **settings) == 0
+
+
 def test_edited_map_function_maps_again(tmp_path):
     save(tmp_path / "rows.jsonl", [{"question": "w1"}])
     script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="edited_rows.to_prompt")
@@ -231,7 +236,7 @@ WRONG = [
     ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
-    ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
+    ({"dataset_name": "questions.jsonl"}, "`train_dataset` needs", r"\['question'\]", "a `map_function`"),
     ({"eval_rows": 2, "dataset_test_split": "train"}, "`eval_rows` needs", "'train'", "other than the training"),
     ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
     ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
@@ -288,12 +293,12 @@ def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
 
 
 @pytest.mark.parametrize("cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")])
-def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch, cause):
+def test_error_of_a_failed_download_names_its_cause(monkeypatch, cause):
     def fail(*args, **kwargs):
         raise cause
 
     monkeypatch.setattr(data, "load_dataset", fail)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {cause}\. Name a dataset"):
+    with pytest.raises(ValueError, match=rf"cannot be loaded \({cause}\)\. Name a dataset"):
         data.load_splits("nobody/nothing")
 
 
