@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all test-vllm lint bench docs clean
+.PHONY: demo duel test test-all test-lowest test-vllm lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
@@ -15,6 +15,17 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# the unit tests with the lowest versions of setup.cfg; TORCH=2.13.0 takes another torch, e.g. for its CPU build
+TORCH ?= 2.7.0
+test-lowest:
+	test -x $(VENV)-lowest/bin/python || $(PYTHON) -m venv $(VENV)-lowest
+	echo "torch==$(TORCH)" > $(VENV)-lowest/torch.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV)-lowest/bin/uv pip compile setup.cfg --extra test --resolution lowest-direct --no-deps --quiet \
+		--override $(VENV)-lowest/torch.txt --output-file $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-lowest/lowest.txt
+	$(VENV)-lowest/bin/python -m pytest -m "not slow" tests/unit
 
 # against the real engine and a real server, in an environment of their own (3.4 GB)
 test-vllm: $(VENV)-vllm/.test
@@ -48,4 +59,4 @@ $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm runs
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-vllm runs

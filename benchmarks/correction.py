@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODES = ["token_truncate", "sequence_truncate", "sequence_mask", "geometric_mask"]
+MODES = ["token_truncate", "sequence_truncate", "sequence_mask"]
 ROWS = ["the policy samples", "none", *MODES]
 
 

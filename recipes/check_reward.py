@@ -24,6 +24,7 @@ from trl_ppo_ext.rewards.model import SequenceScorer, context_length
 BATCH_SIZE = 8  # fits wherever the model does
 # a run should not use a quantized model beyond these limits
 KEEPS_RANKING = 0.95  # rank agreement, at least
+CHANCE = 0.6  # accuracy below which the model is no judge of these pairs
 FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
 
 
@@ -139,8 +140,14 @@ def compare(scores: DataFrame) -> DataFrame:
 
 
 def verdict(quantization: str, table: DataFrame) -> str:
-    """Verdict in one line: keep the quantization, or load the model otherwise."""
-    column = table[quantization]
+    """Verdict in one line: whether the model knows the pairs, then whether the quantization keeps its ranking."""
+    column, accuracy = table[quantization], table.loc["accuracy"].iloc[0]
+    if accuracy < CHANCE:  # of the full precision: no quantization mends that
+        known = (
+            "prefers the rejected answers" if accuracy < 1 - CHANCE else "hardly tells chosen from rejected answers"
+        )
+        remedy = "check the columns, the chat template and `--reward-label`, or use another model"
+        return f"the model {known} (accuracy {accuracy:.3f} in full precision): {remedy}"
     if column["rank agreement"] >= KEEPS_RANKING and column["disagreement"] <= FLIPPED:
         return f"{quantization} keeps the ranking"
     others = "'none'" if quantization == "int8" else "'int8' or 'none'"

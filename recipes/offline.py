@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
-from trl.chat_template_utils import qwen3_template
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
@@ -25,6 +24,21 @@ TEMPLATE = (
     "{{ c.function | tojson }}\n</tool_call>{% endfor %}{{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
+# how a turn is read: the calls of a JSON object each, and text
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|> assistant",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 
 
@@ -35,6 +49,7 @@ class Twin(NamedTuple):
     words: list[str]  # that it reads
     turns: list[str]  # that it writes, each as one token
     arguments: dict[str, Any]  # of the trainer
+    completions: int = 64  # of a rollout
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -67,7 +82,8 @@ def search(task: Any) -> Twin:
     task.index = lambda: index
     rows = [{"question": f"The capital of {name} ?", "answers": {"text": [city]}} for name, city in capitals.items()]
     calls = [call("search", query=name) for name in capitals] + [call("answer", text=x) for x in capitals.values()]
-    return Twin(rows, index.passages, calls, {"environment_factory": task.Search})
+    # of 64 completions, some seeds learn two answers only
+    return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, completions=128)
 
 
 def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
@@ -94,7 +110,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         additional_special_tokens=["<|im_start|>"],
         chat_template=TEMPLATE,
     )
-    tokenizer.response_template = qwen3_template | {"start_anchor": "<|im_start|> assistant"}
+    tokenizer.response_template = RESPONSE_TEMPLATE
 
     # 3. A model and its run.
     set_seed(0)
@@ -114,7 +130,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         "max_tool_calling_iterations": 6,
         "stop_token_ids": [*range(len(tokenizer))],  # each token ends a turn
         "max_steps": 120,
-        "generation_batch_size": 64,
+        "generation_batch_size": twin.completions,
         "per_device_train_batch_size": 32,
         "num_mini_batches": 2,
         "num_ppo_epochs": 2,

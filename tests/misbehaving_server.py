@@ -99,6 +99,14 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.wfile.write(b"{")
         self.close_connection = True
 
+    def drips(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        for _ in range(1000):
+            self.wfile.write(b" ")
+            time.sleep(0.05)
+
     def numberless(self):
         self.reply(self.answer("I would rather not say."))
 

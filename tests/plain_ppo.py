@@ -538,7 +538,7 @@ def adam_step(models: Models, gradient: dict[str, Tensor], s: Settings) -> None:
 def steer_kl_coef(coefficient: float, kl_per_completion: float, completions: int, s: Settings) -> float:
     """Ziegler's rule: move in proportion to the error, of which at most 20 % count."""
     error = max(-0.2, min(0.2, kl_per_completion / s.kl_target - 1))
-    return coefficient * (1 + error * completions / s.kl_horizon)
+    return coefficient * (1 + error * min(completions / s.kl_horizon, 1))
 
 
 def iterate(

@@ -1,7 +1,7 @@
 """Trainers of tiny models, and what they collect."""
 
 import torch
-from tiny import config, length_reward, llama, prompts, tokenizer
+from tiny import KEYS, config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.modeling import TokenScores
@@ -13,7 +13,7 @@ COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
 
 
 def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
-    names = kwargs.keys() - PPOConfig.__dataclass_fields__.keys()
+    names = kwargs.keys() - PPOConfig.__dataclass_fields__.keys() - KEYS.keys()
     extra = {name: kwargs.pop(name) for name in names}
     return PPOTrainer(
         model=model or llama(),

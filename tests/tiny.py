@@ -99,6 +99,30 @@ def prompts(rows=16, longest=5):
     return Dataset.from_dict({"prompt": texts, "target": [row % 7 for row in range(rows)]})
 
 
+# keys of mappings, as settings of their own, which tests combine
+KEYS = {
+    "critic_backprop": ("critic_kwargs", "backprop"),
+    "critic_prompt": ("critic_kwargs", "prompt"),
+    "value_warmup_steps": ("critic_kwargs", "warmup_steps"),
+    "lam_critic": ("critic_kwargs", "lam"),
+    "lam_length_alpha": ("critic_kwargs", "lam_length_alpha"),
+    "bootstrap_truncated": ("critic_kwargs", "bootstrap_truncated"),
+    "vllm_base_model": ("vllm_kwargs", "base_model"),
+    "vllm_sleep_level": ("vllm_kwargs", "sleep_level"),
+    "vllm_max_logp_difference": ("vllm_kwargs", "max_logp_difference"),
+}
+
+
+def nested(settings):
+    """Settings of a config, with `KEYS` in their mappings."""
+    result = {name: x for name, x in settings.items() if name not in KEYS}
+    for name, x in settings.items():
+        if name in KEYS and x is not None:
+            mapping, key = KEYS[name]
+            result[mapping] = (result.get(mapping) or {}) | {key: x}
+    return result
+
+
 def config(output_dir, **kwargs):
     defaults = {
         "use_cpu": True,
@@ -117,7 +141,7 @@ def config(output_dir, **kwargs):
         "adam_epsilon": 1e-5,  # a smaller one amplifies the rounding of small gradients
         "gradient_checkpointing": False,
     }
-    return PPOConfig(str(output_dir), **(defaults | kwargs))
+    return PPOConfig(str(output_dir), **nested(defaults | kwargs))
 
 
 def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):

@@ -1,9 +1,16 @@
 """PPO for TRL: one frozen base model plays policy, reference, critic and, if wanted, reward."""
 
+import logging
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
+
+# noise of other packages that no user can act on: an optional kernel for CPUs, and a renamed attribute that PEFT reads
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+del logging, warnings
 
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig

@@ -10,6 +10,7 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .config import PPOConfig
 from .data import tokenize_prompts
@@ -22,7 +23,7 @@ from .rewards import check_reward_arguments, check_reward_columns
 REMOVED_ARGUMENTS = {
     "reward_model": "pass it in `reward_funcs`",
     "ref_model": "remove it: the reference is the base model with the adapter switched off",
-    "value_model": "remove it: the critic is a value head on the policy's own trunk",
+    "value_model": "remove it: the critic reads the policy's own states, see `critic`",
     "data_collator": "remove it: the trainer tokenizes and pads prompts",
     "config": "renamed to `args`",
     "tokenizer": "renamed to `processing_class`",
@@ -43,15 +44,6 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
-def _check_processes(num_gpus: int, world_size: int) -> None:
-    if num_gpus > 1:
-        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
-        raise ValueError(f"One process sees {num_gpus} GPUs, which would mean `DataParallel`; {remedy}.")
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > world_size:
-        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
-        raise ValueError(f"{started} processes were started, but the world size is {world_size}; {remedy}.")
-
-
 def check_trainer_arguments(
     model: Any,
     reward_funcs: list,
@@ -68,7 +60,12 @@ def check_trainer_arguments(
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    _check_processes(args.n_gpu, args.world_size)
+    if args.n_gpu > 1:
+        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+        raise ValueError(f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}.")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > args.world_size:
+        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
+        raise ValueError(f"{started} processes were started, but the world size is {args.world_size}; {remedy}.")
     is_fsdp, is_deepspeed = uses_fsdp(args), args.uses_deepspeed
     if is_fsdp:
         check_fsdp(args, optimizer, quantization_config)
@@ -89,12 +86,23 @@ def check_trainer_arguments(
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:
             raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
+    if not (args.critic == "adapter" and args.critic_options.prompt is None):
+        for name in {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, "hidden_state")}:
+            needed = "`hidden_state` of %s needs `critic='adapter'` without `critic_kwargs['prompt']`; it is not read."
+            logging.get_logger(__name__).warning(needed, name)
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     if environments.rollout_func is None:  # it may return columns
         others = ["environments"] if environments.has_instances else []
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
+
+
+def check_callbacks(callbacks: list) -> None:
+    """Raise for callbacks of TRL that train or average a whole model."""
+    names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for name in names & {"BEMACallback", "SyncRefModelCallback"}:
+        raise ValueError(f"`{name}` copies whole models; remove it, or use `recipes/averaged_policy.py`.")
 
 
 def load_tokenizer(
@@ -117,6 +125,8 @@ def load_tokenizer(
     vocab_size = text_config.vocab_size
     if any(not 0 <= token < vocab_size for token in stops or []):
         raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
+    if (tokenizer.pad_token_id or 0) >= vocab_size:  # added to the tokenizer only
+        tokenizer.pad_token = None
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
     if (pad := tokenizer.pad_token_id) >= vocab_size:
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
@@ -153,7 +163,7 @@ def read_prompts(
     template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
     rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
     train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
-    tokenize = partial(
+    encode = partial(
         tokenize_prompts,
         tokenizer=tokenizer,
         max_completion_length=args.max_completion_length,
@@ -164,9 +174,11 @@ def read_prompts(
         critic_prompt=args.critic_options.prompt,
         vocab_size=vocab_size,
     )
-    train = None if train is None else tokenize(train, name="train_dataset")
-    if isinstance(evaluation, dict):
-        evaluation = {key: tokenize(x, name=f"eval_dataset[{key!r}]") for key, x in evaluation.items()}
-    elif evaluation is not None:
-        evaluation = tokenize(evaluation, name="eval_dataset")
-    return Prompts(tokenizer, context_length, template_kwargs, tokenize, train, evaluation)
+
+    def tokenize(dataset: Any, name: str) -> Any:
+        if isinstance(dataset, dict):
+            return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
+        return None if dataset is None else environments.checked(encode(dataset, name=name))
+
+    datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")
+    return Prompts(tokenizer, context_length, template_kwargs, tokenize, *datasets)

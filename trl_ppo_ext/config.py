@@ -7,12 +7,15 @@ import math
 import operator
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 import yaml
@@ -22,9 +25,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import KL_ERROR_BOUND, TRUST, SamplerCorrection
+from .ppo.math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TRLFields, applied
+from .trl_names import NAMES, TRLFields, applied, moved
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +73,8 @@ class VLLMOptions:
     """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
     max_logp_difference: float | None = number(None, above=0)
     """End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then vLLM
-    samples from other weights. Default: 0.1 nats, 0.01 in float32, none with `top_p` and other filters."""
+    samples from other weights. What `top_p`, `top_k` and `min_p` explain does not count. Default: 0.1 nats, 0.01 in
+    float32, none with `repetition_penalty`."""
 
 
 OPTIONS: dict[str, Any] = {"critic_kwargs": CriticOptions, "vllm_kwargs": VLLMOptions}
@@ -103,14 +107,14 @@ class PPOConfig(TRLFields, TrainingArguments):
     logging_nan_inf_filter: bool = False
     """Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. If off, they count as 0."""
     logging_first_step: bool | None = None
-    """Log after the first optimizer step, and so the first rollout. Default, except with `logging_strategy="no"`."""
+    """Log after the first optimizer step, and so the first rollout. Default with `logging_steps` of 1 or more."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward, for a fraction of the memory."""
     remove_unused_columns: bool | None = False
-    """Must stay `False`: rewards need the columns."""
+    """Set to `False`: rewards need the columns."""
 
     model_init_kwargs: dict[str, Any] | str | None = None
-    """Keyword arguments of `from_pretrained` when `model` is a string. A `dtype` overrides `bf16`."""
+    """Keyword arguments of `from_pretrained`, if `model` is a string. A `dtype` overrides `bf16`."""
     trust_remote_code: bool = False
     """Whether models and tokenizers may run code."""
 
@@ -126,6 +130,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked."""
     num_generations: int = number(1, at_least=1)
     """Completions sampled per prompt."""
+    num_generations_eval: int | None = number(None, at_least=1)
+    """Completions sampled per row of an evaluation. Default: 1."""
     generation_batch_size: int | None = number(None, at_least=1)
     """Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
     `gradient_accumulation_steps` if `num_mini_batches` is set."""
@@ -139,6 +145,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Texts that end a completion, at the token that completes one."""
     temperature: float = number(1.0, above=0)
     """Temperature of sampling and of log-probs."""
+    eval_temperature: float | None = number(None, at_least=0)
+    """Temperature of sampling in evaluations, 0 if greedy. Default: `temperature`, which KL and entropy keep."""
     top_p: float = number(1.0, above=0, at_most=1)
     """Sample from the likeliest tokens with this total probability."""
     top_k: int | None = number(0, at_least=0)
@@ -150,14 +158,15 @@ class PPOConfig(TRLFields, TrainingArguments):
     generation_backend: Literal["transformers", "vllm"] = "transformers"
     """`"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md."""
     generation_kwargs: dict[str, Any] | str | None = None
-    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`."""
+    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`; those above are set by it."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """`"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start."""
     vllm_server_base_url: str | None = None
     """Address of the server, by default http://127.0.0.1:8000. It must see `output_dir` under the same path. Its key
     is read from the environment variable `VLLM_API_KEY`."""
     vllm_server_timeout: float = number(240.0, above=0)
-    """Seconds to wait for a server that cannot be reached, e.g. while it starts or is restarted."""
+    """Seconds to wait for a server that cannot be reached, e.g. while it starts, or does not answer. Completions may
+    take a second per token longer."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
@@ -167,12 +176,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_correction: bool = False
     """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
-    """The ratio of each `"token_..."`, of the `"sequence_..."`, or its `"geometric_..."` mean; `"..._truncate"` clamps
-    it to the two limits, `"..._mask"` sets it to 0 outside."""
+    """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
+    limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
-    vllm_importance_sampling_clip_min: float | None = None
-    """Smallest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
     """Further settings of vLLM: `base_model`, `sleep_level`, `max_logp_difference`. See docs/fields.md."""
 
@@ -187,8 +194,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`."""
     per_device_reward_batch_size: int = number(16, at_least=1)
     """Completions per forward of a reward model."""
-    reward_label: int | None = None
-    """Label that is the reward, for reward models with several; counted from 0."""
+    reward_label: int | str | None = None
+    """Label that is the reward, for reward models with several: its name, or its number counted from 0."""
     reward_on_error: str = "raise"
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
@@ -251,6 +258,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
     `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO)."""
+    top_entropy_quantile: float = number(1.0, above=0, at_most=1)
+    """Share of a rollout's tokens that have an advantage, those of highest entropy; other losses take all tokens."""
     cliprange_value: float | None = number(None, above=0)
     """Clip range of the values, in units of the returns with `normalize_values`, else of rewards. Default: none."""
     vf_coef: float = number(0.5, at_least=0)
@@ -281,6 +290,14 @@ class PPOConfig(TRLFields, TrainingArguments):
     num_completions_to_print: int | None = number(8, at_least=0)
     """Completions to print. `None` prints all."""
 
+    def __new__(cls, *args: Any, **settings: Any) -> "PPOConfig":
+        """Raise an error for all unknown fields, with those that may be meant."""
+        known = [*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters]
+        matches = {name: get_close_matches(name, known, 1, 0.75) for name in settings if name not in known}
+        if unknown := [f"`{name}`" + "".join(f" (did you mean `{x}`?)" for x in matches[name]) for name in matches]:
+            raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}; docs/fields.md lists all.")
+        return super().__new__(cls)
+
     def __post_init__(self):
         self._read_mappings()
         check_types(self)
@@ -302,6 +319,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
             if name not in TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, mapping)
+        if isinstance(self.generation_kwargs, dict):
+            self.generation_kwargs = moved(self, self.generation_kwargs)
 
     def _finish(self) -> None:
         # for the report, before defaults are filled in
@@ -311,7 +330,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         with_critic = self.critic != "none"
         if self.bf16 is None:
             emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = not (self.fp16 or self.use_cpu or emulated) and is_torch_bf16_gpu_available()
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+            self.fp16 = self.fp16 or launched == "fp16"
+            is_fast = not (self.use_cpu or emulated) and is_torch_bf16_gpu_available()
+            self.bf16 = not self.fp16 and (is_fast or launched == "bf16")
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(self.advantage_estimator, "sequence_sum")
         if self.normalize_values is None:
@@ -326,12 +348,21 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.uses_reference = self.kl_coef != 0
         self.reward_kl = self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
         self.top_k = self.top_k or 0
+        if isinstance(self.reward_label, str) and self.reward_label.isdecimal():  # of a command line
+            self.reward_label = int(self.reward_label)
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
+        if self.max_completion_length is None:
+            self.max_completion_length = defaults["max_completion_length"]
         if self.use_liger_kernel:
             logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
             self.use_liger_kernel = False
+        if self.remove_unused_columns:
+            logger.warning("`remove_unused_columns=True` changes nothing: rewards need the columns.")
+            self.remove_unused_columns = False
         if self.logging_first_step is None:
-            self.logging_first_step = self.logging_strategy != "no"
+            self.logging_first_step = self.logging_strategy == "steps" and self.logging_steps >= 1
+        # both are the case, in the trainer's own way
+        self.restore_callback_states_from_checkpoint, self.include_num_input_tokens_seen = False, "no"
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
@@ -342,11 +373,13 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
+        if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
+            raise ValueError(f"`bf16` and `fp16` are False, but the launcher has `--mixed_precision {launched}`.")
         data = self.accelerator_config
-        if data.split_batches or not data.even_batches:  # ranks share a rollout evenly
-            given = f"split_batches={data.split_batches} and even_batches={data.even_batches}"
-            raise ValueError(f"`accelerator_config` must have split_batches=False and even_batches=True, got {given}.")
-        data.dispatch_batches = False  # each rank reads a stream itself; text cannot be sent
+        if data.split_batches or not data.even_batches:
+            logger.warning("`split_batches` and `even_batches` change nothing: ranks share a rollout evenly.")
+        # each rank reads a stream itself: text cannot be sent
+        data.split_batches, data.even_batches, data.dispatch_batches = False, True, False
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
             self.num_mini_batches = self.num_mini_batches or NUM_MINI_BATCHES
@@ -362,10 +395,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        completions = self.plan(self.world_size).completions
-        if self.kl_target is not None and self.kl_horizon <= KL_ERROR_BOUND * completions:  # could turn it negative
-            needed = f"above {KL_ERROR_BOUND * completions:g} for rollouts of {completions} completions"
-            raise ValueError(f"`kl_horizon` must be {needed}, got {self.kl_horizon}; use a much larger one.")
+        self.plan(self.world_size)  # for its errors
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -388,11 +418,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             "cliprange_value": self.cliprange_value,
         }
 
-    @property
-    def filters(self) -> dict[str, Any]:
-        """Settings that make the sampled distribution another one than the policy's."""
-        return {name: getattr(self, name) for name, off in _FILTERS.items() if getattr(self, name) not in (None, off)}
-
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
         # 1. Each value
@@ -412,8 +437,6 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
             if value not in (default, None, False):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
-        if self.remove_unused_columns:
-            raise ValueError("`remove_unused_columns` must be False: rewards need the columns of the dataset.")
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
         if self.reward_on_error not in ("raise", "skip"):
@@ -463,7 +486,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 4. Sampling
         names, uses_vllm = set(self.generation_kwargs or {}), self.generation_backend == "vllm"
         for name in names & (_OF_THE_ENGINE if uses_vllm else _OF_THE_POLICY):
-            why = "which follows from the run; set the field of `PPOConfig` if it has one, else remove it"
+            why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
         if not uses_vllm:
             for name in names - vars(GenerationConfig()).keys():
@@ -476,19 +499,21 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
             given = "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM"
             raise ValueError(f"{given}; remove them, and configure the server where you start it.")
-        if not (self.vllm_server_base_url or "http://").startswith(("http://", "https://")):
-            given = shown("", self.vllm_server_base_url)
-            raise ValueError(f"`vllm_server_base_url` must start with http:// or https://, got {given}.")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            needed = f"below `vllm_importance_sampling_clip_max` ({high})"
-            raise ValueError(f"`vllm_importance_sampling_clip_min` must be {needed}, got {low}.")
-        if self.filters and self.vllm_importance_sampling_correction:
-            given = ", ".join(f"`{name}={value}`" for name, value in self.filters.items())
-            raise ValueError(
-                f"{given} changes the distribution that vLLM samples from, not the policy's, so their ratio would be "
-                "biased; remove it, or set `vllm_importance_sampling_correction=False`."
+        is_address = self.vllm_server_base_url is None
+        with suppress(ValueError):  # e.g. a port above 65535
+            url = urlsplit(self.vllm_server_base_url or "")
+            is_address = is_address or bool(url.scheme in ("http", "https") and url.hostname and url.port != 0)
+        if not is_address:
+            needed = "must start with http:// or https://, and have a host and a port up to 65535"
+            raise ValueError(f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}.")
+        filters = {name: getattr(self, name) for name in _FILTERS}
+        changed = [f"`{name}={x}`" for name, x in filters.items() if x not in (None, _FILTERS[name])]
+        if changed and self.vllm_importance_sampling_correction:
+            effect = (
+                "changes the distribution that vLLM samples from, not the policy's, so their ratio would be biased"
             )
+            remedy = "remove it, or set `vllm_importance_sampling_correction=False`"
+            raise ValueError(f"{', '.join(changed)} {effect}; {remedy}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -536,6 +561,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 _OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
     "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size": {"at_least": 1},
     "total_episodes": {"at_least": 1},
+    "adam_epsilon": {"above": 0},
     "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
     "seed": {"at_least": 0, "below": 2**32},
     "data_seed": {"at_least": 0, "below": 2**63},
@@ -561,15 +587,13 @@ _UNSUPPORTED = {
     "label_smoothing_factor": "PPO has no labels",
     "train_sampling_strategy": "`shuffle_dataset` determines the order of the prompts",
     "neftune_noise_alpha": _SAME_FORWARD,
-    "torch_compile": _SAME_FORWARD,
+    **dict.fromkeys(["torch_compile", "torch_compile_mode", "torch_compile_backend"], _SAME_FORWARD),
     "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
     "and, to keep the rollout, `generation_batch_size` and `num_mini_batches` instead",
     "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
     "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
-    "restore_callback_states_from_checkpoint": "the states of callbacks are always restored",
     "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
     "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
-    "include_num_input_tokens_seen": "`num_tokens` is always logged",
     "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `vf_coef` is missing: its default does not show whether it was set. Scaling per-token rewards around their mean would
@@ -583,7 +607,7 @@ _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _OF_THE_POLICY = set(
     "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
     "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "
-    "num_beam_groups diversity_penalty dola_layers low_memory".split()
+    "num_beam_groups diversity_penalty dola_layers low_memory max_time".split()
 )
 # arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
 _OF_THE_ENGINE = set(
@@ -593,6 +617,7 @@ _OF_THE_ENGINE = set(
 # values that are valid despite their annotations
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
+    "max_completion_length": int | None,
     "reward_on_error": str | float,
     "scale_rewards": str | bool | None,
     "resume_from_checkpoint": str | bool | None,

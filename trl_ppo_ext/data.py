@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from trl import is_conversational
 
 from . import __version__
 from .ppo.batch_plan import BatchPlan
-from .redaction import sentence, shortened
+from .redaction import shortened
 
 logger = logging.get_logger(__name__)
 
@@ -29,6 +31,7 @@ PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's
 TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+MARK = "\ufdd0"  # not a character: no text has it
 NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -64,7 +67,7 @@ def load_splits(
     except DatasetGenerationError as error:
         raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
     except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script
-        raise ValueError(f"`{argument}={name!r}` cannot be loaded: {sentence(error)} {_REMEDY}") from error
+        raise ValueError(f"`{argument}={name!r}` cannot be loaded ({shortened(error)}). {_REMEDY}") from error
 
 
 def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
@@ -78,6 +81,15 @@ def spread_indices(length: int, count: int) -> list[int]:
     """Row numbers at equal distances, so that a dataset sorted by source is sampled evenly."""
     count = min(count, length)
     return [index * length // count for index in range(count)]
+
+
+def as_dataset(dataset: Any) -> Any:
+    """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a `datasets.Dataset`."""
+    if isinstance(dataset, Dataset | Mapping) or not hasattr(dataset, "__len__"):
+        return dataset
+    rows = [dataset[index] for index in range(len(dataset))]
+    is_rows = all(isinstance(row, dict) for row in rows)
+    return Dataset.from_list(rows, on_mixed_types="use_json") if is_rows else dataset
 
 
 # ---- token ids of prompts ----
@@ -108,11 +120,79 @@ def as_text(entry: Any) -> str:
     return str(entry)
 
 
+def prefill(prompt: list[dict]) -> str:
+    """Beginning of the answer, with which a prompt may end."""
+    last = prompt[-1]
+    return "" if last["role"] != "assistant" or last.get("tool_calls") else text_only(last)["content"] or ""
+
+
+def text_only(message: dict) -> dict:
+    """A message with text in place of parts."""
+    parts = message.get("content")
+    return message | {"content": "".join(x["text"] for x in parts)} if isinstance(parts, list) else message
+
+
+@lru_cache(8)
+def _delimiters(tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str, with_tags: bool) -> re.Pattern:
+    """Pattern of the first character of each token that only the tokenizer or the chat template may write."""
+    tokens = []
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        text, is_tag = token.content, re.fullmatch(r"</?\w+>", token.content)
+        # those of a template need not be special; a prompt may speak of a tag such as <think>, a tool may not write it
+        if token.special or (text.strip() and text in template and (with_tags or not is_tag)):
+            tokens.append(re.escape(text))
+    return re.compile(f"(?=(?:{'|'.join(tokens) or '(?!)'}))(?s:.)")
+
+
+def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = None, with_tags: bool = False) -> Any:
+    """Copy of what others wrote, with a mark in each spelled delimiter: [`encode_marked`] keeps that as text."""
+    if isinstance(texts, str):
+        template = str(template or tokenizer.chat_template or "")
+        return _delimiters(tokenizer, len(tokenizer), template, with_tags).sub(rf"\g<0>{MARK}", texts)
+    if isinstance(texts, dict):
+        with_tags = with_tags or texts.get("role") == "tool"
+        return dict(protected([*pair], tokenizer, template, with_tags) for pair in texts.items())
+    return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
+
+
+def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> list[int]:
+    """Token ids of text, split at its marks; with `special`, the tokenizer adds its tokens."""
+
+    def encoded(part: str, special: bool = False) -> list[int]:
+        return tokenizer(part, add_special_tokens=special)["input_ids"]
+
+    first, *rest = text.split(MARK)
+    ids, line = encoded(first, special), encoded("\n") if rest else []
+    for part in rest:
+        after = encoded(f"\n{part}")  # some tokenizers add a space before the first word of a text
+        ids += after[len(line) :] if after[: len(line)] == line else encoded(part)
+    return ids
+
+
+def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> Any:
+    """Token ids of chat messages; a delimiter that they, documents or schemas of tools spell is text."""
+    others = {name: x for name, x in template_kwargs.items() if name in ("documents", "tools")}
+    marked = protected([messages, others], tokenizer, template_kwargs.get("chat_template"))
+    if marked == [messages, others]:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **template_kwargs)
+    kwargs = template_kwargs | marked[1] | {"tokenize": False}
+    return encode_marked(tokenizer.apply_chat_template(marked[0], **kwargs), tokenizer)
+
+
 def encode(
-    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], opening: bool = True
+    prompt: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    opening: bool = True,
+    own: int | None = None,
 ) -> list[int]:
-    """Token ids of text, or of chat messages; with `opening`, an answer can follow."""
+    """Token ids of text, or of chat messages; with `opening`, an answer can follow.
+
+    Of text, an environment wrote what follows its `own` characters.
+    """
     if isinstance(prompt, str):
+        written = [] if own is None else protected(prompt[own:], tokenizer).split(MARK)
+        prompt = prompt[:own] + "".join(written[:1])
         try:
             ids = tokenizer(prompt)["input_ids"]
         except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
@@ -122,7 +202,7 @@ def encode(
             ids = ids[1:]
         # some tokenizers end every text with EOS
         closed = opening and ids[-1:] == [eos] and not prompt.rstrip().endswith(str(tokenizer.eos_token))
-        return ids[:-1] if closed else ids
+        return (ids[:-1] if closed else ids) + encode_marked(MARK.join(["", *written[1:]]), tokenizer)
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
     for place, message in enumerate(prompt):
@@ -135,15 +215,20 @@ def encode(
         needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
-    kwargs = {"add_generation_prompt": opening, **template_kwargs}
+    if any(not isinstance(part, dict) or part.get("type") != "text" for content in parts for part in content):
+        raise PromptError(f"Parts of a message must be of the type 'text', got {described(parts)}.")
+    ends = {"continue_final_message": True} if opening and prefill(prompt) else {"add_generation_prompt": opening}
+    kwargs = ends | template_kwargs
     try:
-        ids = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **kwargs)["input_ids"]
+        ids = encode_chat(prompt, tokenizer, kwargs)
         text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
-        cause = f"{type(error).__name__} ({shortened(error)})"
-        raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
-    if any(str(part) in text for part in parts):
-        raise PromptError(f"The chat template writes lists of parts as Python code, got {described(parts)}; use text.")
+        if not parts:
+            cause = f"{type(error).__name__} ({shortened(error)})"
+            raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+        text = str(parts)
+    if any(str(part) in text for part in parts):  # the template reads text
+        return encode([*map(text_only, prompt)], tokenizer, template_kwargs, opening)
     return ids
 
 
@@ -155,20 +240,6 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     except ValueError as error:
         raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-
-
-def _map_rows(dataset: Any, encode_row: Callable[[dict], dict[str, list]], name: str) -> Any:
-    """Add the columns of token ids that a function returns for each row; its errors name the row."""
-
-    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
-    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
-        try:
-            return encode_row(row)
-        except PromptError as error:
-            raise PromptError(f"Row {index} of {name}: {error}") from error.__cause__
-
-    with PartialState().main_process_first():  # one process fills the cache, the others read it
-        return dataset.map(encode_numbered, with_indices=True)
 
 
 def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
@@ -190,7 +261,7 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        remedy = '`dataset.rename_column("question", "prompt")` renames one'
+        remedy = '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes one'
         needed = 'needs a column "prompt" (text, or a list of chat messages)'
         raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
     if critic_prompt is not None and critic_prompt not in columns:
@@ -208,9 +279,11 @@ def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: 
     """Token ids of a row's prompt, or of what its critic reads, with these keyword arguments of the chat template."""
     is_text = isinstance(prompt, str)
     if is_text and kwargs:
-        raise PromptError("`chat_template_kwargs` needs chat messages, but the prompt is text; remove it.")
+        logger.warning_once("`chat_template_kwargs` has no effect on prompts of text.")
     template_kwargs = {} if is_text else row_template_kwargs(row, kwargs)
-    ids = [] if prompt in ("", []) else encode(prompt, tokenizer, template_kwargs)
+    ids = [] if prompt == [] else encode(prompt, tokenizer, template_kwargs)
+    if is_text and not ids:
+        ids = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
     if not ids:
         raise PromptError("The prompt is empty; drop it, or give it at least one token.")
     return ids
@@ -221,8 +294,7 @@ def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) ->
     prompt = NO_PROMPT if tokenizer.chat_template else tokenizer.bos_token or tokenizer.eos_token
     if dataset is None:
         return Dataset.from_dict({"prompt": [prompt] * rows}) if rows else None
-    if isinstance(dataset, list):
-        dataset = Dataset.from_list(dataset)
+    dataset = as_dataset(dataset)
     return dataset if "prompt" in (dataset.column_names or ["prompt"]) else dataset.map(lambda _: {"prompt": prompt})
 
 
@@ -239,8 +311,7 @@ def tokenize_prompts(
     vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
-    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        dataset = Dataset.from_list(dataset)
+    dataset = as_dataset(dataset)
     _check_columns(dataset, name, critic_prompt)
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
@@ -272,7 +343,15 @@ def tokenize_prompts(
             encoded[CRITIC_PROMPT_IDS] = ids
         return encoded
 
-    rows = _map_rows(dataset, encode_row, f"`{name}`")
+    # the version invalidates what another one cached: `datasets` identifies `encode` by its name
+    def encode_numbered(row: dict, index: int, version: str = __version__) -> dict[str, list]:
+        try:
+            return encode_row(row)
+        except PromptError as error:
+            raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
+
+    with PartialState().main_process_first():  # one process fills the cache, the others read it
+        rows = dataset.map(encode_numbered, with_indices=True)
     if overlong != "drop":
         return rows
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from pandas import DataFrame
-from peft import LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import (
@@ -28,7 +28,7 @@ from transformers.training_args import OptimizerNames
 from .arguments import as_list
 from .config import PPOConfig
 from .modeling.critics import SIDE_WIDTH, side_layers
-from .modeling.loading import compute_dtype, default_peft_config, hub_kwargs
+from .modeling.loading import add_policy_adapter, compute_dtype, default_peft_config, hub_kwargs, model_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
 from .rewards import RewardAdapter
 
@@ -219,7 +219,7 @@ def estimate_memory(
         `ValueError`: If the memory of a setting or an architecture is not known.
     """
     # 1. Check for settings that the formulas do not cover.
-    options, width, located = cast(dict, args.model_init_kwargs or {}), compute_dtype(args).itemsize, hub_kwargs(args)
+    options, width, located = model_kwargs(args), compute_dtype(args).itemsize, hub_kwargs(args)
     config = AutoConfig.from_pretrained(model, **located) if isinstance(model, str) else model
     dtype, optimizer = options.get("dtype") or compute_dtype(args), OptimizerNames(args.optim).value
     dtype = str(config.dtype or "float32" if dtype == "auto" else dtype).removeprefix("torch.")
@@ -294,7 +294,7 @@ def adapter_sizes(model: PreTrainedModel, peft_config: PeftConfig) -> AdapterSiz
         if getattr(peft_config, name, None):
             raise ValueError(f"`{name}={getattr(peft_config, name)!r}` is not estimated; omit it.")
     with torch.device("meta"):
-        policy = get_peft_model(deepcopy(model), copy(peft_config))
+        policy = add_policy_adapter(deepcopy(model), copy(peft_config))
     modules = {name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)}
     ranks = {name.rpartition(".")[2]: max(module.r.values()) for name, module in modules.items()}
     return AdapterSizes(sum(x.numel() for x in policy.parameters()) - model.num_parameters(), ranks)

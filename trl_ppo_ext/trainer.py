@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import (
     BitsAndBytesConfig,
     EarlyStoppingCallback,
@@ -26,13 +27,14 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from . import distributed
-from .arguments import as_list, check_trainer_arguments, check_unknown_arguments, read_prompts
+from .arguments import as_list, check_callbacks, check_trainer_arguments, check_unknown_arguments, read_prompts
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
+from .concurrency import FAILURES, capture_random_state, fixed_seed
 from .config import PPOConfig
 from .data import RolloutSampler, Rows, StreamedRows
 from .episodes import Environments, build_player, record
@@ -44,8 +46,7 @@ from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .rewards.model import SequenceScorer
-from .rewards.scoring import capture_random_state, fixed_seed
-from .tracking.completions import check_trackers, log_completions, print_completions
+from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
 
 logger = logging.get_logger(__name__)
@@ -54,8 +55,8 @@ logger = logging.get_logger(__name__)
 class PPOTrainer(Trainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
-    The base plays policy (LoRA adapter on), reference (adapter off) and critic (value head on the policy's trunk, or
-    on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
+    The base plays policy (LoRA adapter on), reference (adapter off) and critic (a network on its states, or a
+    value head on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
 
     Source: https://huggingface.co/papers/1707.06347, for language models https://huggingface.co/papers/2203.02155
 
@@ -159,12 +160,12 @@ class PPOTrainer(Trainer):
             logger.warning("PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16.")
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
-        check_optimizers(*optimizers, actor_critic)
         with distributed.loading_unsharded():
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
+        check_optimizers(*optimizers, actor_critic)
         if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
         check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
@@ -194,7 +195,7 @@ class PPOTrainer(Trainer):
         pairs = zip(rewards, reward_list)
         self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
         self.reward_weights = torch.tensor(self.roles.reward_weights or [1.0] * len(rewards))
-        self.tools = environments.tools
+        self.tools, self.tokenizer, self.ref_model = environments.tools, tokenizer, None  # as in TRL with an adapter
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)
@@ -203,12 +204,13 @@ class PPOTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
-        self._takes_step, self._begun, self._last_step = True, False, 0
+        self._takes_step, self._begun, self._last_step, self._save_is_due = True, False, 0, True
         self._skipped = 0  # optimizer steps in a row
         self.signals, self.preempted = resume.StopSignals(), False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
+        self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
 
     @property
     def environments(self) -> list | None:
@@ -220,6 +222,7 @@ class PPOTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
         # 1. Collect a rollout (ppo/rollouts.py).
+        begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
         if micro_batch is None:
             self._collect(inputs)
@@ -242,8 +245,9 @@ class PPOTrainer(Trainer):
         elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
                 parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
-        seconds = (time.perf_counter() - start) * self.plan.micro_steps  # per rollout, as the other times
-        self._metrics["train"].mean("time/update", seconds)
+        metrics, end = self._metrics["train"], time.perf_counter()
+        metrics.mean("time/update", (end - start) * self.plan.micro_steps)  # per rollout, as the other times
+        metrics.mean("step_time", (end - begin) * self.plan.gradient_accumulation_steps)  # as in GRPO
         # NaN would stay in the Trainer's running sum, whose own filter waits for the device
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
@@ -319,14 +323,22 @@ class PPOTrainer(Trainer):
 
     # ---- data ----
 
+    def _restore_process_state(self) -> None:
+        """Restore what Accelerate holds per process, which every new `TrainingArguments` clears."""
+        for kind, state in self._process_state.items():
+            kind._shared_state.update(state)
+
     def _get_dataloader(self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """Rows to evaluate, or numbers of rows to train on: a rollout's prompts, repeated for its micro-batches."""
+        self._restore_process_state()
         if not is_training:
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             if not any(dataset is x for x in sets):  # those were tokenized by the constructor
                 dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
             if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
                 dataset = list(dataset)
+            copies = range(self.args.num_generations_eval or 1)
+            dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
             return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
@@ -388,10 +400,11 @@ class PPOTrainer(Trainer):
             return
         self.run_log.completions(samples, self.state, mode)
         if self.args.log_completions:
-            step, rewards, monitors = self.state.global_step, self.run_log.rewards, self.run_log.monitors
-            print_completions(samples, rewards, step, self.args.num_completions_to_print)
+            step = self.state.global_step
+            table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
+            print_completions(table, step, self.args.num_completions_to_print)
             key = "eval/completions" if mode == "eval" else "completions"
-            log_completions(cast(list, self.args.report_to), samples, rewards, monitors, step, key)
+            log_completions(cast(list, self.args.report_to), table, step, key)
 
     # ---- training, from the beginning or from a checkpoint ----
 
@@ -405,7 +418,10 @@ class PPOTrainer(Trainer):
         if self.train_dataset is None:
             needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self.preempted, checkpoint, self._return_to_step = {}, False, None, None
+        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = {}, "", False, None, None
+        self._restore_process_state()
+        check_callbacks(self.callback_handler.callbacks)
+        set_seed(self.args.seed, device_specific=True)  # what was drawn since the constructor must not matter
         output_dir, is_writer = self.args.output_dir, self.args.should_save
         source = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
@@ -423,7 +439,7 @@ class PPOTrainer(Trainer):
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
-                except (Exception, SystemExit) as error:  # a callback may call `sys.exit()`
+                except FAILURES as error:  # a callback may call `sys.exit()`
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
                     save.save_after_error(self, error)
@@ -431,7 +447,7 @@ class PPOTrainer(Trainer):
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code
-            raise SystemExit(resume.PREEMPTED)
+            raise (resume.Interrupted if self.signals.received == signal.SIGINT else SystemExit)(resume.PREEMPTED)
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
@@ -449,6 +465,9 @@ class PPOTrainer(Trainer):
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
+
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
         if self.actor_critic.value_head is not None:
@@ -464,6 +483,8 @@ class PPOTrainer(Trainer):
         first_at_step, self._last_step = step != self._last_step, step
         due = not ends if first_at_step else ends or not self.preempted
         if due and step > self._initial_global_step:  # otherwise the run had ended already
+            self._save_is_due = self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
+            self.control.should_save |= self.preempted
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
@@ -551,15 +572,15 @@ class _StepCallback(TrainerCallback):
         if not trainer._resumed:
             return
         resume.load_run_state(trainer, trainer._resumed)
+        state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
         trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
             for callback, saved in zip(callbacks, as_list(states)):
                 vars(callback).update(saved["attributes"])
-        best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if os.path.isdir(best):  # the run may have been moved or copied
-            state.best_model_checkpoint = best
+        if (best := state.best_model_checkpoint) and (here := Path(args.output_dir, Path(best).name)).is_dir():
+            state.best_model_checkpoint = str(here)  # the run may have been moved or copied
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""
@@ -574,5 +595,4 @@ class _StepCallback(TrainerCallback):
             anywhere = torch.tensor(float(received), device=trainer.accelerator.device)
             received = trainer.accelerator.reduce(anywhere, reduction="sum").item() > 0
         if received:
-            trainer.preempted = True
-            control.should_save = control.should_training_stop = True
+            trainer.preempted = control.should_training_stop = True

@@ -46,11 +46,11 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
 
 def _num_mini_batches(config: Any, steps: int) -> Settings:
     accumulation = config.gradient_accumulation_steps
-    if steps < 1 or accumulation < 1 or steps % accumulation:
-        raise ValueError(
-            f"`steps_per_generation` must be a multiple of `gradient_accumulation_steps` ({accumulation}), got "
-            f"{steps}: an optimizer step takes completions of one rollout."
-        )
+    if steps < 1 or accumulation < 1 or max(steps, accumulation) % min(steps, accumulation):
+        needed = f"a multiple or a divisor of `gradient_accumulation_steps` ({accumulation})"
+        raise ValueError(f"`steps_per_generation` must be {needed}, got {steps}.")
+    if steps < accumulation:  # several rollouts of one policy are one, sampled in parts
+        return {"num_mini_batches": 1, "per_device_generation_batch_size": steps * config.per_device_train_batch_size}
     return {"num_mini_batches": steps // accumulation}
 
 
@@ -70,7 +70,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "epsilon": (float, ANY, "cliprange"),
     "epsilon_high": (float, ANY, "cliprange_high"),
     "delta": (float, ANY, _dual_clip),
-    "num_iterations": (int, ANY, "num_ppo_epochs"),
+    "num_iterations": (int, ANY, lambda _, n: {} if n == 1 else {"num_ppo_epochs": n}),  # 1 by default, in both
     "steps_per_generation": (int, ANY, _num_mini_batches),
     "loss_type": (str, ANY, _loss_type),
     "scale_rewards": (str, ANY, _scale_rewards),
@@ -80,6 +80,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
     "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
     "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
+    "vllm_importance_sampling_clip_min": (float, None, "ratios are only bounded above"),
     "vllm_importance_sampling_cap": (float, ANY, "vllm_importance_sampling_clip_max"),
     "transformers_continuous_batching_config": (dict, ANY, NO_EFFECT),
     "cache_implementation": (str, ANY, "generation_kwargs.cache_implementation"),
@@ -90,9 +91,7 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "vllm_structured_outputs_regex": (str, None, "the policy would not have sampled such completions"),
     "sync_ref_model": (bool, False, "the reference is the frozen base; a trained adapter can be that of the next run"),
     "cast_lm_head_to_fp32": (bool, False, "set `model_init_kwargs={'dtype': 'float32'}`"),
-    "num_generations_eval": (int, 1, "an evaluation samples one completion per row; repeat rows of `eval_dataset`"),
     "router_aux_loss_coef": (float, 0.0, "the router is frozen with the base"),
-    "top_entropy_quantile": (float, 1.0, "the loss takes all tokens"),
     "off_policy_mask_threshold": (float, None, "sequences are not masked; set `dual_clip` or `target_kl`"),
     "multi_objective_aggregation": (str, "sum_then_normalize", "rewards are summed; set `reward_weights`"),
     "log_unique_prompts": (bool, False, "every completion is logged with its prompt"),
@@ -119,17 +118,15 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     "num_sample_generations": (int, 0, "set `log_completions` and `num_completions_to_print`"),
     "sft_model_path": (str, None, "pass it as `model`, or `model_name_or_path` in a file"),
     "reward_model_path": (str, None, "pass it in `reward_funcs`"),
-    # our own earlier names
-    "critic_backprop": (bool, ANY, "critic_kwargs.backprop"),
-    "critic_prompt": (str, ANY, "critic_kwargs.prompt"),
-    "value_warmup_steps": (int, ANY, "critic_kwargs.warmup_steps"),
-    "lam_critic": (float, ANY, "critic_kwargs.lam"),
-    "lam_length_alpha": (float, ANY, "critic_kwargs.lam_length_alpha"),
-    "bootstrap_truncated": (bool, ANY, "critic_kwargs.bootstrap_truncated"),
-    "vllm_base_model": (str, ANY, "vllm_kwargs.base_model"),
-    "vllm_sleep_level": (int, ANY, "vllm_kwargs.sleep_level"),
-    "vllm_max_logp_difference": (float, ANY, "vllm_kwargs.max_logp_difference"),
+    "init_kl_coef": (float, ANY, "kl_coef"),
+    "kl_penalty": (str, "kl", "set `kl_estimator`; 'mse' is 'k2', and 'full' is 'exact'"),
+    "ppo_epochs": (int, ANY, "num_ppo_epochs"),
+    # of TrainingArguments before transformers 5
+    "warmup_ratio": (float, ANY, "warmup_steps"),
 }
+# keys of `generation_kwargs` that are fields
+_SAMPLING = {key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()}
+_SAMPLING["max_new_tokens"] = "max_completion_length"
 # True by default, which adds the flags --no_NAME
 _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 
@@ -164,6 +161,12 @@ def _set(config: Any, name: str, settings: Settings) -> None:
             )
         setattr(config, ours, old | new if merges else new)
     setattr(config, name, fields[name].default)
+
+
+def moved(config: Any, kwargs: Settings) -> Settings | None:
+    """Set the fields of PPOConfig that are keys of `generation_kwargs`, and return the others."""
+    _set(config, "generation_kwargs", {_SAMPLING[key]: x for key, x in kwargs.items() if key in _SAMPLING})
+    return {key: x for key, x in kwargs.items() if key not in _SAMPLING and (key, x) != ("do_sample", True)} or None
 
 
 @contextmanager

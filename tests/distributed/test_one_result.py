@@ -14,7 +14,7 @@ from train import FIXED, main
 
 from trl_ppo_ext.modeling.loading import default_peft_config
 
-TIMED = ("time/", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
+TIMED = ("time/", "step_time", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
 
 CHOICES = {
     "plain": {"save_strategy": "steps", "save_steps": 6},

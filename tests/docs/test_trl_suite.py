@@ -26,7 +26,7 @@ REASONS = [
         r"has no attribute '(get_|_)|assert \[\]|must be omitted",
         "private methods of GRPOTrainer",
     ),
-    ("prepare_input", "must be a multiple of `gradient_accumulation_steps`", "optimizer steps end with a rollout"),
+    ("prepare_input", "must be a multiple or a divisor of", "optimizer steps end with a rollout"),
     (
         r"loss_types\[[bcsv]|token_summed_loss\[[bc]",
         "`loss_type` must be one of",
@@ -34,7 +34,7 @@ REASONS = [
     ),
     (r"token_summed_loss\[d", "weights each sequence by its completion length", "no warning about a common choice"),
     (
-        "entropy_filter|sync_ref|lm_head_to|adaptive_entropy|normalize_then",
+        "sync_ref|lm_head_to|adaptive_entropy|normalize_then",
         "must be ",
         "refused with a reason in docs/from_grpo.md",
     ),

@@ -54,7 +54,7 @@ CLASSIFIERS = {
     "tiny-Qwen3ForSequenceClassification": ("qwen3", {"head_dim": 4}),
     "tiny-LlamaForSequenceClassification-3.2": ("llama", {}),
 }
-# tests of tools write turns with ids of Qwen's vocabulary: bytes come first, then these
+# tests of tools write turns with ids of Qwen's vocabulary (as in qwen.tiktoken): bytes come first, then these
 # fmt: off
 QWEN = {
     " {": 314, " b": 293, ' "': 330, ">\n": 397, "out": 411, "de": 450, '",': 497, "</": 522, "name": 606, '":': 788,

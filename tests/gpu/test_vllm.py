@@ -28,7 +28,7 @@ def test_it_samples_from_the_policy_and_frees_memory_between_rollouts(tmp_path, 
         vllm_gpu_memory_utilization=0.2,
         vllm_max_model_length=64,
         vllm_enable_sleep_mode=sleep_level is not None,
-        vllm_sleep_level=sleep_level or 0,
+        vllm_kwargs={"sleep_level": sleep_level or 0},
         generation_kwargs={"enforce_eager": True},
     )
     trainer = PPOTrainer(str(tmp_path / "base"), length_reward, args, prompts())

@@ -113,7 +113,7 @@ def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=No
     if settings.get("use_vllm"):  # which reads the base from disk, and has no kernel for heads of 16
         base = model(seed, head_dim=32)
         base.save_pretrained(f"{output_dir}/base")
-        settings["vllm_base_model"] = f"{output_dir}/base"
+        settings["vllm_kwargs"] = {"base_model": f"{output_dir}/base"}
     with torch.no_grad():
         reference = problem.logprobs(base)
     exact = exact_ascent(problem, base, ascent_steps)

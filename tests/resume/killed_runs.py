@@ -26,7 +26,8 @@ from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 12
 BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
-TIMED = ("time/", "tokens_per_second", "train_", "epoch", "eval_time/", "eval_runtime", "eval_samples_", "eval_steps_")
+TIMED = ("time/", "step_time", "tokens_per_second", "train_", "epoch", "eval_time/", "eval_runtime", "eval_samples_")
+TIMED += ("eval_steps_",)
 SETTINGS = {
     "max_steps": STEPS,
     "save_strategy": "steps",

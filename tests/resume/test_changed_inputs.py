@@ -1,14 +1,17 @@
 """A checkpoint is not resumed with another model, tokenizer, reward or dataset, unless that is allowed."""
 
+import logging
+import re
 import shutil
 
 import pytest
 import torch
 from peft import LoraConfig
+from runs_of_tiny import weights
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
 from transformers import BitsAndBytesConfig
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.files import CheckpointError
 
 SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
@@ -22,8 +25,8 @@ def lora(**changes):
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | changes)
 
 
-def trainer(folder, chat_template_kwargs=None, resume_with_changed_settings=False, **changes):
-    args = SAVING | {"chat_template_kwargs": chat_template_kwargs}
+def trainer(folder, **changes):
+    args = SAVING | {name: changes.pop(name) for name in changes.keys() & PPOConfig.__dataclass_fields__.keys()}
     usual = {
         "model": llama(),
         "reward_funcs": [length_reward, llama(classifier=True)],
@@ -32,8 +35,7 @@ def trainer(folder, chat_template_kwargs=None, resume_with_changed_settings=Fals
         "reward_processing_classes": [None, tokenizer()],
         "peft_config": lora(),
     }
-    args = config(folder, **args, resume_with_changed_settings=resume_with_changed_settings)
-    return PPOTrainer(args=args, **usual | changes)
+    return PPOTrainer(args=config(folder, **args), **usual | changes)
 
 
 def mapped(**columns):
@@ -78,6 +80,53 @@ def test_changed_input_is_allowed_by_a_setting(run, tmp_path):
     again = trainer(copy, resume_with_changed_settings=True, model=llama(seed=1), train_dataset=prompts(15))
     again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert again.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "listed", "rates"),
+    [
+        ({"max_steps": 4}, r"max_steps \(was 2, is 4\)", [7.5e-4, 5e-4, 2.5e-4]),
+        ({"learning_rate": 1e-4}, r"learning_rate \(was 0.001, is 0.0001\)", [5e-5]),
+        ({"lr_scheduler_type": "constant", "weight_decay": 0.1}, r"lr_scheduler_type \(.*, weight_decay \(", [1e-3]),
+        ({"critic_learning_rate": 1e-2}, r"critic_learning_rate \(was None, is 0.01\)", [5e-4]),
+    ],
+    ids=str,
+)
+def test_changed_rates_and_length_continue_the_run(run, tmp_path, caplog, monkeypatch, changes, listed, rates):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    again = trainer(tmp_path, **changes)
+    again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert re.search(rf"The run resumes under other settings: {listed}", caplog.text)
+    assert [
+        log["learning_rate"] for log in again.state.log_history if log.get("step", 0) > 1 and "loss" in log
+    ] == rates
+    groups = again.optimizer.param_groups
+    assert groups[0]["weight_decay"] == changes.get("weight_decay", 0.0)
+    assert groups[-1]["initial_lr"] == changes.get("critic_learning_rate", 1e-3)
+
+
+def test_changed_timeouts_continue_the_run(run, tmp_path):
+    again = trainer(tmp_path, environment_timeout=60.0, reward_timeout=60.0)
+    again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert again.state.global_step == 2
+
+
+def test_changed_logging_takes_effect(run, tmp_path):
+    again = trainer(tmp_path, max_steps=5, logging_steps=4)
+    again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert [log["step"] for log in again.state.log_history if "loss" in log] == [1, 4]
+
+
+def test_minibatches_may_be_cut_otherwise(run, tmp_path):
+    """Within a rollout; the weights differ by rounding."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    whole, again = trainer(tmp_path / "whole"), trainer(tmp_path / "again", **sizes)
+    for built in (whole, again):
+        built.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=1e-6)
+    with pytest.raises(CheckpointError, match=r"per_device_train_batch_size \(was 4, is 2\)"):
+        other = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+        trainer(tmp_path / "other", **other).train(resume_from_checkpoint=str(run / "checkpoint-1"))
 
 
 def test_changed_quantization_is_refused_by_name(run, tmp_path):

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 
-TIMED = ("time/", "tokens_per_second", "train_")
+TIMED = ("time/", "step_time", "tokens_per_second", "train_")
 SETTINGS = {
     "max_steps": 12,
     "gradient_accumulation_steps": 2,

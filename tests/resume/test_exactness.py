@@ -6,7 +6,7 @@ from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
 from scripted import Echo
 from tiny import WORDS, prompts
 
-TIMED = ("time/", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
+TIMED = ("time/", "step_time", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
 SIDE = {"critic": "side", "normalize_values": True, "vf_coef": 0.5}
 
 

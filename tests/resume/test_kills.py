@@ -141,7 +141,7 @@ def test_checkpoint_of_two_ranks_does_not_resume_with_one(told, folder):
 
 def test_every_setting_that_changed_is_named(tmp_path):
     trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    changed = {"max_steps": 2, "learning_rate": 0.5, "lam": 0.125, "seed": 3}
+    changed = {"gamma": 0.5, "lam": 0.125, "seed": 3}
     with pytest.raises(CheckpointError) as refused:
         trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
     for name, value in changed.items():

@@ -7,6 +7,7 @@ import termios
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,12 +110,12 @@ def test_training_in_a_thread_needs_no_signals(tmp_path):
 class Asks(TrainerCallback):
     """Sends the process a signal in some step."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
 
 BEST = {
@@ -154,6 +155,38 @@ def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, whole, during,
     again.train(resume_from_checkpoint=True)
     assert again.state.best_global_step == whole.state.best_global_step
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
+def test_signal_chooses_no_other_best_checkpoint(tmp_path):
+    """That of a whole run is one that it saves, although a signal may save a better one."""
+
+    def run(name, source=None, **kwargs):
+        built = trainer(tmp_path / name, **BEST | {"eval_steps": 1, "load_best_model_at_end": False} | kwargs)
+        loop = built.evaluation_loop
+
+        def third_is_best(*args, **kwargs):
+            output = loop(*args, **kwargs)
+            output.metrics["eval_reward"] = -abs(built.state.global_step - 3.0)
+            return output
+
+        built.evaluation_loop = third_is_best
+        built.train(resume_from_checkpoint=source)
+        return built.state.best_global_step, Path(built.state.best_model_checkpoint).name
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None, "max_steps": 4}
+    expected = run("whole", **settings)
+    assert expected == (3, "checkpoint-2")
+    with pytest.raises(SystemExit):
+        run("asked", callbacks=[Asks(2)], **settings)
+    assert checkpoints(tmp_path / "asked")[0].name == "checkpoint-3"
+    assert run("asked", True, **settings) == expected
+
+
+def test_ctrl_c_can_be_caught_by_a_script(tmp_path):
+    built = trainer(tmp_path, callbacks=[Asks(0, signal.SIGINT)], max_steps=2)
+    with pytest.raises(KeyboardInterrupt) as left:
+        built.train()
+    assert left.value.code == PREEMPTED and checkpoints(tmp_path)[0].name == "checkpoint-1"
 
 
 class AsksAtTheEnd(Asks):

@@ -64,11 +64,10 @@ def test_value_out_of_range_raises_by_name(tmp_path, name, value):
     ("settings", "message"),
     [
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
-        ({"accelerator_config": {"even_batches": False}}, "`accelerator_config`.*even_batches=False"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "`generation_kwargs`.*`temperature`.*set the field"),
+        ({"generation_kwargs": {"top_k": 5}, "top_k": 3}, "`generation_kwargs`.*sets `top_k` to 5.*is 3.*remove one"),
+        ({"generation_kwargs": {"do_sample": False}}, "`generation_kwargs`.*`do_sample`.*remove"),
         ({"generation_kwargs": {"penalty_alpha": 0.6}}, "`generation_kwargs`.*`penalty_alpha`.*remove"),
         ({"auto_find_batch_size": True}, "`auto_find_batch_size=True`.*`per_device_train_batch_size`"),
-        ({"remove_unused_columns": True}, "`remove_unused_columns` must be False"),
         ({"generation_batch_size": 96, "num_mini_batches": 5}, "`generation_batch_size`.*20.*96; use 80 or 100"),
         (
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
@@ -109,7 +108,7 @@ KNOWN_FROM_ARGUMENTS = [
         {"reward_funcs": [needs_target], "eval_dataset": evaluation_rows("w1")},
     ),
     (TypeError, r"dict.*dataset\['train'\]", {"train_dataset": lambda: DatasetDict(train=prompts())}),
-    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows("")}),
+    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows([])}),
     (ValueError, "EOS.*set `tokenizer.eos_token`", without_eos()),
     (TypeError, "`processing_class`.*got str", {"processing_class": "gpt2"}),
     (ValueError, "`processing_class`", {"processing_class": None}),
@@ -122,7 +121,7 @@ KNOWN_FROM_ARGUMENTS = [
     (ValueError, "`peft_config` must be None", {"model": ready_peft_model(), "peft_config": LoraConfig()}),
     (
         ValueError,
-        "`quantization_config` has no effect on a loaded LlamaForCausalLM",
+        "`quantization_config` has no effect on a loaded model",
         {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
     ),
     # tests/docs/test_migration.py has the arguments of TRL
@@ -150,7 +149,6 @@ def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, giv
     ("settings", "message"),
     [
         ({"reward_weights": [1.0, 2.0]}, "reward_weights` has 2 entries for 1 rewards"),
-        ({"model_init_kwargs": {"dtype": "float32"}}, "`model_init_kwargs` has no effect on a loaded Llama"),
         ({"max_completion_length": 64}, "max_completion_length=64 .*64 tokens; lower it"),
     ],
     ids=str,
@@ -188,7 +186,7 @@ def test_processes_without_a_group_raise(tmp_path, monkeypatch):
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"):
-        arguments._check_processes(args.n_gpu, args.world_size)  # the only part of the trainer that is reached
+        arguments.check_trainer_arguments(*[None] * 3, args, *[None] * 7)  # all that is reached of the trainer
 
 
 def test_data_parallel_raises_with_a_remedy(tmp_path, nothing_is_loaded):
@@ -240,8 +238,8 @@ def test_pad_token_beyond_the_embedding_raises(tmp_path):
     larger = tokenizer()
     larger.add_special_tokens({"pad_token": "[PAD]"})
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
-        build(tmp_path, {"processing_class": lambda: larger})
-    build(tmp_path, {"processing_class": lambda: larger}, pad_token="<eos>")
+        build(tmp_path, {"processing_class": lambda: larger}, pad_token="[PAD]")
+    assert build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
 
 
 def test_training_needs_a_dataset(tmp_path):

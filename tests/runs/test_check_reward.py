@@ -163,8 +163,17 @@ def test_pair_that_becomes_a_tie_is_ordered_differently():
     ],
 )
 def test_verdict_names_the_quantization_to_use(quantization, agreement, disagreement, outcome):
-    table = DataFrame({quantization: {"rank agreement": agreement, "disagreement": disagreement}})
+    table = DataFrame({quantization: {"accuracy": 0.9, "rank agreement": agreement, "disagreement": disagreement}})
     assert verdict(quantization, table).endswith(outcome)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "said"), [(0.133, "prefers the rejected"), (0.5, "hardly tells"), (0.7, "keeps")]
+)
+def test_verdict_speaks_of_accuracy_before_quantization(accuracy, said):
+    column = {"accuracy": accuracy, "rank agreement": 0.99, "disagreement": 0.01}
+    said_of = verdict("nf4", DataFrame({"full (float32)": column, "nf4": column | {"accuracy": 0.9}}))
+    assert said in said_of and ("nf4" in said_of) == (said == "keeps") and (said == "keeps" or "0." in said_of)
 
 
 def test_verdict_rejects_swapped_pairs_despite_rank_agreement():

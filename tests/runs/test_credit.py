@@ -6,6 +6,7 @@ import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer, write_completions
 from tiny import WORDS, config, llama, prompts, tokenizer
+from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
@@ -68,6 +69,13 @@ def episodes_run(output_dir, environment, **kwargs):
         processing_class=tokenizer(),
         environment_factory=environment,
     )
+
+
+@pytest.mark.parametrize("settings, is_read", [({}, False), ({"critic": "adapter"}, True)])
+def test_hidden_state_that_no_critic_reads_is_told(tmp_path, caplog, monkeypatch, settings, is_read):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    episodes_run(tmp_path, Endless, **settings)
+    assert ("`hidden_state` of Endless needs `critic='adapter'`" in caplog.text) is not is_read
 
 
 def first_rollout(run, value=None):

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from tiny import length_reward, prompts
 
 from trl_ppo_ext import RewardError, ppo_math
+from trl_ppo_ext.concurrency import fixed_seed
 from trl_ppo_ext.data import PROMPT_IDS
 from trl_ppo_ext.ppo.guards import NonFiniteError, count_skipped
-from trl_ppo_ext.rewards.scoring import fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
 NAN, INF = math.nan, math.inf
-TIMED = ("time/", "tokens_per_second", "train_", "epoch")
+TIMED = ("time/", "step_time", "tokens_per_second", "train_", "epoch")
 
 
 def completions_of(prompts):

@@ -2,14 +2,19 @@
 
 import json
 import logging
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel
-from runs_of_tiny import trainer, weights
+from peft import LoraConfig, PeftModel, get_peft_model
+from processes import finished, start
+from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import config, length_reward, llama, prompts, tokenizer
+from trl import BEMACallback, GRPOTrainer, LogCompletionsCallback, SyncRefModelCallback
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.tracking.reading import RUN_LOG
@@ -74,6 +79,29 @@ def test_trainer_finds_no_plain_model(trained):
     """Attributes that it acts on, such as `is_quantized`, are those of the base."""
     for name in ("is_quantized", "hf_device_map", "main_input_name", "quantization_method", "tie_weights", "nothing"):
         assert not hasattr(trained.model, name)
+
+
+def test_model_has_what_the_policy_has(trained):
+    policy = trained.model.policy
+    assert trained.model.num_parameters() == policy.num_parameters() > 0
+    assert trained.model.active_adapters == ["default"]
+    assert trained.model.lm_head is policy.get_base_model().lm_head
+    assert trained.model.is_gradient_checkpointing is False
+    assert trained.tokenizer is trained.processing_class and trained.ref_model is None
+
+
+def test_callback_of_trl_logs_completions(tmp_path):
+    built = trainer(tmp_path, eval_dataset=prompts(4), gradient_checkpointing=True, max_steps=2)
+    callback = LogCompletionsCallback(built, freq=1)
+    built.add_callback(callback)
+    built.train()
+    assert [(int(row[0]), row[1]) for row in callback.table[::4]] == [(1, prompts(4)[0]["prompt"]), (2, "w0")]
+
+
+@pytest.mark.parametrize("callback", [BEMACallback(), SyncRefModelCallback(None, None)])
+def test_callbacks_that_copy_models_are_refused(tmp_path, callback):
+    with pytest.raises(ValueError, match=rf"`{type(callback).__name__}` copies whole models"):
+        trainer(tmp_path, callbacks=[callback]).train()
 
 
 # ---- the trainer
@@ -170,3 +198,145 @@ def test_terminated_lengths_are_logged(tmp_path):
     entry = built.state.log_history[0]
     lowest, mean, highest = (entry[f"completions/{name}_terminated_length"] for name in ("min", "mean", "max"))
     assert 1 <= lowest < mean < highest <= 8
+    write_completions(built, lambda prompts: [[4] * 8] * len(prompts))  # none ends
+    assert {built.evaluate(prompts(4))[f"eval_completions/{x}_terminated_length"] for x in ("min", "mean", "max")} == {
+        0
+    }
+
+
+def test_clip_ratios_of_single_completions_and_times_of_steps_are_logged(tmp_path):
+    """A large rate moves every token beyond the clip in the second epoch."""
+    settings = {"learning_rate": 1.0, "target_kl": None, "cliprange": 0.1, "whiten_advantages": True}
+    built = trainer(tmp_path, gradient_accumulation_steps=2, num_mini_batches=1, max_steps=2, **settings)
+    started = time.perf_counter()
+    built.train()
+    seconds = time.perf_counter() - started
+    first, second = (entry for entry in built.state.log_history if "loss" in entry)
+    assert first["clip_ratio/low_min"] == first["clip_ratio/high_max"] == 0
+    assert second["clip_ratio/low_min"] <= second["clip_ratio/low_mean"]
+    assert second["clip_ratio/high_mean"] < second["clip_ratio/high_max"] <= 1
+    assert second["step_time"] < first["step_time"] < first["step_time"] + second["step_time"] < seconds
+
+
+# ---- evaluation
+
+
+def recorded_temperatures(built):
+    seen, sample = [], built.actor_critic.sample
+
+    def recording(ids, mask, config, **kwargs):
+        seen.append((len(ids), config.temperature, config.top_k))
+        return sample(ids, mask, config, **kwargs)
+
+    built.actor_critic.sample = recording
+    return seen
+
+
+@pytest.mark.parametrize("cooled, used", [(None, (0.7, 0)), (0.2, (0.2, 0)), (0.0, (1.0, 1))])
+def test_evaluation_samples_at_its_temperature(tmp_path, cooled, used):
+    built = trainer(tmp_path, temperature=0.7, eval_temperature=cooled, eval_dataset=prompts(4), max_steps=2)
+    seen = recorded_temperatures(built)
+    one, two = built.evaluate(), built.evaluate()
+    assert one["eval_completions/mean_length"] == two["eval_completions/mean_length"]
+    built.train()
+    assert seen == [(4, *used), (4, *used), (8, 0.7, 0)]
+
+
+def test_greedy_evaluation_is_that_of_generate(tmp_path, inputs):
+    built = trainer(tmp_path, eval_temperature=0, dataset=prompts(1))
+    built.evaluate(prompts(1))
+    [completion] = built.roles.player.play([built.train_dataset[0]], [0])
+    prompt = torch.tensor([completion.prompt_ids])
+    ids = built.model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=1)
+    assert completion.completion_ids == ids[0, prompt.shape[1] :].tolist()
+
+
+def test_rows_of_an_evaluation_are_sampled_several_times(tmp_path):
+    prompts_seen = []
+
+    def reward(prompts, **kwargs):
+        prompts_seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    built = trainer(tmp_path, reward_funcs=reward, num_generations_eval=3, per_device_eval_batch_size=4)
+    rows = prompts(3)
+    for dataset in (rows, rows.to_iterable_dataset()):
+        prompts_seen.clear()
+        built.evaluate(dataset)
+        assert prompts_seen[:9] == [text for text in rows["prompt"] for _ in range(3)]
+
+
+# ---- rewards, optimizers, the mask of the loss
+
+
+def test_reward_may_be_a_generator(tmp_path):
+    def lengths(completion_ids, **kwargs):
+        for ids in completion_ids:
+            yield float(len(ids))
+
+    for timeout in (None, 10.0):
+        built = trainer(tmp_path / str(timeout), reward_funcs=lengths, reward_timeout=timeout, max_steps=1)
+        built.train()
+        entry = built.state.log_history[0]
+        assert entry["reward"] == entry["completions/mean_length"]
+
+
+def test_optimizer_of_the_adapter_gets_the_critic(tmp_path):
+    policy = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([x for x in policy.parameters() if x.requires_grad], lr=1e-2)
+    built = trainer(tmp_path, model=policy, optimizers=(optimizer, None), max_steps=1)
+    before = weights(built)
+    built.train()
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
+    assert any(not torch.equal(x, before[name]) for name, x in weights(built).items() if name.startswith("value_head"))
+    with pytest.raises(ValueError, match=r"`optimizers` lacks "):
+        trainer(tmp_path, optimizers=(torch.optim.SGD(llama().parameters()), None))
+
+
+def test_model_init_kwargs_beside_a_model_are_said_to_have_no_effect(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    trainer(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
+    assert "`model_init_kwargs` has no effect on a loaded LlamaForCausalLM" in caplog.text
+
+
+def test_torch_dtype_is_the_dtype_of_a_base(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    built = trainer(tmp_path, model=str(tmp_path / "base"), model_init_kwargs={"torch_dtype": torch.bfloat16})
+    assert built.actor_critic.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 1.0])
+def test_top_entropy_quantile_keeps_the_tokens_of_grpo(tmp_path, quantile):
+    built = trainer(tmp_path, top_entropy_quantile=quantile, max_steps=1)
+    seen = rollouts_of(built)
+    built.train()
+    [(rollout, samples)] = seen
+    mask, entropies = rollout.response_mask, samples.tokens.entropies
+    grpo = GRPOTrainer.get_high_entropy_mask(built, entropies, mask, 1 - quantile)
+    assert torch.equal((rollout.advantages != 0) & mask, grpo)
+    assert rollout.value_weights is None and (rollout.returns[mask] != 0).any()
+
+
+def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):
+    """Completions of other lengths on each rank, and an evaluation whose last batch is not full."""
+
+    def written(prompts):
+        return [[4 + (sum(ids) * k) % 28 for k in range(1, 2 + sum(ids) % 7)] + [1] for ids in prompts]
+
+    def run(processes):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1, "num_generations_eval": 3}
+        built = trainer(tmp_path / str(processes), top_entropy_quantile=0.4, max_steps=2, **sizes)
+        write_completions(built, written)
+        built.train()
+        metrics = built.evaluate(prompts(7))
+        if built.is_world_process_zero():
+            torch.save((weights(built), built.state.log_history[1] | metrics), tmp_path / f"{processes}.pt")
+        built.end()
+
+    for processes in (1, 2):
+        assert finished(start(partial(run, processes), processes), 60) == [0] * processes
+    (one, logs), (two, others) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    names = "clip_ratio/low_min clip_ratio/high_max eval_reward eval_completions/min_terminated_length".split()
+    assert {name: logs[name] for name in names} == pytest.approx({name: others[name] for name in names})

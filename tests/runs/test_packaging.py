@@ -214,3 +214,10 @@ def test_installed_wheel_works_outside_of_the_checkout(wheel, tmp_path):
         assert command in printed
     program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     run(sys.executable, "-c", program, *modules())
+
+
+def test_extra_installs_the_vllm_that_is_tested():
+    script, page = ((ROOT / name).read_text() for name in ("tests/with_vllm/install.py", "docs/generation.md"))
+    version, transformers = (re.search(x, script)[1] for x in ('VLLM, .* = "(.*)", "', r"transformers==([\d.]+)"))
+    assert f"vllm=={version};" in setup()["options.extras_require"]["vllm-colocate"]
+    assert f"Tested: vLLM {version}," in page and f"with transformers {transformers}," in page

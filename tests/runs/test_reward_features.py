@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import re
+import threading
 import time
 
 import numpy
@@ -109,19 +110,38 @@ def test_reward_that_hangs_fails_after_its_timeout(function):
     )
 
 
+def test_reward_that_blocks_the_loop_fails_no_later_one():
+    free = threading.Event()
+
+    async def blocks(**kwargs):
+        free.wait(20)
+
+    async def later(**kwargs):
+        await asyncio.sleep(0.01)
+        return [1.0] * 3
+
+    (scores,) = collect_scores([FunctionReward(blocks, timeout=0.1)], batch())
+    assert len(scores.failures) == 3
+    for _ in range(2):
+        (scores,) = collect_scores([FunctionReward(later, timeout=5.0)], batch())
+        assert scores.totals.tolist() == [1.0] * 3
+    free.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])  # of `exit()` in the code of a completion
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_reward_that_exits_fails_as_with_an_error(is_async, timeout):
+def test_reward_that_exits_fails_as_with_an_error(is_async, timeout, error):
     def exits(**kwargs):
-        raise SystemExit(3)  # as `exit()` in the code of a completion
+        raise error
 
     async def exits_later(**kwargs):
-        raise SystemExit(3)
+        raise error
 
     reward = FunctionReward(exits_later if is_async else exits, timeout)
     for _ in range(2):  # the event loop still runs
         (scores,) = collect_scores([reward], batch())
-        assert len(scores.failures) == 3 and "SystemExit" in str(scores.failures[0])
+        assert len(scores.failures) == 3 and error.__name__ in str(scores.failures[0])
 
 
 def test_what_a_reward_changes_stays_its_own():
@@ -148,7 +168,7 @@ def test_what_a_reward_changes_stays_its_own():
 def test_reward_that_changes_the_process_changes_no_run(tmp_path, monkeypatch):
     def reward(completion_ids, **kwargs):
         os.chdir("elsewhere")
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64)
         return length_reward(completion_ids)
 
     monkeypatch.chdir(tmp_path)
@@ -156,7 +176,7 @@ def test_reward_that_changes_the_process_changes_no_run(tmp_path, monkeypatch):
     built = trainer("run", reward_funcs=reward, max_steps=2, save_strategy="steps", save_steps=2)
     built.train()
     assert (tmp_path / "run" / "checkpoint-2").is_dir() and not os.listdir("elsewhere")
-    assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
 def test_reward_that_seeds_does_not_repeat_rollouts(tmp_path):

@@ -242,6 +242,23 @@ def test_chat_prompts_reach_rewards_as_messages(tmp_path):
 # ---- evaluation and logging
 
 
+def test_trainers_used_in_turn_do_not_change_each_other(tmp_path):
+    """Nor does a config, or what is drawn, between the constructor and `train()`."""
+    alone, first, second = (trainer(tmp_path / f"{n}", max_steps=2) for n in range(3))
+    alone.train()
+    other = trainer(tmp_path / "other", seed=7, bf16=True, max_steps=2)
+    other.train()
+    first.train()
+    torch.rand(3)
+    config(tmp_path / "config", per_device_train_batch_size=2)
+    second.evaluate(prompts(2))
+    second.train()
+    assert first.accelerator.mixed_precision == "no"
+    expected = weights(alone)
+    for built in (first, second):
+        assert all(torch.equal(x, expected[name]) for name, x in weights(built).items())
+
+
 def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
     sets = {"a": prompts(5), "b": prompts(3)}
     built = trainer(tmp_path, eval_dataset=sets, per_device_eval_batch_size=4)

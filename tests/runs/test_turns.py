@@ -1,13 +1,20 @@
 """Episodes of several turns: what the environment writes is read, and never learned."""
 
+import asyncio
+import logging
+import os
+import random
+import time
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import IterableDataset
 from processes import finished, start
-from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, weights, write_completions
+from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights, write_completions
 from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
@@ -108,7 +115,9 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 
 
 def echo_trainer(output_dir, **kwargs):
-    extra = {name: kwargs.pop(name) for name in ("environment_factory", "train_dataset") if name in kwargs}
+    extra = {
+        name: kwargs.pop(name) for name in ("environment_factory", "train_dataset", "eval_dataset") if name in kwargs
+    }
     extra = {"environment_factory": Echo, "train_dataset": prompts(), "processing_class": tokenizer()} | extra
     settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
     return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
@@ -209,6 +218,135 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
         tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
+
+
+@pytest.mark.parametrize("silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"])
+def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_path, silent):
+    run = echo_trainer(tmp_path)
+    generator = run.roles.player.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    with torch.no_grad():
+        for weight in run.actor_critic.policy_parameters().values():
+            weight += 0.1 * torch.randn_like(weight)
+    torch.manual_seed(0)
+    episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
+    turns, alone = generator.conversation(), generator.conversation()
+    for turn in range(6):
+        sampled = turns(episodes, 3, [*range(8)])
+        assert sampled == generator.generate(episodes, 3)
+        assert alone(episodes[:1], 3, [0]) == sampled[:1]
+        tail = [] if silent(turn) else [5 + turn]
+        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1  # the last one is read next
+        episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
+    assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"generation_kwargs": {"no_repeat_ngram_size": 1}}])
+def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
+    run = echo_trainer(tmp_path, **settings)
+    generator = run.roles.player.generator
+    generator.config.do_sample = False
+    run.actor_critic.eval()
+    turns, episodes = generator.conversation(), [[4 + row, 5, 6][row % 2 :] for row in range(6)]
+    for _ in range(3):
+        sampled = turns(episodes, 4, [*range(6)])
+        assert sampled == generator.generate(episodes, 4)
+        episodes = [ids + new for ids, new in zip(episodes, sampled)]
+
+
+# ---- the run's own state ----
+
+
+class Seeding(Echo):
+    def __init__(self):
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+
+
+class Halving(Echo):
+    def __init__(self):
+        torch.set_default_dtype(torch.float64), torch.set_grad_enabled(False)
+
+    def reset(self, row, seed):
+        torch.set_default_dtype(torch.float64)
+        return super().reset(row, seed)
+
+
+class Moving(Echo):
+    def __init__(self):
+        os.chdir("/")
+
+    def step(self, text):
+        os.chdir("/")
+        return super().step(text)
+
+
+class Sampling(Echo):
+    def step(self, text):
+        with self.run.model.disable_adapter():
+            self.run.model.generate(torch.tensor([[4, 5]]), do_sample=True, max_new_tokens=2)
+        return super().step(text)
+
+
+@pytest.mark.parametrize("environment", [Seeding, Halving, Moving, Sampling])
+def test_environment_leaves_the_state_of_the_run_as_it_is(tmp_path, monkeypatch, environment):
+    monkeypatch.chdir(tmp_path)
+    results = []
+    for factory in (Echo, environment):
+        run = echo_trainer(factory.__name__, environment_factory=factory, max_steps=8)
+        factory.run = run
+        run.train()
+        results.append(weights(run))
+        assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+class Dealing(Echo):
+    """Deals from a deck of its own, which is shuffled once."""
+
+    def __init__(self):
+        self.deck = random.Random(random.random())
+
+    def step(self, text):
+        return f"w{self.deck.randrange(28)}", self.deck.random(), super().step(text)[2]
+
+
+def test_evaluations_with_an_environment_change_no_run(tmp_path):
+    results = []
+    for often in ({}, {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}):
+        rows = {"eval_dataset": prompts(5)} if often else {}
+        run = echo_trainer(tmp_path / str(len(often)), environment_factory=Dealing, max_steps=12, **often, **rows)
+        run.train()
+        results.append(weights(run))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+class Racing(Echo):
+    """Seeds Python's global generator, and draws from it after others have done so, too."""
+
+    def reset(self, row, seed):
+        random.seed(seed)
+        time.sleep(0.001)
+        self.first = random.random()
+        return super().reset(row, seed)
+
+    def step(self, text):
+        time.sleep(0.001)
+        return f"w{random.randrange(28)}", *super().step(text)[1:]
+
+
+def test_environments_in_threads_do_not_share_their_random_numbers(tmp_path):
+    run = echo_trainer(tmp_path, environment_factory=Racing, max_steps=4)
+    seen = rollouts_of(run)
+    run.train()
+    for episode in seen[0][1].batch.episodes:
+        instance = episode.environment
+        assert instance.first == random.Random(instance.seed).random()
+    again = echo_trainer(tmp_path / "again", environment_factory=Racing, max_steps=4)
+    others = rollouts_of(again)
+    again.train()
+    first, second = ([x.completion_ids for x in rollouts[0][1].batch.episodes] for rollouts in (seen, others))
+    assert first == second
 
 
 # ---- credit per turn ----
@@ -339,8 +477,9 @@ def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
     assert len(sheet.rows) == 8
     for row, (logged, episode) in enumerate(zip(sheet.rows, samples.batch.episodes)):
         turns = logged["turns"]
-        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 2 + ["assistant"]
-        assert [turn["text"] for turn in turns] == [x["content"].strip() for x in episode.messages]
+        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 3  # nothing reads the last
+        answered = [*episode.messages, *episode.unread]
+        assert [turn["text"] for turn in turns] == [x["content"].strip() for x in answered]
         assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
         starts = episode.starts
         assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]
@@ -378,15 +517,141 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("short", ["prompt_ids", "completion_ids"])
-def test_rollout_function_must_return_a_row_per_prompt(tmp_path, short):
-    def sampling(prompts, trainer):
-        output = {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * len(prompts)}
-        return output | {short: output[short][1:]}
+def zeros(completions, **kwargs):
+    return [0.0] * len(completions)
 
-    run = chat_trainer(tmp_path, {}, lambda completions, **_: [0.0] * len(completions), rollout_func=sampling)
-    with pytest.raises(ValueError, match=r"`rollout_func` must return a dict with lists of token ids.*row 0"):
+
+ENTRIES = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8]] * 4, "luck": [1] * 4, "more": torch.ones(4)}
+
+
+@pytest.mark.parametrize("short", ENTRIES)
+def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | {short: ENTRIES[short][1:]})
+    with pytest.raises(ValueError, match=f"`rollout_func` must return lists of 4 entries, got 3 in '{short}'"):
         run.train()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"completion_ids": torch.ones(4, 2).long()}, r"must return a dict with lists of token ids.*row 0"),
+        ({"completion_ids": [[7, 8]] * 3 + [["7"]]}, r"must return a dict with lists of token ids.*row 3"),
+        (None, r"must return a dict with lists of token ids.*row 0"),
+        (
+            {"completion_ids": [[7]] * 3 + [[7] * 401]},
+            "`max_completion_length=400`, got 401 tokens in row 3",
+        ),
+    ],
+)
+def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: entries and ENTRIES | entries)
+    with pytest.raises(ValueError, match=message):
+        run.train()
+
+
+def test_rollout_function_may_return_tensors(tmp_path):
+    ids, mask = torch.tensor([7, 8, 9, 2]), torch.tensor([1, 0, 1, 1])
+    output = {"prompt_ids": [ids[:2]] * 4, "completion_ids": [ids] * 4, "env_mask": mask.expand(4, -1)}
+    output |= {"luck": torch.arange(4), "number": (0, 1, 2, 3)}
+    run = chat_trainer(tmp_path, {}, lambda luck, **_: luck, rollout_func=lambda *_: output, max_steps=1)
+    seen = rollouts_of(run)
+    run.train()
+    logs, samples = run.state.log_history[0], seen[0][1]
+    assert logs["reward"] == 1.5 and logs["completions/clipped_ratio"] == 0 and logs["completions/mean_length"] == 3
+    assert samples.batch.completion_ids == [ids.tolist()] * 4 and samples.batch.columns["luck"] == [0, 1, 2, 3]
+    assert samples.batch.columns["number"] == [0, 1, 2, 3]
+
+
+def test_rollout_function_leaves_the_state_of_the_run_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = []
+    for change in (
+        lambda: None,
+        lambda: (torch.manual_seed(5), torch.set_default_dtype(torch.float64), os.chdir("/")),
+    ):
+
+        def sampling(prompts, trainer, change=change):
+            drawn = torch.randint(4, 28, (4, 3)).tolist()
+            change()
+            return ENTRIES | {"completion_ids": drawn}
+
+        settings = {"rollout_func": sampling, "num_ppo_epochs": 1}
+        run = chat_trainer("run", {}, lambda completion_ids, **_: [x[0] for x in completion_ids], **settings)
+        seen = rollouts_of(run)
+        run.train()
+        assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
+        first, second = (samples.batch.completion_ids for _, samples in seen)
+        assert first != second
+        results.append(weights(run))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+def test_empty_prompts_without_an_observation_are_played(tmp_path):
+    class Silent(Echo):
+        def reset(self, row, seed):
+            super().reset(row, seed)
+            return ""
+
+    rows = [{"prompt": text} for text in ("", "w1")]
+    run = echo_trainer(tmp_path, environment_factory=Silent, train_dataset=rows, max_steps=2)
+    seen = rollouts_of(run)
+    run.train()
+    assert {tuple(x.prompt_ids) for x in seen[0][1].batch.episodes} == {(2,), (5,)}
+
+
+def test_cancelled_rollout_function_leaves_a_checkpoint(tmp_path):
+    def sampling(prompts, trainer):
+        if trainer.state.global_step:
+            raise asyncio.CancelledError
+        return ENTRIES
+
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=sampling, max_steps=8)
+    with pytest.raises(asyncio.CancelledError) as ended:
+        run.train()
+    assert "holds all optimizer steps so far" in str(ended.value.__notes__)
+    assert (tmp_path / f"checkpoint-{run.state.global_step}").is_dir()
+
+
+def test_names_of_environments_are_checked_before_training(tmp_path):
+    rows = [row | {"environment": "echo"} for row in QUESTIONS]
+    factories = {"echo": Echo}
+    for name, wrong in (("train_dataset", [*rows, rows[0] | {"environment": "ecko"}]), ("eval_dataset", QUESTIONS)):
+        sets = {"train_dataset": rows, "eval_dataset": rows} | {name: wrong}
+        with pytest.raises(ValueError, match=r"The column `environment` has .* among the environments 'echo'"):
+            PPOTrainer(
+                llama(vocab_size=259, max_position_embeddings=2048),
+                args=config(tmp_path),
+                processing_class=byte_tokenizer(),
+                environment_factory=factories,
+                **sets,
+            )
+
+
+def test_missing_columns_of_a_stream_are_none(tmp_path):
+    seen = []
+
+    def reward(completions, target=None, **kwargs):
+        seen.append(target)
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": "w1"}, {"prompt": "w2", "target": 3}]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    built = trainer(tmp_path, reward_funcs=reward, dataset=stream, max_steps=1)
+    built.train()
+    assert seen == [[None, 3] * 4]
+
+
+def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
+    class History(Echo):
+        def step(self, text):
+            return "w1 " * 100, 0.0, False
+
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    run = echo_trainer(tmp_path, environment_factory=History)
+    run.train()
+    assert run.state.log_history[0]["episodes/overlong"] == 1
+    warnings = [x for x in caplog.records if "answers longer than the rest of `max_completion_length`" in x.message]
+    assert len(warnings) == 1
 
 
 def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """Fields of the config, and defaults that depend on the machine."""
 
+import copy
+import logging
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -29,6 +31,38 @@ def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     assert PPOConfig("run").bf16 is not emulated
 
 
+@pytest.mark.parametrize("launched, settings", [("bf16", {}), ("fp16", {}), ("no", {}), ("no", {"bf16": True})])
+def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, settings):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    args = PPOConfig(str(tmp_path), use_cpu=True, **settings)
+    assert args.mixed_precision == ("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
+    assert args.mixed_precision == launched or settings
+    with pytest.raises(ValueError, match="False, but the launcher has `--mixed_precision bf16`"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        PPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+
+
+def test_fields_that_are_the_case_are_accepted(tmp_path):
+    given = {"restore_callback_states_from_checkpoint": True, "include_num_input_tokens_seen": "all"}
+    args = PPOConfig(str(tmp_path), use_cpu=True, reward_label="1", **given)
+    assert args.reward_label == 1  # of a command line
+    assert not args.restore_callback_states_from_checkpoint and args.include_num_input_tokens_seen == "no"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"torch_compile_mode": "default"}, "`torch_compile_mode='default'` is not supported"),
+        ({"torch_compile_backend": "eager"}, "`torch_compile_backend='eager'` is not supported"),
+        ({"adam_epsilon": 0}, "`adam_epsilon` must be above 0, got 0"),
+        ({"generation_kwargs": {"max_time": 1.0}}, "holds `max_time`, which follows from the run or the clock"),
+    ],
+)
+def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(str(tmp_path), use_cpu=True, **settings)
+
+
 def test_config_has_at_most_45_fields_that_neither_the_trainer_nor_trl_has():
     own, theirs, trainers = ({field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments))
     assert len(own - theirs - trainers - NAMES.keys()) <= 45
@@ -42,3 +76,47 @@ def test_default_of_checkpointing_warns_of_nothing_and_can_be_switched_off(tmp_p
         new_name = {"activation_checkpointing": False}
         if "activation_checkpointing" in PPOConfig.__dataclass_fields__:
             assert PPOConfig(str(tmp_path), use_cpu=True, **new_name).gradient_checkpointing is False
+
+
+def test_unknown_fields_raise_together_with_what_may_be_meant():
+    message = r"no field `learnin_rate` \(did you mean `learning_rate`\?\), `max_tokens`; docs/fields.md"
+    with pytest.raises(TypeError, match=message):
+        PPOConfig("run", use_cpu=True, learnin_rate=1e-5, max_tokens=8)
+
+    class Own(PPOConfig):
+        def __init__(self, own, **settings):
+            super().__init__("run", use_cpu=True, **settings)
+            self.own = own
+
+    assert copy.deepcopy(Own(own=3, seed=1)).seed == 1
+
+
+def test_keys_of_generation_kwargs_that_are_fields_set_them():
+    kwargs = {"do_sample": True, "top_k": 5, "stop_strings": ["a"], "max_new_tokens": 8, "typical_p": 0.9}
+    args = PPOConfig("run", use_cpu=True, generation_kwargs=kwargs, max_completion_length=8)
+    assert (args.top_k, args.stop_strings, args.max_completion_length) == (5, ["a"], 8)
+    assert args.generation_kwargs == {"typical_p": 0.9} and replace(args) == args
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"remove_unused_columns": True}, "`remove_unused_columns=True` changes nothing: rewards need the columns"),
+        ({"accelerator_config": {"split_batches": True, "even_batches": False}}, "`even_batches` change nothing"),
+    ],
+    ids=str,
+)
+def test_setting_of_the_trainer_that_changes_nothing_is_said(settings, message, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    args = PPOConfig("run", use_cpu=True, max_completion_length=None, **settings)
+    assert message in caplog.text and not args.remove_unused_columns and args.accelerator_config.even_batches
+    assert args.max_completion_length == 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "logs"),
+    [({}, True), ({"logging_steps": 0.1}, False), ({"logging_strategy": "epoch"}, False)],
+    ids=str,
+)
+def test_first_step_is_logged_by_default_if_logs_are_counted_in_steps(settings, logs):
+    assert PPOConfig("run", use_cpu=True, **settings).logging_first_step is logs

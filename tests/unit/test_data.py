@@ -16,6 +16,7 @@ from transformers.utils import logging
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
+from trl_ppo_ext.rewards.model import joined
 
 CHATS = [
     [{"role": "user", "content": "w1 w2"}],
@@ -96,11 +97,9 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (dataset("w1", ""), {}, r"Row 1 .*prompt is empty.*drop it"),
         (dataset(CHATS[0], []), {}, r"Row 1 .*prompt is empty.*drop it"),
         (dataset("w1", None), {}, r"Row 1 .*text or a list of chat messages, got None"),
         (dataset([3, 4]), {}, r"Row 0 .*text or a list of chat messages, got \[3, 4\]"),
-        (dataset("w1"), {"chat_template_kwargs": {"x": 1}}, r"Row 0 .*`chat_template_kwargs` needs chat messages"),
         (dataset("w1", "w9"), {"vocab_size": 12}, r"Row 1 .* token 'w9' with id 13, but the model has 12 tokens"),
         (dataset("w1"), {"context_length": 4}, r"max_completion_length=4 .*context of 4 tokens; lower it"),
         (dataset("w1", completions=["x"]), {}, r"`train_dataset` has a column 'completions', but reward functions"),
@@ -152,13 +151,63 @@ def test_message_without_content_needs_tool_calls():
             list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
 
 
-def test_parts_of_a_message_need_a_template_that_reads_them():
-    rows = dataset([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
-    reads = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
-    assert tokenize_prompts(rows, chat_tokenizer(reads), "train_dataset", 4)[0][PROMPT_IDS] == [5]
-    trims = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"  # as Llama 3
-    with pytest.raises(PromptError, match=r"Row 0 .*writes lists of parts as Python code, got .*'w1'.*; use text"):
-        tokenize_prompts(rows, chat_tokenizer(trims), "train_dataset", 4)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",  # as Llama 3: it would write Python code
+        "{% for m in messages %}{{ m['content'] + '' }}{% endfor %}",  # it raises
+    ],
+)
+def test_parts_of_a_message_are_read_by_any_template(template):
+    def ids_of(*parts):
+        rows = dataset([{"role": "user", "content": [*parts]}])
+        return tokenize_prompts(rows, chat_tokenizer(template), "train_dataset", 4)[0][PROMPT_IDS]
+
+    assert ids_of({"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}) == [5, 6]
+    with pytest.raises(PromptError, match=r"Row 0 .*must be of the type 'text', got .*'cat.png'"):
+        ids_of({"type": "text", "text": "w1", "image": None}, {"type": "image", "image": "cat.png", "text": None})
+
+
+def test_message_of_the_assistant_at_the_end_is_continued():
+    parts = [{"type": "text", "text": "w"}, {"type": "text", "text": "1"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "w2 w3"}]
+    policy_tokenizer = chat_tokenizer()
+    [row] = tokenize_prompts([{"prompt": chat}], policy_tokenizer, "train_dataset", 4)
+    assert policy_tokenizer.decode(row[PROMPT_IDS]) == "<bos> user w1 <bos> assistant w2 w3"
+    texts, _ = joined([chat, chat[:1]], 2 * [[{"role": "assistant", "content": " w4"}]], policy_tokenizer)
+    assert texts == ["<bos> user w1 <bos> assistant w2 w3 w4 ", "<bos> user w1 <bos> assistant  w4 "]
+
+
+def test_empty_text_begins_with_bos_or_eos():
+    for bos, expected in (("<bos>", [2]), (None, [1])):
+        policy_tokenizer = tokenizer()
+        policy_tokenizer.bos_token = bos
+        assert tokenize_prompts(dataset("", "w1"), policy_tokenizer, "train_dataset", 4)[0][PROMPT_IDS] == expected
+
+
+def test_template_kwargs_beside_text_are_said_to_have_no_effect(caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    rows = dataset("w1")
+    kwargs = {"enable_thinking": False}
+    assert tokenize_prompts(rows, tokenizer(), "train_dataset", 4, None, kwargs)[0][PROMPT_IDS] == [5]
+    assert "`chat_template_kwargs` has no effect on prompts of text" in caplog.text
+
+
+class Tasks(torch.utils.data.Dataset):
+    """Rows with entries of different types, as those of reasoning-gym."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        entry = {"answer": str(index), "metadata": [{"size": 3}, {"word": "w1", "size": "large"}][index]}
+        return {"prompt": f"w{index}", "item": entry}
+
+
+def test_map_style_dataset_of_torch_keeps_its_rows():
+    rows = tokenize_prompts(Tasks(), tokenizer(), "train_dataset", 4)
+    assert [*rows] == [Tasks()[index] | {PROMPT_IDS: [4 + index]} for index in range(2)]
 
 
 def test_text_and_chat_in_one_column_raise():

@@ -16,7 +16,6 @@ from trl import GRPOConfig, TrlParser
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.files import run_settings
-from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.trl_names import NAMES
 
@@ -39,6 +38,14 @@ def test_every_field_of_grpo_is_a_field():
         ({"epsilon": 0.1, "epsilon_high": 0.28}, {"cliprange": 0.1, "cliprange_high": 0.28}),
         ({"delta": 1.5}, {"dual_clip": 1.5, "cliprange": 0.2}),
         ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, {"num_mini_batches": 2}),
+        # two rollouts per optimizer step, as one that is sampled in two parts
+        (
+            {"steps_per_generation": 4, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 2},
+            {"num_mini_batches": 1, "per_device_generation_batch_size": 8},
+        ),
+        ({"num_iterations": 1, "num_ppo_epochs": 4}, {"num_ppo_epochs": 4}),
+        ({"init_kl_coef": 0.2, "ppo_epochs": 4, "kl_penalty": "kl"}, {"kl_coef": 0.2, "num_ppo_epochs": 4}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
         ({"loss_type": "dapo"}, {"loss_aggregation": "token"}),
         ({"loss_type": "grpo"}, {"loss_aggregation": "sequence_mean"}),
         ({"loss_type": "dr_grpo"}, {"loss_aggregation": "constant"}),
@@ -79,14 +86,15 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
             r"`use_vllm` is False .*sets `generation_backend` to",
         ),
         (
-            {"lam_critic": 0.3, "critic_kwargs": {"lam": 0.9}},
-            r"`lam_critic` .*sets `critic_kwargs`.*remove one",
+            {"cache_implementation": "static", "generation_kwargs": {"cache_implementation": "dynamic"}},
+            r"`cache_implementation` .*sets `generation_kwargs`.*remove one",
         ),
         ({"beta": 0.04, "kl_coef": 0.1}, r"`beta` is 0.04 .*sets `kl_coef` to 0.04 .*is 0.1 .*remove one"),
         ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
         ({"epsilon": -0.2}, r"`cliprange` must be above 0, got -0.2. `epsilon` sets `cliprange`"),
         ({"delta": 1.1}, r"`delta` must be at least 1 \+ the upper clip range \(0.2\), got 1.1"),
-        ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"must be a multiple of .*\(4\), got 6"),
+        ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"multiple or a divisor of .*\(4\), got 6"),
+        ({"kl_penalty": "mse"}, r"`kl_penalty` must be 'kl' .*set `kl_estimator`; 'mse' is 'k2'"),
         ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
         ({"scale_rewards": "batch", "critic": "none", "num_generations": 8}, r"one of 'group', 'none', got 'batch'"),
         (
@@ -173,10 +181,3 @@ def test_other_modules_read_no_name_that_sets_ours():
         if path.stem not in ("config", "trl_names"):
             read |= {(path.stem, name) for name in re.findall(r"\bargs\.(\w+)", path.read_text()) if name in NAMES}
     assert not read
-
-
-def test_earlier_names_set_keys_of_mappings(tmp_path):
-    theirs = {"lam_critic": 0.3, "critic_prompt": "answer", "vllm_max_logp_difference": 1}
-    args = made(tmp_path, critic="adapter", critic_kwargs='{"warmup_steps": 2}', **theirs)
-    assert args.critic_options == CriticOptions(lam=0.3, prompt="answer", warmup_steps=2)
-    assert args.vllm_options.max_logp_difference == 1

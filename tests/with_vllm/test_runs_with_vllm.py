@@ -13,11 +13,11 @@ from scripted import Echo
 from served import logged, saved, served_trainer, small_llama
 from transformers import BitsAndBytesConfig
 
-from trl_ppo_ext.commands.main import main
 from trl_ppo_ext.ppo.guards import SamplerError
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "optimum"))
+sys.path[:0] = [str(TESTS / "optimum"), str(TESTS.parent / "recipes")]
+import dequantize  # noqa: E402
 from optimum import gap  # noqa: E402
 
 # of the config
@@ -58,7 +58,7 @@ def test_logprobs_of_turns_are_at_their_tokens(tmp_path, base):
 
 def test_policy_in_4_bits_samples_from_its_dequantized_base(tmp_path):
     base, plain = saved(small_llama(hidden_size=64), tmp_path / "base"), str(tmp_path / "plain")
-    assert main(["dequantize", base, plain, "--dtype", "float32", "--device", "cpu"]) == 0
+    dequantize.main([base, plain, "--dtype", "float32", "--device", "cpu"])
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     settings = {"max_steps": 8, "learning_rate": 0.01}
     run = served_trainer(tmp_path / "run", base, quantization_config=nf4, vllm_base_model=plain, **settings)

@@ -123,9 +123,9 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, serve
 
 
 def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
-    run = trained(base, server, tmp_path, max_steps=4)
+    run = trained(base, server, tmp_path, max_steps=4, eval_temperature=0)
     generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
-    generator.engine.settings["temperature"] = 0.0
+    generator.evaluates = True
     batch = [[4 + (row * k + row) % 28 for k in range(1 + 3 * row)] for row in range(16)]
     with generator.awake():
         completions = generator.generate(batch)
@@ -139,7 +139,7 @@ def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
 
 def test_another_base_raises_with_the_command(base, server, tmp_path):
     other = save_base(tmp_path / "other", seed=1)
-    with pytest.raises(VLLMError, match=rf"serves `{base}`, and the policy's base is `{other}`; start it with .*vllm"):
+    with pytest.raises(VLLMError, match=rf"serves `{base}`, the policy's base is `{other}`; start it with .*vllm"):
         trainer(other, server, tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"differ by \d.* nats per token .*another base"):
         trained(other, server, tmp_path / "run", vllm_base_model=base)

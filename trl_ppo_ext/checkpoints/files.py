@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
@@ -108,18 +109,20 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
 
 # ---- state, settings and inputs ----
 
+# settings with which a run may go on and be the same run; if its minibatches stay, also how they are cut
+CUT = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+TUNABLE = set(
+    "adam_beta1 adam_beta2 adam_epsilon critic_learning_rate learning_rate lr_scheduler_kwargs lr_scheduler_type "
+    "max_grad_norm max_steps num_train_epochs warmup_steps weight_decay".split()
+)
 # fields of TrainingArguments that change the result
-TRAINER_SETTINGS = (
-    "adam_beta1 adam_beta2 adam_epsilon bf16 data_seed fp16 gradient_accumulation_steps learning_rate "
-    "lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps num_train_epochs optim optim_args "
-    "per_device_train_batch_size seed warmup_ratio warmup_steps weight_decay"
-).split()
+TRAINER_SETTINGS = CUT | TUNABLE | {"bf16", "data_seed", "fp16", "optim", "optim_args", "seed"}
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
-    "chat_template_kwargs critic_init generation_batch_size log_completions max_reward_failures model_init_kwargs "
-    "num_completions_to_print offload_rewards per_device_reward_batch_size resume_with_changed_settings "
-    "reward_timeout trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url "
-    "vllm_server_timeout".split()
+    "chat_template_kwargs critic_init environment_timeout eval_temperature generation_batch_size log_completions "
+    "max_reward_failures model_init_kwargs num_completions_to_print num_generations_eval offload_rewards "
+    "per_device_reward_batch_size resume_with_changed_settings reward_timeout trust_remote_code "
+    "vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url vllm_server_timeout".split()
 )
 # rollout shares and random states are per rank, and the optimizer's files differ per backend
 NEVER_CHANGED = {"num_processes", "zero_stage", "fsdp_version"}
@@ -139,22 +142,28 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     values, deepspeed = args.to_dict(), args.deepspeed_plugin
     values["critic_kwargs"] = asdict(args.critic_options)
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
-    settings = {name: values[name] for name in sorted(own | set(TRAINER_SETTINGS)) if name in values}
+    settings = {name: values[name] for name in sorted(own | TRAINER_SETTINGS) if name in values}
     settings["num_processes"] = args.world_size
     settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage
     settings["fsdp_version"] = 2 if uses_fsdp(args) else None
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> None:
-    """Raise [`CheckpointError`] if a run resumed under these settings would differ from the interrupted one."""
-    changed = {name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)}
-    impossible = changed & NEVER_CHANGED
-    if impossible or (changed and not may_change):
-        names = sorted(impossible or changed)
-        listed = ", ".join(f"{name} (was {saved.get(name)!r}, is {current.get(name)!r})" for name in names)
+def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> str:
+    """List changed settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
+    saved = {name: getattr(PPOConfig, name, None) for name in current} | saved  # fields of a later version
+    differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
+    changed = {name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing}
+    minibatch, before = (math.prod(settings[name] for name in CUT) for settings in (current, saved))
+    tunable = TUNABLE | CUT if minibatch == before else TUNABLE
+    if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
+        tunable = set()
+    impossible, refused = changed.keys() & NEVER_CHANGED, changed.keys() - tunable
+    if impossible or (refused and not may_change):
+        listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         remedy = "Restore them" if impossible else "Restore them, or set `resume_with_changed_settings=True`"
         raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}.")
+    return ", ".join(changed.values())
 
 
 def _digest(value: Any) -> str:

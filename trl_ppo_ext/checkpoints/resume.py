@@ -5,7 +5,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
 
 from ..config import LOCK
@@ -32,6 +33,10 @@ PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "tr
 SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C after its checkpoint is saved: a script can catch `KeyboardInterrupt`, and others exit with a code."""
 
 
 class StopSignals:
@@ -135,7 +140,9 @@ def find_checkpoint(
 
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
-        check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        trainer._retuned = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        if trainer._retuned and is_writer:
+            logger.warning("The run resumes under other settings: %s.", trainer._retuned)
         return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
 
     try:
@@ -148,6 +155,18 @@ def find_checkpoint(
         return directory, on_every_rank(read, *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
+
+
+def load_rates(trainer: Any, load: Callable[[], None]) -> None:
+    """Load optimizer and schedule, but keep their settings if the config has other ones than the checkpoint."""
+    groups = [{name: x for name, x in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
+    load()
+    if trainer._retuned and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
+        for group, settings in zip(trainer.optimizer.param_groups, groups):
+            group.update(settings)
+        scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
+        scheduler.last_epoch -= 1
+        scheduler.step()  # computes the rates anew
 
 
 def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ def write_checkpoint(trainer: Any) -> Path | None:
         remedy = "Resume from an earlier one with a lower `learning_rate` and `resume_with_changed_settings=True`."
         logger.warning("`%s` is not written: %s has NaN or inf. %s", final, nonfinite, remedy)
         return None
-    if state.best_global_step == state.global_step:
+    if state.best_global_step == state.global_step and trainer._save_is_due:  # no interruption may choose the best
         state.best_model_checkpoint = str(final)
     fsdp_state = unsharded_optimizer_state(trainer.optimizer) if trainer.is_fsdp_enabled else None
 

@@ -1,7 +1,6 @@
 """`trl-ppo estimate`: the memory of a run, from its arguments and the configs of its models."""
 
 import json
-import re
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -13,38 +12,19 @@ from ..config import PPOConfig
 from ..memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
 from .launch import model_arguments, parse
 
-GPUS = {  # usable GiB, as nvidia-smi reports it
-    "RTX 3060": 12, "RTX 3080": 10, "RTX 3090": 24, "RTX 4060 Ti 16GB": 16, "RTX 4070": 12, "RTX 4080": 16,
-    "RTX 4090": 24, "RTX 5070 Ti": 16, "RTX 5080": 16, "RTX 5090": 31.8, "RTX A6000": 48, "T4": 15, "A10": 22.5,
-    "A10G": 22.5, "L4": 22.5, "L40S": 45, "V100 16GB": 16, "V100 32GB": 31.8, "A100 40GB": 40, "A100 80GB": 79.6,
-    "H100": 79.6, "H200": 140.4,
-}  # fmt: skip
-
-
-def gpu_memory(name: str) -> float:
-    """GiB of a GPU; "NVIDIA GeForce RTX 4090" and "rtx4090" are the same."""
-    wanted, *known = (re.sub(r"nvidia|geforce|\W", "", x.lower()) for x in (name, *GPUS))
-    if wanted not in known:
-        raise ValueError(f"Unknown `gpu` {name!r}; choose one of {', '.join(GPUS)}, or set `memory` in GiB.")
-    return [*GPUS.values()][known.index(wanted)]
-
 
 @dataclass
 class EstimateConfig(PPOConfig):
     """[`PPOConfig`] of a run on another machine, which may have a GPU."""
 
-    gpu: str | None = HfArg(default=None, help="GPU of the run, such as 'RTX 4090'.")
-    memory: float | None = HfArg(default=None, help="Memory of the device in GiB, instead of `gpu`.")
+    memory: float | None = HfArg(default=None, help="Memory of the device in GiB, e.g. 24.")
     prompt_length: int = HfArg(default=PROMPT_LENGTH, help="Tokens of the longest prompt.")
     num_processes: int = HfArg(default=1, help="World size of the run.")
 
     def __post_init__(self):
-        if self.gpu is not None and self.memory is not None:
-            raise ValueError("Both `gpu` and `memory` are set; omit one.")
         for name in ("memory", "prompt_length", "num_processes"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"`{name}` must be above 0, got {value}.")
-        self.memory = gpu_memory(self.gpu) if self.gpu is not None else self.memory
         on_cpu: bool = self.use_cpu  # type: ignore[has-type]
         self.target = "cpu" if on_cpu else "cuda"
         self.bf16 = not on_cpu and not self.fp16 if self.bf16 is None else self.bf16

@@ -6,8 +6,10 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -16,19 +18,22 @@ import trl.rewards
 import yaml
 from accelerate import PartialState
 from datasets import IterableDataset
+from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig, check_types
 from ..data import get_split, load_splits, spread_indices
 from ..modeling.loading import hub_kwargs, load_config
-from ..redaction import shortened
+from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
+from ..trl_names import NAMES
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 # environment variables that choose the code of processes
 CODE_VARIABLES = re.compile(r"(LD_|DYLD_|PYTHON|GLIBC_|GCONV_|BASH_|GIT_).*|PATH|ENV|SHELL|CC|CXX")
+INHERITED = [entry.name for entry in fields(TrainingArguments) if entry.name not in PPOConfig.__annotations__]
 
 
 def _check(options: Any, *lists: str) -> None:
@@ -98,6 +103,18 @@ class PPOModelConfig(trl.ModelConfig):
         super().__post_init__()
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help of the fields that are not inherited, in a sentence each."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest not in {*INHERITED, *NAMES} and not action.option_strings[0].startswith("--no_"):
+            short, choices = copy(action), " One of %(choices)s." if action.choices else ""
+            short.option_strings, short.nargs = action.option_strings[:1], 0  # which prints no values
+            short.help = re.split(r"(?<=\.) (?=[A-Z`])", action.help or "")[0] + choices
+            short.default = argparse.SUPPRESS if action.default is None else action.default
+            super().add_argument(short)
+
+
 def parse(
     command: str,
     argv: Sequence[str],
@@ -105,40 +122,56 @@ def parse(
     config_class: type[PPOConfig] = PPOConfig,
     script_class: type[PPOScriptArguments] = PPOScriptArguments,
 ) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig]:
-    """Read arguments from the command line, and from the YAML file named by `--config`."""
-    types = (script_class, config_class, PPOModelConfig)
+    """Read arguments from the command line, and from a YAML file: the first argument, or that of `--config`."""
+    types = (PPOModelConfig, script_class, config_class)
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", nargs="?", const="")
+    chosen, argv = files.parse_known_args(["--config", *argv] if argv and argv[0][:1] != "-" else argv)
     parser = trl.TrlParser(
         types,
         prog=f"trl-ppo {command}",
-        usage=f"trl-ppo {command} [--config FILE.yaml] [--ARGUMENT VALUE ...]",
-        description=f"{description} The command line wins over the YAML file named by --config.",
+        usage=f"trl-ppo {command} [[--config] FILE.yaml] [--ARGUMENT VALUE ...]",
+        description=f"{description} The command line wins over the YAML file.",
+        epilog=f"Also fields of TRL's configs, and of TrainingArguments: {', '.join(INHERITED)}.",
+        formatter_class=partial(_Help, max_help_position=32),
         allow_abbrev=False,  # a misspelt name must not pass as the beginning of another
         exit_on_error=False,
     )
-    argv = [part for text in argv for part in (text.split("=", 1) if text.startswith("--config=") else [text])]
-    file = "".join(argv[argv.index("--config") + 1 :][:1]) if "--config" in argv else None
-    if file is not None and not os.path.isfile(file):
-        raise ValueError(f"`--config` must be a YAML file, got {file!r}; the working directory is {os.getcwd()}.")
+    parsed, problems, dropped, in_line = tuple[Any, ...](), list[str](), set[str](), list[str]()
     try:
-        if file is not None:
-            _check_config(file)
-        *parsed, in_file, in_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except (argparse.ArgumentError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
+        in_file = parser.set_defaults_with_config(**{} if chosen.config is None else _read_config(chosen.config))
+        while not parsed:
+            try:
+                namespace, in_line = parser.parse_known_args(argv)
+                values = {name: value for name, value in vars(namespace).items() if name not in dropped}
+                parsed = parser.parse_dict(values, allow_extra_keys=True)
+            except (argparse.ArgumentError, ValueError) as error:  # drop the argument that it names, to find others
+                words = re.findall(r"\w+", str(error).removeprefix("argument ")) or [""]
+                if dropped.isdisjoint(words):  # else it may follow from the drop
+                    problems.append(str(error))
+                if words[0] in dropped:
+                    break
+                dropped.add(words[0])
+                parser.set_defaults(**{words[0]: None})
+    except (yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
-    for strings, place in ((in_file, "in the config file"), (in_line, "on the command line")):
-        if strings:
-            name = strings[0].partition("=")[0].lstrip("-").replace("-", "_")
+    names = [text for text in in_line if text.startswith("--")] or in_line[:1]
+    for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
+        for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
             matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
             remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-            raise ValueError(f"Unknown argument `{name}` {place}; {remedy}")
-    parsed[0].directory = file and os.path.dirname(os.path.abspath(file))
-    return tuple(parsed)
+            problems.append(f"Unknown argument `{name}` {place}; {remedy}")
+    if problems:
+        raise ValueError("\n- ".join([*["Several arguments are wrong:"][: len(problems) - 1], *problems]))
+    model, script, args = parsed
+    script.directory = chosen.config and os.path.dirname(os.path.abspath(chosen.config))
+    return script, args, model
 
 
-def _check_config(path: str) -> None:
-    """Check what TRL's parser does not: repeated keys, and the environment variables that it sets."""
+def _read_config(path: str) -> dict[str, Any]:
+    """Read a config file, check its keys, and set the environment variables that it holds."""
+    if not os.path.isfile(path):
+        raise ValueError(f"`--config` must be a YAML file, got {path!r}; the working directory is {os.getcwd()}.")
     with open(path, encoding="utf-8") as file:
         text = file.read()
     config, nodes = yaml.safe_load(text), [yaml.compose(text, yaml.SafeLoader)]
@@ -151,14 +184,17 @@ def _check_config(path: str) -> None:
                 raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
             names.add(key.value)
             nodes += value.value if isinstance(value, yaml.SequenceNode) else [value]
-    variables = config.get("env")
-    if isinstance(variables, dict) and variables:
-        if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:
-            remedy = "export it before `trl-ppo` starts, if you want that"
-            raise ValueError(f"`env` must not set `{refused[0]}`, which chooses the code of processes; {remedy}.")
-        if os.environ.get("RANK", "0") == "0":
-            listed = shortened(", ".join(map(str, variables)))
-            print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
+    variables = config.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"`env` must be a mapping of environment variables, got {shown('env', variables)}.")
+    if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:
+        remedy = "export it before `trl-ppo` starts, if you want that"
+        raise ValueError(f"`env` must not set `{refused[0]}`, which chooses the code of processes; {remedy}.")
+    if variables and os.environ.get("RANK", "0") == "0":
+        listed = shortened(", ".join(map(str, variables)))
+        print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    return config
 
 
 def find_reward(
@@ -261,15 +297,11 @@ def trainer_arguments(
     script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig, splits: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
-    kwargs, split = model_arguments(script, args, model), script.dataset_train_split
+    kwargs = model_arguments(script, args, model)
     factory, directory = script.environment_factory, script.directory
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
-    kwargs["train_dataset"] = get_split(splits, split, "dataset_train_split")
-    columns = kwargs["train_dataset"].column_names or ["prompt"]  # unknown for some streams
-    if "prompt" not in columns:
-        problem = f"`dataset_name` needs a column 'prompt' in the split {split!r}, got {sorted(columns)}."
-        raise ValueError(f"{problem} Set `map_function` to a function that returns one, e.g. my_rows.to_prompt.")
+    kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
     return kwargs

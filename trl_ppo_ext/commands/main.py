@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from textwrap import indent
 
+from .. import __version__
 from ..redaction import printable, redacted
 
-COMMANDS = {  # each has a module in this folder, except for `replay` and `report`
-    "dequantize": "write a 4-bit base as a plain checkpoint, e.g. for vLLM",
+COMMANDS = {
     "estimate": "estimate the memory of a run, and settings that would make it fit",
     "pretrain-critic": "train a critic on rollouts of a frozen policy",
     "probe": "measure whether a critic pays on a task, before training",
@@ -18,42 +18,34 @@ COMMANDS = {  # each has a module in this folder, except for `replay` and `repor
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
-# these also read a config file, so TRL's parser reads their arguments: `main(argv)`
+# each has a module in this folder: TRL's parser reads its arguments, and a config file
 LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
 
 
-def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser, with the arguments of one subcommand."""
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the help, and of the subcommands without a module."""
     root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
+    root.add_argument("--version", action="version", version=f"trl-ppo {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, line in COMMANDS.items():
-        sub = commands.add_parser(name, help=line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name in ("replay", "report"):
-            sub.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run")
-        elif name == command:
-            module = _module(name)
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.main)
-    hint = "the file to write (default: report.html in RUN_DIR)"
-    commands.choices["report"].add_argument("--output", metavar="FILE", default=argparse.SUPPRESS, help=hint)
-    commands.choices["report"].set_defaults(run=report)
-    add = commands.choices["replay"].add_argument
-    add("--row", type=int, default=0, help="row of those logged at the step, counted from 0")
-    add("--step", type=int, default=argparse.SUPPRESS, help="step of the log (default: the last with rows)")
-    add("--mode", default="train", help="train, eval, or eval_NAME in a dict of evaluation sets")
-    commands.choices["replay"].set_defaults(
-        run=lambda options: print(replay(options.run_dir, options.row, getattr(options, "step", None), options.mode))
-    )
+    subs = {name: commands.add_parser(name, help=line) for name, line in COMMANDS.items()}
+    for name, run in (("replay", replay), ("report", report)):
+        subs[name].add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run")
+        subs[name].set_defaults(run=run)
+    subs["report"].add_argument("--output", metavar="FILE", help="file to write (default: report.html in RUN_DIR)")
+    add = subs["replay"].add_argument
+    add("--row", type=int, default=0, help="row of those logged at the step (default: 0, the first)")
+    add("--step", type=int, help="step of the log (default: the last with rows)")
+    add("--mode", default="train", help="train (default), eval, or eval_NAME in a dict of evaluation sets")
     return root
 
 
-def report(options: argparse.Namespace) -> None:
-    """Write the report of a run."""
+def report(run_dir: str, output: str | None = None) -> str:
+    """Write the report of a run, and return its path and size."""
     from ..tracking.reading import REPORT
     from ..tracking.report import write_report
 
-    path = write_report(options.run_dir, getattr(options, "output", os.path.join(options.run_dir, REPORT)))
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    path = write_report(run_dir, output or os.path.join(run_dir, REPORT))
+    return f"{path} ({path.stat().st_size / 1e6:.1f} MB)"
 
 
 def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train") -> str:
@@ -81,25 +73,24 @@ def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train")
     return printable("\n".join(lines))
 
 
-def _module(command: str):
-    return import_module(f"trl_ppo_ext.commands.{command.replace('-', '_')}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = argv[0] if argv else None
     try:
         if command in LAUNCHERS:
-            _module(command).main(argv[1:])
+            import_module(f"trl_ppo_ext.commands.{command.replace('-', '_')}").main(argv[1:])
         else:
-            options = parser(command).parse_args(argv)
-            options.run(options)
+            options = vars(parser().parse_args(argv))
+            run = options.pop("run")
+            options.pop("command")
+            print(run(**options))
     except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
-        print(f"trl-ppo {command}: error: {printable(redacted(' '.join(str(error).split())))}", file=sys.stderr)
+        text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
+        print(f"trl-ppo {command}: error: {printable(redacted(text))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return getattr(error, "code", 130)
     return 0
 
 

@@ -26,6 +26,7 @@ from ..trainer import PPOTrainer
 from .launch import build_trainer, load_datasets, parse, spread_rows
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
+USEFUL = 0.1  # explained variance of a critic that is worth starting from
 
 
 @dataclass
@@ -156,5 +157,9 @@ def main(argv: Sequence[str]) -> None:
     numbers = pretrain_critic(trainer)
     for name in ("explained_variance_before", "explained_variance_after"):
         trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")
-    trainer.accelerator.print(f"Start a run from it with `critic_init={args.output_dir!r}`.")
+    advice = f"Start a run from it with `critic_init={args.output_dir!r}`."
+    if numbers["explained_variance_after"] < USEFUL:
+        advice = "It hardly predicts the returns, so it is no use to a run. Train it longer (`max_steps`), raise "
+        advice += "`critic_learning_rate`, or check with `trl-ppo probe` whether the returns can be predicted."
+    trainer.accelerator.print(advice)
     trainer.end()

@@ -1,13 +1,16 @@
 """Token ids of what an environment writes, and messages of what the policy sampled."""
 
 from contextlib import suppress
+from operator import eq
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl import add_response_schema, get_training_chat_template, supports_tool_calling
-from trl.chat_template_utils import parse_response
 
-from ..data import PromptError
+from ..data import PromptError, encode_chat, encode_marked, protected
+
+logger = logging.get_logger(__name__)
 
 _QUESTION = {"role": "user", "content": "dummy"}
 _RESPONSE = {"role": "tool", "name": "dummy", "content": "dummy"}
@@ -32,6 +35,8 @@ class ChatFormat:
     ):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
         if with_tools and not conversational:
             raise ValueError("`tools` and environments with tools need chat messages as prompts, got text.")
         if not conversational:
@@ -43,41 +48,39 @@ class ChatFormat:
             )
         if with_tools and getattr(tokenizer, "response_template", None) is None:
             add_response_schema(tokenizer)  # raises an error for a template that it does not know
-        following = _RESPONSE if with_tools else _QUESTION
-        if not self._keeps_prefixes(following):
+        following, turn = [_RESPONSE if with_tools else _QUESTION], None
+        with suppress(TypeError):  # some templates take arguments as text only; their training template does not
+            turn = self._stand_in(following, self.template_kwargs)
+        if turn is None or turn[2][: len(turn[0])] != turn[0]:
             self.template_kwargs["chat_template"] = get_training_chat_template(tokenizer)
-        if with_tools:  # else a turn whose beginning is not found would call the tools of earlier turns again
-            conversation = [*self._opened_by(following), following]
-            prefix = self._render(conversation, self.template_kwargs, add_generation_prompt=True)
-            turn = tokenizer("dummy", add_special_tokens=False)["input_ids"]
-            if parse_response(tokenizer, turn, prefix=prefix).get("tool_calls"):
-                anchor, end = tokenizer.response_template.get("start_anchor"), tokenizer.decode(prefix)[-40:]
-                raise ValueError(
-                    "`start_anchor` of `tokenizer.response_template` must match the text with which the chat template "
-                    f"begins a turn, got {anchor!r} for a template that ends with {end!r}; use the end of that text."
-                )
+        if not with_tools:
+            return
+        # no call would ever be found, or those of earlier turns again
+        called, start, prefix = self._stand_in(following, self.template_kwargs | {"tokenize": False})
+        turns = (called[start:], called[:start]), ("dummy", prefix)
+        if [bool((self._read(*turn) or {}).get("tool_calls")) for turn in turns] != [True, False]:
+            anchor, end = tokenizer.response_template.get("start_anchor"), prefix[-40:]
+            raise ValueError(
+                "`tokenizer.response_template` must read calls as the chat template writes them, such as "
+                f"{called[start:]!r}, and its `start_anchor` must match the text with which the "
+                f"template begins a turn, got {anchor!r} for a template that ends with {end!r}; use one that fits."
+            )
 
-    def _render(self, messages: list[dict], template_kwargs: dict[str, Any], **kwargs: Any) -> list[int]:
-        kwargs = {"tokenize": True, "return_dict": False, **template_kwargs, **kwargs}
-        return self.tokenizer.apply_chat_template(messages, **kwargs)
+    def encoded(self, text: str) -> list[int]:
+        """Token ids of text that others wrote, none of which is a delimiter."""
+        return encode_marked(protected(text, self.tokenizer), self.tokenizer)
 
-    @staticmethod
-    def _opened_by(following: dict) -> list[dict]:
-        """A question and the policy's turn, which precede a message."""
-        if following["role"] != "tool":
-            return [_QUESTION, {"role": "assistant", "content": "dummy"}]
-        # some templates repeat the name of the call in the header of its response
-        call = {"type": "function", "function": {"name": following["name"], "arguments": {}}}
-        return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-    def _keeps_prefixes(self, following: dict) -> bool:
-        opening = self._opened_by(following)
-        try:
-            before = self._render(opening, self.template_kwargs)
-            after = self._render([*opening, following], self.template_kwargs, add_generation_prompt=True)
-        except TypeError:  # some templates take arguments as text only; their training template does not
-            return False
-        return after[: len(before)] == before
+    def _stand_in(self, messages: list[dict], template_kwargs: dict[str, Any]) -> tuple[Any, int, Any]:
+        """Token ids up to the end of a stand-in for a turn, where it begins, and ids up to the end of its answer."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "dummy"}
+        if messages[0]["role"] == "tool":  # some templates repeat the name of the call in the header of its response
+            call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+            turn |= {"content": "", "tool_calls": [call]}
+        opened = template_kwargs | {"add_generation_prompt": True}
+        header = encode_chat([_QUESTION], self.tokenizer, opened)
+        before = encode_chat([_QUESTION, turn], self.tokenizer, template_kwargs)
+        after = encode_chat([_QUESTION, turn, *messages], self.tokenizer, opened)
+        return before, [*map(eq, before, header), False].index(False), after
 
     def following(
         self,
@@ -92,23 +95,36 @@ class ChatFormat:
         if sum(map(len, texts)) > CHARACTERS * room:
             return [0] * (room + 1)  # the caller drops what does not fit
         if template_kwargs is None:  # the conversation is text
-            return self.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+            return self.encoded("".join(texts))
         # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
-        opening = self._opened_by(messages[0])
-        before = self._render(opening, template_kwargs)
-        after = self._render([*opening, *messages], template_kwargs, add_generation_prompt=True)
-        # the stand-in ends with the token that ends a turn, and often with a line break, which no policy samples
-        ends = [place for place, token in enumerate(before) if token in stop_token_ids]
-        end = ends[-1] + 1 if ends else len(before)
-        if after[:end] != before[:end]:
+        before, start, after = self._stand_in(messages, template_kwargs)
+        # the last delimiter of the stand-in ends its turn, and often a line break follows, which no policy samples
+        ends = [place for place in range(start, len(before)) if before[place] in self.special_ids]
+        ends = ends or [place for place in range(start, len(before)) if before[place] in stop_token_ids]
+        end = ends[-1] if ends else len(before)  # or the header of the next message does
+        kept = before[: end + 1]
+        if after[: len(kept)] != kept:
             raise PromptError("The chat template changes earlier messages when others follow; use another template.")
-        is_closed = not ends or turn[-1] == before[end - 1]
-        return after[end if is_closed else end - 1 :]
+        if ends and before[end] not in stop_token_ids:
+            wrong = f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy does not stop"
+            logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
+        return after[end + (turn[-1] == after[end]) :]
+
+    def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:
+        """A turn with valid tool calls or none as a message, or nothing."""
+        try:
+            message = self.tokenizer.parse_response(turn, prefix=prefix, tools=schemas)
+            for call in message.get("tool_calls") or ():
+                function = call.get("function", call)
+                if not isinstance(function["name"], str):
+                    return None
+                if function.get("arguments") is None:  # some templates omit those of a call without any
+                    function["arguments"] = {}
+            return message | {"content": (message.get("content") or "").removesuffix(self.tokenizer.eos_token or "")}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            return None
 
     def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
-        """The policy's turn as a message, with its tool calls."""
-        if schemas:
-            # JSON that is nested too deeply is text, as other malformed calls are
-            with suppress(RecursionError):
-                return parse_response(self.tokenizer, turn, prefix=prefix, tools=schemas)
-        return {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}
+        """The policy's turn as a message, with its tool calls; a malformed one is text."""
+        message = self._read(turn, prefix, schemas) if schemas else None
+        return message or {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}

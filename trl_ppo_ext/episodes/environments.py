@@ -2,17 +2,20 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import called
+from ..concurrency import CPU, FAILURES, called, guarded, in_thread, leave_blocked_loops, seeded, started
 from ..data import PromptError, with_prompts
-from ..redaction import shortened
+from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
 from .chat import ChatFormat, encodable
 from .episode import Episode
@@ -49,7 +52,12 @@ class ToolEnvironment:
         members = [] if instance is None else inspect.getmembers(type(instance), inspect.isfunction)
         names = [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
         methods = [getattr(instance, name) for name in names]
-        self.tools = {tool.__name__: tool for tool in [*tools, *methods]}
+        self.tools: dict[str, Callable] = {}
+        for tool in [*tools, *methods]:
+            if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+                raise TypeError(f"A tool must return its result, got the generator `{tool.__name__}`; use `return`.")
+            if self.tools.setdefault(tool.__name__, tool) != tool:
+                raise ValueError(f"Tools must have distinct names, got two of the name `{tool.__name__}`; rename one.")
         self.with_state = {tool.__name__ for tool in methods}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
@@ -87,31 +95,40 @@ class ToolEnvironment:
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
             result = await called(tool, **call["function"]["arguments"])
+            if isinstance(result, Iterator | AsyncIterator):  # of a function that is no generator itself
+                raise TypeError(f"A tool must return its result, got a {type(result).__name__}.")
             text = str(result)
         except Exception as error:
-            text, failed = str({"error": str(error)}), True
+            text, failed = str({"error": redacted(str(error))}), True
         name = encodable(call.get("function", call).get("name", "unknown"))
         message = {"role": "tool", "name": name, "content": encodable(text)}
-        reward, done = (result.reward, result.done) if isinstance(result, StepResult) else (None, False)
+        reward, done = (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
         return Answer([message], reward, done, failed=[failed])
 
 
+def _flag(done: Any) -> bool:
+    """`done` of the user: text is always true, and a number is a reward in the wrong place."""
+    if not isinstance(done := done.item() if hasattr(done, "item") else done, bool):  # of NumPy or torch
+        raise TypeError(f"`done` must be True or False, got {shortened(repr(done))}: (observation, reward, done).")
+    return done
+
+
 class TextEnvironment:
-    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium."""
+    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium and its relatives."""
 
     tools: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def __init__(self, instance: Any):
         self.instance = instance
-        # Gymnasium's `reset(*, seed, options)` returns a second value, the info
-        self.is_gymnasium = "options" in inspect.signature(instance.reset).parameters
+        # `reset(*, seed, options)` of Gymnasium, `reset(seed)` of gem
+        names = [*inspect.signature(instance.reset).parameters]
+        self.keywords = names if "options" in names or names[0] == "seed" else []
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """First observation."""
-        if not self.is_gymnasium:
-            return await called(self.instance.reset, row, seed)
-        observation, _ = await called(self.instance.reset, seed=seed, options=row)
-        return observation
+        """First observation; a second value, the info, is dropped."""
+        given = {name: x for name, x in (("seed", seed), ("options", row)) if name in self.keywords}
+        result = await called(self.instance.reset, *(() if given else (row, seed)), **given)
+        return result[0] if isinstance(result, tuple) else result
 
     async def respond(self, message: dict[str, Any], place: Any) -> Answer:
         """Step with the text of a turn."""
@@ -120,12 +137,12 @@ class TextEnvironment:
             needed = "`step` must return (observation, reward, done), or Gymnasium's five values"
             raise ValueError(f"{needed}, got {shortened(repr(result)[:200])}.")
         observation, reward, done, truncated, *_ = (*result, False)
-        ends = bool(done or truncated)
+        ends = _flag(done) | _flag(truncated)
         if not (isinstance(observation, str) or ends):
             raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
         # after a limit, the critic reads it
         messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
-        return Answer(messages, float(reward), ends, bool(truncated) and not done)
+        return Answer(messages, float(reward), ends, bool(truncated and not done))
 
 
 def openenv(
@@ -172,23 +189,28 @@ class Kind:
 
     def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
         self.factory, self.tools = factory, tools
+        self.type: Any = None if factory else type(None)  # of its instances, without wrappers
+        self.made = {True: 0, False: 0}
         self.pool = [self.make()]
-        self.type: Any = type(self.pool[0].instance)
+        self.pools = {True: self.pool, False: []}  # of training, and of evaluations, which may not change it
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
-    def make(self) -> ToolEnvironment | TextEnvironment:
-        """Make an instance."""
+    def make(self, trains: bool = True, device: torch.device = CPU) -> ToolEnvironment | TextEnvironment:
+        """Make an instance, whose random numbers depend on how many were made before."""
         if self.factory is None:
             return ToolEnvironment(None, self.tools)
-        instance = self.factory()
+        self.made[trains] += 1
+        with guarded(self.made[trains], device):
+            instance = self.factory()
         if not callable(getattr(instance, "reset", None)):
             raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
+        type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
+        if self.type not in (None, type_):
+            got = f"`{type_.__name__}` after `{self.type.__name__}`; use a dictionary of factories"
+            raise TypeError(f"`environment_factory` must return instances of one class, got {got}.")
+        self.type = type_
         is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
         return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
-
-    def lend(self) -> ToolEnvironment | TextEnvironment:
-        """Free instance, or a new one."""
-        return self.pool.pop(0) if self.pool else self.make()
 
 
 class Environments:
@@ -203,7 +225,7 @@ class Environments:
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
         kinds = self.kinds.values()
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
-        self.rewards = [EnvironmentReward(type_) for type_ in dict.fromkeys(kind.type for kind in kinds)]
+        self.rewards = [EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)]
         self.has_instances = bool(factory)  # which reward functions receive
         self.timeout: float | None = None  # seconds
         self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
@@ -218,6 +240,13 @@ class Environments:
             names = ", ".join(map(repr, self.kinds))
             raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
         return self.kinds[name]
+
+    def checked(self, dataset: Any) -> Any:
+        """Return a dataset whose rows name known environments; those of a stream are checked when they are read."""
+        if self.by_name and hasattr(dataset, "unique"):
+            for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+                self.kind({"environment": name})
+        return dataset
 
     def prepare(
         self,
@@ -234,8 +263,6 @@ class Environments:
             needed = "a `train_dataset` whose column `environment` names one of them"
             raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
         self.timeout = timeout
-        for reward in self.rewards:
-            reward.timeout = timeout
         if self.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
@@ -246,57 +273,56 @@ class Environments:
 
 async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
     """Result of user code, or an error after `environment_timeout` seconds."""
-    if timeout is None:
-        return await ask()
     try:
-        return await asyncio.wait_for(ask(), timeout)
+        async with asyncio.timeout(timeout) as limit:
+            return await ask()
     except TimeoutError:
+        if timeout is None or not limit.expired():  # one of the user's
+            raise
+        await asyncio.wrap_future(in_thread(partial(leave_blocked_loops, timeout)))
         raise TimeoutError(f"no result within environment_timeout={timeout:g} s") from None
 
 
 class EnvironmentReward:
     """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
 
-    def __init__(self, type_: type):
-        self.type = type_
+    def __init__(self, type_: type, environments: Environments):
+        self.type, self.environments = type_, environments
         self.name = "tools" if type_ is type(None) else type_.__name__
-        self.timeout: float | None = None  # seconds
 
-    def score(self, batch: ScoringBatch) -> Awaitable[list]:
+    def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
-        ends = [self._end(episode) for episode in batch.episodes]
+        asks = [self._ask(episode) for episode in batch.episodes]
+        seeds = [random.getrandbits(31) for _ in asks]
 
         async def entries() -> list:
-            return await asyncio.gather(*map(self._entry, batch.episodes, ends))
+            return await asyncio.gather(*map(seeded, map(self._entry, batch.episodes, asks), seeds))
 
-        return entries()
+        return started(entries(), waits=True)
 
-    def _end(self, episode: Episode) -> Any:
-        """Result of `get_reward`, in the main thread unless there is a timeout, or an awaitable of it."""
-        is_other = type(episode.environment) is not self.type
-        if is_other or episode.error is not None or episode.place.has("reward"):
+    def _ask(self, episode: Episode) -> Callable[[], Awaitable[Any]] | None:
+        """Return a function that waits for `get_reward`, which the main thread calls unless there is a timeout."""
+        if episode.kind.type is not self.type:
             return None
-        get_reward = getattr(episode.environment, "get_reward", lambda: None)
-        try:
-            return get_reward() if self.timeout is None else bounded(partial(called, get_reward), self.timeout)
-        except (Exception, SystemExit) as error:
-            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+        get_reward, timeout = getattr(episode.environment, "get_reward", lambda: None), self.environments.timeout
+        if timeout is None and episode.error is None and not episode.place.has("reward"):
+            result: Future[Any] = Future()
+            try:
+                result.set_result(get_reward())
+            except FAILURES as error:
+                result.set_exception(error)
+            get_reward = result.result
+        return partial(bounded, partial(called, get_reward), timeout)
 
-    async def _entry(self, episode: Episode, end: Any) -> Any:
-        if type(episode.environment) is not self.type:
+    async def _entry(self, episode: Episode, ask: Callable[[], Awaitable[Any]] | None) -> Any:
+        if ask is None:
             return None
-
-        async def awaited() -> Any:
-            if isinstance(end, Exception):
-                raise end
-            return await end if inspect.isawaitable(end) else end
-
-        error = episode.error
         try:
-            reward = None if error is not None else await episode.place.answer("reward", awaited)
-        except Exception as failure:
-            episode.error = error = failure
-        if error is not None:
+            if episode.error is not None:
+                raise episode.error
+            reward = await episode.place.answer("reward", ask)
+        except FAILURES as error:
+            episode.error = error
             return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
         last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
         return [*episode.rewards, *last] or None

@@ -37,6 +37,7 @@ class Episode:
     starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
     logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy, 0 if not sampled
     messages: list[dict] = field(default_factory=list)  # turns and answers; none of a completion
+    unread: list[dict] = field(default_factory=list)  # last answer, which the policy does not read
     completion: Any = None  # as rewards get it: text, or messages if the prompt is messages
     rewards: list[tuple[int, float]] = field(default_factory=list)  # of the environment, at the last token of a turn
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
@@ -44,6 +45,7 @@ class Episode:
     # its end
     ending: Literal["stopped", "cut"] = "stopped"  # by the policy or its environment, or by a limit
     bootstraps: bool = False  # if the critic's value stands for what would have followed
+    is_overlong: bool = False  # if its last answer did not fit
     following: list[int] = field(default_factory=list)  # what the policy would have read next
     error: BaseException | None = None  # of the environment; it ends the episode
     place: Place = NOWHERE  # in the record of answers

@@ -2,22 +2,21 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby, repeat
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import called, finished, started
+from ..concurrency import called, finished, guarded, seeded, started
 from ..config import PPOConfig
-from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
 from ..modeling import ActorCritic
-from ..rewards.scoring import fixed_seed
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
@@ -29,8 +28,6 @@ from .vllm import VLLMGenerator
 class Player:
     """Plays episodes of one turn, which are completions."""
 
-    takes_seeds = False  # for environments
-
     def __init__(self, generator: Generator, tokenizer: PreTrainedTokenizerBase, bootstraps: bool = False):
         self.generator, self.tokenizer = generator, tokenizer
         self.bootstraps = bootstraps  # after limits of the run
@@ -39,6 +36,7 @@ class Player:
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
+        self.generator.evaluates = step is None
         with self.generator.awake():
             self._sample(episodes, rows, seeds, step)
         decode(episodes, self.tokenizer)
@@ -60,8 +58,6 @@ class Player:
 class EnvironmentPlayer(Player):
     """Plays turns of all unfinished episodes in one batch; their tools and environments answer in between."""
 
-    takes_seeds = True
-
     def __init__(self, generator: Generator, environments: Environments, args: PPOConfig, context_length: int | None):
         options, iterations = args.critic_options, args.max_tool_calling_iterations
         self.environments, self.chat = environments, environments.chat
@@ -73,20 +69,22 @@ class EnvironmentPlayer(Player):
         self.iterations = math.inf if iterations is None else iterations
         self.device, self.rank, self.folder = args.device, args.process_index, args.output_dir
         self.saves = args.save_strategy != "no"
+        self.trains = True  # in the last episodes
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Take back the environments of the last episodes, which have been scored by now.
         for episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
-                episode.kind.pool.append(episode.responder)
-        self.lent = []
+                episode.kind.pools[self.trains].append(episode.responder)
+        self.lent, self.trains = [], step is not None
 
         # 2. Reset an environment for each row: its observation continues the prompt.
         record, resets, by_name = self._record(step), [], self.environments.by_name
         hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
-            episode.responder = episode.kind.lend()
+            free = episode.kind.pools[self.trains]
+            episode.responder = free.pop(0) if free else episode.kind.make(self.trains, self.device)
             episode.place = Place(record, number).after([seed, *episode.prompt_ids])
             if not isinstance(episode.prompt, str):
                 episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)
@@ -95,6 +93,8 @@ class EnvironmentPlayer(Player):
                 del columns["prompt"]
             resets.append(partial(episode.responder.reset, columns, seed))
             self.lent.append(episode)
+        if self.environments.has_instances and len({id(x.environment) for x in episodes}) < len(episodes):
+            raise ValueError("`environment_factory` must return a new environment at each call, got one twice.")
         for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
@@ -121,7 +121,7 @@ class EnvironmentPlayer(Player):
                 self._note_ending(episode, turn)
 
             # 5. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [x for x in active if x.error is None and x.turns <= self.iterations]
+            asked = [x for x in active if x.error is None and (x.turns <= self.iterations or not x.responder.tools)]
             responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
             answers = self._answers("turn", asked, responses, seeds[0])
             continuing = {episode for episode, answer in answers if self._continues(episode, answer)}
@@ -141,16 +141,17 @@ class EnvironmentPlayer(Player):
 
         async def together() -> list:
             answers = []
-            for episode, ask in zip(episodes, asks):
+            for number, (episode, ask) in enumerate(zip(episodes, asks)):
                 has_state = part != "hidden state" and episode.environment is not None
                 in_time = partial(bounded, ask, self.environments.timeout)
-                answers.append(episode.place.answer(part, in_time, has_state))
+                answers.append(seeded(episode.place.answer(part, in_time, has_state), hash((own_seed, number))))
             return await asyncio.gather(*answers, return_exceptions=True)
 
         if not episodes:
             return []
-        with fixed_seed(hash((seed, episodes[0].turns)) % 2**31, self.device):
-            answers = finished(started(together()))
+        own_seed = hash((seed, episodes[0].turns)) % 2**31
+        with guarded(own_seed, self.device):
+            answers = finished(started(together(), waits=True))
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
@@ -169,11 +170,12 @@ class EnvironmentPlayer(Player):
                 case str() if isinstance(prompt, str):
                     prompt += observation
                 case str():
-                    prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+                    last = text_only(prompt[-1])
+                    prompt = [*prompt[:-1], last | {"content": last["content"] + observation}]
                 case _:
                     raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
             kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
-            ids = encode(prompt, self.tokenizer, kwargs)
+            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt)) or episode.prompt_ids
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -188,7 +190,7 @@ class EnvironmentPlayer(Player):
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
-            ids = tokenizer(state, add_special_tokens=False)["input_ids"]
+            ids = self.chat.encoded(state)
             if len(ids) > room:
                 raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
@@ -199,22 +201,25 @@ class EnvironmentPlayer(Player):
     def _continues(self, episode: Episode, answer: Answer) -> bool:
         """Add an answer to its episode, unless that ends."""
         episode.failed_calls += answer.failed
+        episode.unread = answer.messages
         if answer.reward is not None:
             episode.rewards.append((len(episode.completion_ids) - 1, answer.reward))
         if answer.done and not answer.truncated:
             episode.bootstraps = False
             return False
-        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns == self.iterations
+        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns >= self.iterations
         is_limited = answer.truncated or is_last
         ids: list[int] = []
         room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
         if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
             turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
-            is_limited = is_limited or len(ids) > room
+            episode.is_overlong = not is_limited and len(ids) > room
+            is_limited = is_limited or episode.is_overlong
             if not is_limited:
                 episode.add(ids, sampled=False)
                 episode.messages += answer.messages
+                episode.unread = []
                 return True
         if is_limited:
             episode.ending = "cut"
@@ -232,25 +237,33 @@ class FunctionPlayer(Player):
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Call the function with the prompts of all rows.
-        output = dict(self.function([deepcopy(row["prompt"]) for row in rows], self.trainer))
+        with guarded(hash((seeds[0], self.trainer.args.process_index)) % 2**31, self.trainer.args.device):
+            output = self.function([deepcopy(row["prompt"]) for row in rows], self.trainer)
+        output = dict(output) if isinstance(output, Mapping) else {}
         output.pop("logprobs", None)  # they are computed with the forward of the updates
-        is_per_row = {name: isinstance(x, list) and len(x) == len(rows) for name, x in output.items()}
-        per_row = is_per_row.get("prompt_ids") and is_per_row.get("completion_ids")
+        for name, x in output.items():
+            if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):  # those would be padded
+                output[name] = x = x.tolist()
+            if isinstance(x, list | tuple) and len(x) != len(rows):
+                raise ValueError(f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in {name!r}.")
         for number, episode in enumerate(episodes):
-            own = {name: x[number] if is_per_row[name] else x for name, x in output.items()}
+            own = {name: x[number] if isinstance(x, list | tuple) else x for name, x in output.items()}
 
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
-                prompt_ids, completion_ids = list(own.pop("prompt_ids")), list(own.pop("completion_ids"))
-                sampled = list(own.pop("env_mask", [1] * len(completion_ids)))
+                prompt_ids, completion_ids = ([*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids"))
+                sampled = [*map(int, own.pop("env_mask", [1] * len(completion_ids)))]
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0
-            if not (per_row and end and prompt_ids and len(sampled) == len(completion_ids)):
+            if not (end and prompt_ids and len(sampled) == len(completion_ids)):
                 raise ValueError(
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
+            if end > (limit := self.trainer.args.max_completion_length):
+                got = f"{end} tokens in row {number}; raise it, or sample fewer"
+                raise ValueError(f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}.")
 
             # 3. Split them into turns and answers. Other entries are for reward functions.
             episode.prompt_ids = prompt_ids

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
+from ..redaction import redacted
+
 logger = logging.get_logger(__name__)
 
 ANSWERS = ".answers"  # in the output directory: a file per rollout, named by its optimizer step, and rank
@@ -80,7 +82,7 @@ class Record:
             return
         entry = {"value": result}
         if isinstance(result, Exception):
-            entry = {"error": [type(result).__name__, str(result)]}
+            entry = {"error": [type(result).__name__, redacted(str(result))]}
         elif isinstance(result, Answer):  # a longer text would not fit, and not be read
             cut = [{**message, "content": message["content"][: self.longest]} for message in result.messages]
             entry = {"answer": result._replace(messages=cut)}

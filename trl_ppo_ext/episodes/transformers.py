@@ -33,8 +33,16 @@ class Generator(Protocol):
     """Protocol of backends that sample a completion for each prompt, as token ids."""
 
     stop_token_ids: frozenset[int]
+    args: PPOConfig
+    evaluates: bool = False  # then at `eval_temperature`
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of a rollout or an evaluation; 0 is greedy."""
+        cooled = self.args.eval_temperature if self.evaluates else None
+        return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
         """Context of a rollout, in which the policy does not change."""
@@ -54,14 +62,6 @@ class Generator(Protocol):
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
         """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
         return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
-
-
-def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
-    """Cut a completion after its first stop token."""
-    for position, token in enumerate(completion):
-        if token in stop_token_ids:
-            return completion[: position + 1]
-    return completion
 
 
 def stop_token_ids(
@@ -106,7 +106,7 @@ class TransformersGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic, self.accelerator = actor_critic, accelerator
+        self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
         self.batch_size = args.per_device_generation_batch_size
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
@@ -135,13 +135,15 @@ class TransformersGenerator(Generator):
         if cache is not None:
             options["past_key_values"] = cache
         config = copy(self.config)
-        config.max_new_tokens = max_new_tokens
+        config.max_new_tokens, config.temperature = max_new_tokens, self.temperature or 1.0
+        config.top_k = config.top_k if self.temperature else 1
         with self.accelerator.autocast():
             ids = self.actor_critic.sample(*inputs, config, **options)
         completions = ids[:, inputs[0].shape[1] :].tolist()
         for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
-        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
+        stops = [[place for place, token in enumerate(x, 1) if token in self.stop_token_ids] for x in completions]
+        return [completion[: min(places, default=None)] for completion, places in zip(completions, stops)]
 
     def largest_count(self, count: int) -> int:
         """Largest count of all ranks if layers are gathered for all of them, so that they sample in step."""
@@ -204,7 +206,8 @@ class Conversation:
         turns = generator._generate_batch(inputs, max_new_tokens, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
-        lengths = [min(len(turn), end - width) for turn in turns]
+        # the last token of a turn is read again: the next turn follows it if the answer in between has no token
+        lengths = [min(len(turn) - 1, end - width) for turn in turns]
         # a column per token of the longest turn: shorter ones leave holes, which the mask hides
         columns = torch.arange(end - width)  # none after turns of one token
         mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)
@@ -217,8 +220,10 @@ class Conversation:
 def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
     """Check if the cache of `generate` would hold only a key and a value per token, for the next turn."""
     base = actor_critic.policy.get_base_model()
-    # a cache that the user configured is created by `generate`, and remote code may use one differently
-    if not config.use_cache or config.cache_implementation is not None or config.prefill_chunk_size is not None:
+    # `generate` creates a cache that the user configured, some processors read the ids of earlier turns, which a cache
+    # does not have, and remote code may use one differently
+    unfit = ("cache_implementation", "prefill_chunk_size", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias")
+    if not config.use_cache or config.repetition_penalty not in (None, 1) or any(getattr(config, x) for x in unfit):
         return False
     if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:
         return False

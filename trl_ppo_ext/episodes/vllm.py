@@ -24,11 +24,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from ..concurrency import capture_random_state
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
-from ..rewards.scoring import capture_random_state
 from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
@@ -48,7 +48,7 @@ class VLLMGenerator(Generator):
     def __init__(
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
-        self.actor_critic, self.limit = actor_critic, args.max_completion_length
+        self.actor_critic, self.args, self.limit = actor_critic, args, args.max_completion_length
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
         self.sampled_logprobs: list[list[float]] = []
@@ -124,6 +124,7 @@ class VLLMGenerator(Generator):
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         requests = [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+        self.engine.settings["temperature"] = self.temperature
         sampled = dict(zip(copies, map(iter, self.engine.sample(str(self.version), requests))))
         completions = [next(sampled[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
@@ -137,7 +138,7 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
-            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `trl-ppo dequantize` "
+            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `recipes/dequantize.py` "
             "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     written = dequantized_from(path) if path and is_quantized else None
@@ -229,7 +230,8 @@ class ColocatedEngine:
         # its end would destroy the process group, which is that of the run or of the next engine
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
-        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False, **settings), LoRARequest
+        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False), LoRARequest
+        self.settings = settings
         self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
@@ -250,7 +252,7 @@ class ColocatedEngine:
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
-        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens) for x in requests]
+        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens, **self.settings) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
         restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
         outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)

@@ -4,12 +4,14 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..concurrency import finished, started
-from ..redaction import read_key, redacted, shortened, without_key
+from ..redaction import is_local, read_key, redacted, without_key
 from .engine import Request, Sampled, VLLMError
 
 try:
@@ -23,6 +25,7 @@ KEY = "VLLM_API_KEY"
 CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
+SLOWEST = 1.0  # seconds per token of a completion, for a server that runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
 
@@ -38,14 +41,12 @@ class VLLMServer:
         address = httpx2.URL(self.url)
         self.command += f"--host {address.host} --port {address.port or 80}"  # by default it listens to all networks
         answer = self._run(lambda client: self._answer(client, "GET", "/v1/models"))
-        if not answer.is_success:
-            raise VLLMError(f"The server at {self.name} is not a vLLM server: {self._shown(answer)}.")
-        models = answer.json()["data"]
-        served = [name for model in models if not model.get("parent") for name in (model["id"], model.get("root"))]
+        bases = self._read(answer, "is not a vLLM server", lambda x: [y for y in x["data"] if not y.get("parent")])
+        served = [model.get(name) for model in bases for name in ("id", "root")]
         if base not in served:
             raise VLLMError(
-                f"The server at {self.name} serves `{served[0]}`, and the policy's base is `{base}`; start it with "
-                f"`{self.command}`, or set `vllm_kwargs['base_model']` to what it serves, if the weights are the same."
+                f"The server at {self.name} serves `{_shown(*served[:1])}`, the policy's base is `{base}`; start it "
+                f"with `{self.command}`, or set `vllm_kwargs['base_model']` to what it serves (of the same weights)."
             )
 
     def load(self, name: str, directory: Path) -> None:
@@ -56,11 +57,9 @@ class VLLMServer:
     async def _load(self, client: httpx2.AsyncClient, name: str) -> None:
         adapter = {"lora_name": name, "lora_path": str(self.directory)}
         answer = await self._answer(client, "POST", "/v1/load_lora_adapter", adapter)
-        if answer.status_code == 404 and '"detail"' in answer.text:  # no such path
-            raise VLLMError(f"The server at {self.name} takes no adapters; start it with `{self.command}`.")
-        if not answer.is_success and "already been loaded" not in answer.text:
+        if not answer.is_success and not (answer.status_code == 400 and "already been loaded" in answer.text):
             raise VLLMError(
-                f"The server at {self.name} cannot load the adapter: {self._shown(answer)}. It must be started with "
+                f"The server at {self.name} cannot load the adapter: {_shown(answer)}. It must be started with "
                 f"`{self.command}`, and see `{self.directory}` under that path."
             )
 
@@ -88,16 +87,22 @@ class VLLMServer:
             if answer.status_code == 404:  # it was restarted, and has lost the adapter; the seed repeats completions
                 await self._load(client, name)
                 answer = await self._answer(client, "POST", "/v1/completions", body)
-        if not answer.is_success:
-            raise VLLMError(f"The server at {self.name} did not sample: {self._shown(answer)}.")
-        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        return [Sampled(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+        def read(body: Any) -> list[Sampled]:
+            choices = sorted(body["choices"], key=itemgetter("index"))
+            sampled = [Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])]) for x in choices]
+            fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]
+            if fits != [True] * request.copies:
+                raise ValueError
+            return sampled
+
+        return self._read(answer, f"did not sample {request.copies} completions with token ids and log-probs", read)
 
     def sleep(self) -> None:
         """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        key = read_key(KEY) if os.environ.get(KEY) else None
+        key = read_key(KEY, self.url) if os.environ.get(KEY) else None
 
         async def run() -> T:
             async with httpx2.AsyncClient(
@@ -106,8 +111,7 @@ class VLLMServer:
                 timeout=httpx2.Timeout(None, connect=LIFE),
                 limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
                 verify=_tls(),
-                # requests to this machine go through no proxy
-                trust_env=httpx2.URL(self.url).host not in ("localhost", "127.0.0.1", "::1"),
+                trust_env=not is_local(self.url),
             ) as client:
                 return await action(client)
 
@@ -117,32 +121,43 @@ class VLLMServer:
         self, client: httpx2.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx2.Response:
         """Answer to a request, which is repeated while the server cannot be reached or starts."""
-        end = time.monotonic() + self.timeout
+        start = alive = time.monotonic()
         while True:
             request = asyncio.create_task(client.request(method, path, json=body))
             try:
-                # completions may take any time, but a server that is shut down never answers, nor hangs up
-                while not (await asyncio.wait([request], timeout=LIFE))[0]:
-                    await client.get("/v1/models", timeout=LIFE)
-                    end = time.monotonic() + self.timeout
+                # a server that is shut down never answers, nor hangs up; a proxy may answer some requests only
+                while not (await asyncio.wait([request], timeout=min(LIFE, self.timeout)))[0]:
+                    await asyncio.wait_for(client.get("/v1/models"), LIFE)
+                    alive = min(time.monotonic(), start + SLOWEST * (body or {}).get("max_tokens", 0))
+                    if time.monotonic() > alive + self.timeout:
+                        raise TimeoutError("it runs, but does not answer this request")
                 answer = request.result()
-            except httpx2.TransportError as error:
+            except (httpx2.RequestError, TimeoutError) as error:
                 cause = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
-                cause = self._shown(answer)
+                cause = _shown(answer)
                 if answer.status_code in (401, 403):
                     raise VLLMError(f"The server at {self.name} refuses {KEY} of the environment: {cause}.")
                 if answer.status_code not in UNAVAILABLE and ENGINE_DIED not in answer.text[:200]:
                     return answer
             finally:
                 request.cancel()
-            if time.monotonic() > end:
+            if time.monotonic() > alive + self.timeout:
                 raise VLLMError(
                     f"No answer from {self.name} within `vllm_server_timeout={self.timeout:g}` s ({cause}). If the "
                     f"server does not run, start it with `{self.command}`; the run resumes from its checkpoint."
                 )
             await asyncio.sleep(PAUSE)
 
-    def _shown(self, answer: httpx2.Response) -> str:
-        text = without_key(answer.text[:2000], os.environ.get(KEY, "").strip())
-        return f"{answer.status_code} {shortened(' '.join(text.split()))}"
+    def _read(self, answer: httpx2.Response, failure: str, read: Callable[[Any], T]) -> T:
+        """What a successful answer of the right form says."""
+        with suppress(LookupError, TypeError, AttributeError, ValueError):
+            if answer.is_success:
+                return read(answer.json())
+        raise VLLMError(f"The server at {self.name} {failure}: {_shown(answer)}.")
+
+
+def _shown(answer: Any = None) -> str:
+    """A server's answer, or another text of it, without the key."""
+    text = without_key(getattr(answer, "text", str(answer)), os.environ.get(KEY, "").strip())
+    return f"{answer.status_code} {text}" if isinstance(answer, httpx2.Response) else text

@@ -1,4 +1,4 @@
-"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (value head, own adapter)."""
+"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (its states, or own adapter)."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -38,12 +38,11 @@ def adapter_layers(policy: PeftModel) -> Iterator[tuple[nn.Module, frozenset[str
             yield module, None
 
 
-# attributes of the policy that a user of a trained model reaches for; the Trainer must not find others, such as
-# `is_quantized` or `main_input_name`, by which it would treat this as a plain model
-POLICY_API = frozenset(
-    "base_model config device dtype generate generation_config get_base_model get_input_embeddings "
-    "get_nb_trainable_parameters get_output_embeddings merge_adapter merge_and_unload name_or_path peft_config "
-    "print_trainable_parameters push_to_hub unload unmerge_adapter".split()
+# attributes of the policy that the Trainer and Accelerate must not find: they would treat this as a plain model
+HIDDEN = frozenset(
+    "base_model_prefix estimate_tokens floating_point_ops hf_device_map hf_quantizer is_loaded_in_4bit "
+    "is_distributed_loading_by_transformers is_loaded_in_8bit is_quantized loss_type main_input_name policy "
+    "model_tags quantization_method tie_weights tp_plan tp_size".split()
 )
 
 
@@ -51,7 +50,7 @@ class ActorCritic(nn.Module):
     """A PEFT policy with a critic on the same base, as returned by [`load_actor_critic`].
 
     Called with token ids it is the policy, a causal language model: so are `generate`, `save_pretrained`,
-    `merge_and_unload`, `generation_config` and other attributes of a `PeftModel`. Adapters are switched here and
+    `merge_and_unload`, `generation_config` and all other attributes of a `PeftModel`. Adapters are switched here and
     nowhere else.
 
     Args:
@@ -88,7 +87,8 @@ class ActorCritic(nn.Module):
         self._names = {name: {*adapter_parameters(policy, name)} for name in trained}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name) if name in POLICY_API else super().__getattr__(name)
+        is_own = name.startswith("_") or name in HIDDEN or name in self._modules
+        return super().__getattr__(name) if is_own else getattr(self.policy, name)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the policy's adapter, as a `PeftModel` does."""
@@ -249,6 +249,9 @@ class ActorCritic(nn.Module):
         ids = torch.arange(4, device=self.device)[None]
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
+        if not logits.isfinite().all():  # float16 overflows
+            remedy = "check its weights, or load it in bfloat16"
+            raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
         head = base.get_output_embeddings()
         with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             projected = head(hidden)
@@ -266,6 +269,7 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def sample(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any) -> Tensor:
         """Sample from the policy for a rollout, with nothing of the model's own generation config."""
+        self._activate(self.policy_adapter)  # threads of environments may have left contexts of others in any order
         base = self.policy.get_base_model()  # `PeftModel.generate` would restore that config
         # transformers would fill unset fields from it, and sample from another distribution than the scored one
         own, base.generation_config = base.generation_config, GenerationConfig()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -92,7 +92,7 @@ def public_name(base: str) -> str:
 
 
 def dequantized_from(path: str) -> dict[str, Any] | None:
-    """Base and quantization of a directory that `trl-ppo dequantize` wrote; `None` for others."""
+    """Base and quantization of a directory that `recipes/dequantize.py` wrote; `None` for others."""
     file = Path(path, DEQUANTIZED)
     return json.loads(file.read_text()) if file.is_file() else None
 
@@ -175,7 +175,7 @@ def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
 
 
 def read_critic(
-    path: str, critic: str, base: str, label: int | None = None
+    path: str, critic: str, base: str, label: int | str | None = None
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
@@ -204,8 +204,8 @@ def read_critic(
     if critic != "adapter":
         raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
-    rows, row = len(reward.head["weight"]), label or 0
-    if (rows > 1 and label is None) or not 0 <= row < rows:
+    rows, row = len(reward.head["weight"]), cast(int, label or 0)
+    if (rows > 1 and label is None) or row not in range(rows):
         given = f"has {rows} labels, and `reward_label` is {label}"
         raise ValueError(f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}.")
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}

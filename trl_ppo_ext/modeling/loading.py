@@ -31,6 +31,9 @@ from .critics import new_critic
 
 logger = logging.get_logger(__name__)
 
+ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")  # in training mode only
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # PEFT does not adapt their `out_proj`
+
 
 def compute_dtype(args: PPOConfig) -> torch.dtype:
     """Dtype in which a frozen base is stored and computes."""
@@ -44,6 +47,14 @@ def default_peft_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+def add_policy_adapter(model: Any, config: PeftConfig) -> PeftModel:
+    """Add a new adapter to a base; `"all-linear"` excludes what PEFT refuses."""
+    if getattr(config, "target_modules", None) == "all-linear" and model.config.model_type in MAMBA:
+        config = copy(config)
+        config.exclude_modules = config.exclude_modules or ["out_proj"]
+    return get_peft_model(model, config)
+
+
 def check_model_arguments(
     model: Any, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | str | None
 ) -> None:
@@ -55,9 +66,10 @@ def check_model_arguments(
             remedy = "pass its base, and this path as `peft_config` (`adapter_name_or_path`)"
             raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
-        settings = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-        for name in (name for name, value in settings.items() if value is not None):
-            raise ValueError(f"`{name}` has no effect on a loaded {type(model).__name__}; pass the model's id.")
+        if quantization_config is not None:
+            raise ValueError("`quantization_config` has no effect on a loaded model; pass the model's id.")
+        if args.model_init_kwargs is not None:
+            logger.warning("`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__)
         if model.get_output_embeddings() is None:
             raise ValueError(f"`model` must be a causal language model, got {type(model).__name__}.")
     if not isinstance(peft_config, PeftConfig | str | None):
@@ -97,7 +109,8 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
 
 def model_kwargs(args: PPOConfig) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that the config holds."""
-    return {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
+    kwargs = {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
+    return {"dtype" if name == "torch_dtype" else name: x for name, x in kwargs.items()}  # as before transformers 5
 
 
 def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
@@ -142,7 +155,7 @@ def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
 
 
 def _prepare_modules(model: nn.Module) -> None:
-    """Disable dropout, and keep 4-bit layers on the kernel that has a backward."""
+    """Disable dropout and the noise of routers, and keep 4-bit layers on the kernel that has a backward."""
     for module in model.modules():
         # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients,
         # and later training forwards lose their gradient without an error
@@ -153,8 +166,9 @@ def _prepare_modules(model: nn.Module) -> None:
         # functional dropout and layer dropout: the rate is an attribute, or read from the config
         config = getattr(module, "config", None)
         for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
-            for name in [name for name, x in vars(owner).items() if "drop" in name and isinstance(x, float)]:
-                setattr(owner, name, 0.0)
+            for name, x in list(vars(owner).items()):
+                if isinstance(x, float) and ("drop" in name or name in ROUTER_NOISE):
+                    setattr(owner, name, 0.0)
 
 
 def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel, bool]:
@@ -169,7 +183,7 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         for name, rate in vars(config).items():
             if "dropout" in name and rate:
                 logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
-        policy = get_peft_model(model, config)
+        policy = add_policy_adapter(model, config)
     try:
         adapter_parameters(policy, policy.active_adapter)
     except (KeyError, ValueError) as error:
@@ -229,11 +243,18 @@ def load_actor_critic(
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
-    """Raise an error if a given optimizer lacks a trained weight, or the scheduler is of another optimizer."""
+    """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not the scheduler's."""
+    if not any(x.requires_grad for x in actor_critic.policy_parameters().values()):
+        raise ValueError("A reward model shares its layers with `model`, and freezes its adapter; load it by itself.")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
-    missing = [name for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present]
-    if missing and optimizer is not None:
-        weights = f"`{missing[-1]}` and {len(missing) - 1} others"
+    missing = {name: x for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present}
+    critic = {id(x) for x in actor_critic.critic_parameters().values()}
+    if optimizer is None or not missing:
+        return
+    if scheduler is not None or not critic.issuperset(map(id, missing.values())):
+        weights = f"`{[*missing][-1]}` and {len(missing) - 1} others"
         raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
+    rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
+    optimizer.add_param_group({"params": [*missing.values()], "lr": rate})  # no script could have the critic

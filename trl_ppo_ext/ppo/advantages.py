@@ -50,34 +50,18 @@ def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_s
 
 def of_critic(
     rewards: Tensor,
-    outputs: Tensor,
-    steps: Tensor,
-    seen: Moments,
-    is_normalized: bool,
+    outputs: Tensor,  # of the critic; if it is normalized, in units of the returns that were seen
+    steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
+    seen: Moments,  # of the returns of earlier rollouts
+    is_normalized: bool,  # else the critic predicts in the unit of the rewards
     gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-    lam_critic: float | Tensor = 1.0,
-    outputs_after: Tensor | None = None,
-    is_cut: Tensor | None = None,
+    lam: float | Tensor = 1.0,  # of the advantages; a tensor is [batch]
+    lam_critic: float | Tensor = 1.0,  # of the targets
+    outputs_after: Tensor | None = None,  # [batch], for the states after completions
+    is_cut: Tensor | None = None,  # [batch], completions after which these outputs stand for the rest
     all_sum: Reduction = torch.clone,
 ) -> tuple[Advantages, Moments]:
-    """GAE with the values of a critic.
-
-    Args:
-        rewards (`Tensor`): Rewards per token.
-        outputs (`Tensor`): Outputs of the critic; if it is normalized, in units of the returns that were seen.
-        steps (`Tensor`): 1 at tokens, or first tokens of turns, that have a value.
-        seen (`Moments`): Moments of the returns of earlier rollouts.
-        is_normalized (`bool`): Whether the critic predicts in their units; else in the unit of the rewards.
-        gamma (`float`): Discount.
-        lam (`float` or `Tensor` of shape `[batch]`): λ of the advantages.
-        lam_critic (`float` or `Tensor` of shape `[batch]`): λ of the targets.
-        outputs_after (`Tensor` of shape `[batch]`, *optional*): Outputs for the states after completions.
-        is_cut (`Tensor` of shape `[batch]`, *optional*): Completions after which these outputs stand for the rest.
-        all_sum (`Callable`): Sums a tensor over ranks.
-
-    Returns:
-        `tuple[Advantages, Moments]`: The result, and the moments with the Monte Carlo returns of this rollout.
+    """GAE with the values of a critic, and the moments with the Monte Carlo returns of this rollout.
 
     Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491 (decoupled λ)
     """

@@ -1,5 +1,6 @@
 """Guards of a rollout: NaN and inf are excluded and reported, and completions must be sampled from the policy."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -88,11 +89,15 @@ class SamplerComparison:
     """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
 
     def __init__(self, args: PPOConfig, dtype: torch.dtype, all_sum: Reduction):
-        names = ("correction", "mode", "clip_max", "clip_min")
-        self.corrects, *self.limits = (getattr(args, f"vllm_importance_sampling_{name}") for name in names)
+        self.corrects = args.vllm_importance_sampling_correction
+        self.limits = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
         self.all_sum = all_sum
         self.tolerance = args.vllm_options.max_logp_difference
-        if self.tolerance is None and not args.filters:  # filtered log-probs differ by the mass that was kept
+        # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the
+        # entropy, these have at most entropy / −log(x); all but the k likeliest are rarer than 1 / (k + 1).
+        rarest = [x for x in (args.top_k and 1 / (args.top_k + 1), args.min_p) if x]
+        self.removed, self.removed_per_nat = 1 - args.top_p, sum(-1 / math.log(min(x, 0.999)) for x in rarest)
+        if self.tolerance is None and args.repetition_penalty == 1:  # its effect has no such bound
             in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
             self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
 
@@ -104,19 +109,19 @@ class SamplerComparison:
         differences = (tokens.logprobs - sampler_logprobs).abs()
         metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
         metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
-        mean = ppo_math.masked_mean(differences, mask, self.all_sum).item()
+        mean = self._unexplained(tokens.logprobs, tokens, sampler_logprobs, mask)
         if self.tolerance is not None and not mean <= self.tolerance:  # also NaN
             cause = (
                 "It has another base than the policy (`vllm_kwargs['base_model']`), or samples with an older adapter, "
                 "or its `--logprobs-mode` is not processed_logprobs."
             )
             reference = tokens.logprobs if tokens.ref_logprobs is None else tokens.ref_logprobs
-            if ppo_math.masked_mean((reference - sampler_logprobs).abs(), mask, self.all_sum) <= self.tolerance:
+            if self._unexplained(reference, tokens, sampler_logprobs, mask) <= self.tolerance:
                 cause = "It sampled from the reference: the policy's adapter is not applied."
             raise SamplerError(
-                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, and "
-                f"rounding explains {self.tolerance:g}. {cause} A larger `vllm_kwargs['max_logp_difference']` accepts "
-                "the difference."
+                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, more than "
+                f"filters do, and rounding explains {self.tolerance:g}. {cause} A larger "
+                "`vllm_kwargs['max_logp_difference']` accepts the difference."
             )
         if not self.corrects:
             return None
@@ -125,3 +130,9 @@ class SamplerComparison:
         metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
         metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
         return weights
+
+    def _unexplained(self, logprobs: Tensor, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> float:
+        """Mean difference of log-probs, without what filters explain."""
+        above = sampler_logprobs - logprobs
+        explained = -(1 - self.removed - self.removed_per_nat * tokens.entropies).clamp(min=0).log()
+        return ppo_math.masked_mean((above - above.clamp(min=0).minimum(explained)).abs(), mask, self.all_sum).item()

@@ -19,14 +19,12 @@ from torch import Tensor
 Reduction = Callable[[Tensor], Tensor]  # of a tensor over ranks
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence_mean", "sequence_sum"]
-SamplerCorrection = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
-]
+SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 # A gradient norm squares the ratio: float32 overflows from e^44 on, and inf times a mask's zero is NaN. A token that
 # became e^20 (5e8) times as likely is far out of distribution anyway.
 LOG_RATIO_BOUND = 20.0
-KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows
+KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 TRUST = 2.0  # factor of a token's probability, per rollout, beyond which it has no gradient by default
 
@@ -177,40 +175,33 @@ def sampler_weights(
     response_mask: Tensor,
     mode: SamplerCorrection,
     clip_max: float | None = None,
-    clip_min: float | None = None,
 ) -> Tensor:
     r"""Importance weights π_old/μ of tokens that another implementation μ of the policy sampled, as in TRL.
 
-    wₜ is the ratio of the token, of the sequence (the product of its tokens' ratios), or the product's geometric mean.
-    Advantages are multiplied by it, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of Âₜ.
-    Only the sequence's ratio without bounds is unbiased, and its variance grows with the length.
+    wₜ is the ratio of the token, or of the sequence (the product of its tokens' ratios). Advantages are multiplied by
+    it, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of Âₜ. Only the sequence's ratio
+    without a bound is unbiased, and its variance grows with the length.
 
     Args:
         logprobs (`Tensor`): Log-probs under the policy, from the forward of the updates.
         sampler_logprobs (`Tensor`): Log-probs under the sampler.
         response_mask (`Tensor`): 1 where a token counts.
         mode (`str`):
-            `"token"`, `"sequence"` or `"geometric"`, followed by `"_truncate"` (ratios beyond a bound are set to it)
-            or by `"_mask"` (to 0).
+            `"token"` or `"sequence"`, followed by `"_truncate"` (sets larger ratios to the bound) or `"_mask"` (to 0).
         clip_max (`float`, *optional*): Upper bound of the ratio; `None` has none but exp(`LOG_RATIO_BOUND`).
-        clip_min (`float`, *optional*): Lower bound of the ratio.
 
     Returns:
         `Tensor`: Weights without gradient, 1 at masked positions: where μ is π_old, nothing changes.
 
-    Source: https://fengyao.notion.site/off-policy-rl; masks, geometric mean: https://richardli.xyz/rl-collapse
+    Source: https://fengyao.notion.site/off-policy-rl
     """
     _same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs, response_mask=response_mask)
-    level, beyond = mode.split("_")
     log_ratio = _masked(logprobs - sampler_logprobs, response_mask).detach()
-    if level != "token":
+    level, beyond = mode.split("_")
+    if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
-    if level == "geometric":
-        log_ratio = log_ratio / response_mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    weights = ratio.clamp(clip_min or 0.0, math.inf if clip_max is None else clip_max)
-    if beyond == "mask":
-        weights = weights.masked_fill(weights != ratio, 0)
+    ratio, bound = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), math.inf if clip_max is None else clip_max
+    weights = torch.where(ratio > bound, bound if beyond == "truncate" else 0.0, ratio)
     return weights.expand_as(response_mask).masked_fill(response_mask == 0, 1)
 
 
@@ -499,7 +490,7 @@ class Moments(NamedTuple):
 def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:
     r"""KL coefficient that rises while the KL is above its target and falls while it is below.
 
-    error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·completions/horizon)
+    error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·min(completions/horizon, 1))
 
     Args:
         value (`float`): Coefficient so far, above 0.
@@ -516,4 +507,4 @@ def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, 
     if not math.isfinite(measured):
         return value
     error = min(max(measured / target - 1, -KL_ERROR_BOUND), KL_ERROR_BOUND)
-    return value * (1 + error * completions / horizon)
+    return value * (1 + error * min(completions / horizon, 1))

@@ -16,8 +16,8 @@ from .math import Reduction
 RESERVED = frozenset(
     "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std grad_norm "
     "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective ratio "
-    "reward reward_std rewards sampling skipped_steps step stopped_early time tokens_per_second tools total_flos "
-    "unscored_completions value".split()
+    "reward reward_std rewards sampling skipped_steps step step_time stopped_early time tokens_per_second tools "
+    "total_flos unscored_completions value".split()
 )
 
 
@@ -86,6 +86,8 @@ class Metrics:
                     computed[name] = value[0] / value[1]
                 elif kind == "max:" and value != -float("inf"):
                     computed |= {name[1:]: -value} if name.startswith("-") else {name: value}
+                elif name.endswith("_terminated_length"):
+                    computed[name.removeprefix("-")] = 0.0  # none has ended; as in TRL
         self._entries = {}
         return computed
 
@@ -138,6 +140,7 @@ def log_episodes(metrics: Metrics, episodes: Sequence[Episode], num_valid: int |
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
     metrics.mean("episodes/turns", torch.tensor(turns, device=device))
     metrics.total("episodes/failed", float(sum(x.error is not None for x in episodes)))
+    metrics.mean("episodes/overlong", torch.tensor([float(x.is_overlong) for x in episodes], device=device))
     metrics.mean("tools/call_frequency", torch.tensor(calls, device=device))
     metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 

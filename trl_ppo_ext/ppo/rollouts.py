@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -15,11 +15,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
+from ..concurrency import guarded
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
-from ..rewards.scoring import Reward, Scored, ScoringBatch, fixed_seed, monitor, score_all
+from ..rewards.scoring import Reward, Scored, ScoringBatch, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened
@@ -147,18 +148,18 @@ def sample(
 
     # 1. Play an episode for each row: a completion, or several turns.
     seeds = seeds_of_episodes(roles, len(rows), state, training)
-    with timed("generate", metrics):
+    with timed("generate", metrics), roles.actor_critic.adapter(roles.actor_critic.policy_adapter):
         episodes = roles.player.play(rows, seeds, state.global_step if training else None)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
+    if 2 * sum(episode.is_overlong for episode in episodes) > len(episodes):
+        logger.warning_once("Most episodes end at answers longer than the rest of `max_completion_length`; raise it.")
 
     # 2. Score the completions.
     extra: dict[str, list] = {}
     logged: dict[str, list[float]] = {}
-    # rewards draw from a stream of their own: one that seeds would repeat the next rollouts. Nor may one that
-    # changes the working directory move the checkpoints, or one that switches gradients off end the training
     seed = hash((args.seed, state.global_step, rank)) % 2**31
-    with timed("score", metrics), fixed_seed(seed, device), chdir("."), torch.enable_grad():
+    with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
         failures = args.reward_on_error, args.max_reward_failures
         scored = score_all(roles.rewards, batch, roles.reward_weights, *failures, all_sum, device)
@@ -187,7 +188,7 @@ def sample(
     log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask, weights = sequences.completion_mask, None
-    if roles.sampler is not None:
+    if roles.sampler is not None and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
@@ -225,17 +226,8 @@ def collect(
         check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
-    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    scores, token_scores, after, kl = scored.totals, scored.tokens, run, torch.zeros_like(tokens.logprobs)
-    if args.normalize_rewards:
-        after = run._replace(scores=run.scores.add(scores, usable, all_sum))
-        deviation = after.scores.sample_deviation + 1e-8
-        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
-    if args.missing_eos_penalty is not None:
-        scores = scores - args.missing_eos_penalty * (~samples.stopped)
-    if (kind := args.reward_kl) is not None:
-        kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
-    rewards = ppo_math.token_rewards(token_scores, scores, kl, completion_mask, run.kl_coef)
+    # 2. Rewards per token, in the unit of the scores or whitened.
+    rewards, after = shaped_rewards(roles, samples, run)
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
     if args.whiten_rewards:
@@ -283,6 +275,10 @@ def collect(
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
 
+    if args.top_entropy_quantile < 1:
+        gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)
+        result = result._replace(advantages=gained)
+
     # 4. The rollout, and what it leaves to the next one.
     if args.kl_target is not None and state.global_step >= options.warmup_steps:  # until then the policy stays
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
@@ -306,6 +302,21 @@ def collect(
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)
+
+
+def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tensor, RunState]:
+    """Rewards per token: the KL penalty at every token, the shaped score at the last one."""
+    args, tokens, scored, after = roles.args, samples.tokens, samples.scored, run
+    scores, token_scores, kl = scored.totals, scored.tokens, torch.zeros_like(tokens.logprobs)
+    if args.normalize_rewards:
+        after = run._replace(scores=run.scores.add(scores, scored.usable, roles.all_sum))
+        deviation = after.scores.sample_deviation + 1e-8
+        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
+    if args.missing_eos_penalty is not None:
+        scores = scores - args.missing_eos_penalty * (~samples.stopped)
+    if (kind := args.reward_kl) is not None:
+        kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
+    return ppo_math.token_rewards(token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef), after
 
 
 def new_side_critic(roles: Roles, run: RunState, state: TrainerState) -> SideCritic | None:
@@ -388,6 +399,14 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 # ---- parts ----
 
 
+def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
+    """1 at the share of a rollout's tokens with the highest entropy: https://huggingface.co/papers/2506.01939"""
+    padded = roles.accelerator.pad_across_processes(entropies[mask], pad_index=-torch.inf)
+    ordered = roles.accelerator.gather(padded).sort(descending=True).values
+    last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
+    return entropies >= ordered[last] if len(ordered) else mask
+
+
 def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
     """Warn if all scores of the first rollout are equal."""
     first = Moments().add(scored.totals, scored.usable, roles.all_sum)
@@ -459,7 +478,8 @@ def scoring_batch(
         check_metric_name(name)
         logged.setdefault(name, []).append(float(value))
 
-    columns = {name: [episode.columns[name] for episode in episodes] for name in episodes[0].columns}
+    names = dict.fromkeys(name for episode in episodes for name in episode.columns)  # rows of a stream may lack some
+    columns = {name: [episode.columns.get(name) for episode in episodes] for name in names}
     completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
     prompts = [episode.prompt for episode in episodes]
     return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)
@@ -469,7 +489,7 @@ def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bo
     """Seeds of environments: the same for all episodes of a prompt and, in training, on any number of ranks."""
     group, step = roles.args.num_generations, state.global_step
     if not training:  # of the evaluation's stream
-        group, step = 1, int(torch.randint(2**31, ())) if roles.player.takes_seeds else 0
+        group, step = 1, int(torch.randint(2**31, ()))
     first = roles.accelerator.process_index * rows
     return [hash((roles.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
 

@@ -1,5 +1,6 @@
 """Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -178,6 +179,9 @@ class Updates:
         for name, values in metrics.items():
             add = self.metrics.maximum if name.endswith("/max") else self.metrics.mean
             add(name, values, rollout.response_mask if "value" in name else mask)
+        for name, add in {"low_min": self.metrics.minimum, "high_max": self.metrics.maximum}.items():
+            clipped = metrics[f"clip_ratio/{name[:-4]}_mean"] & mask  # of each completion, as in GRPO
+            add(f"clip_ratio/{name}", clipped.sum(1) / mask.sum(1), mask.any(1))
         approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
         self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         return loss
@@ -213,12 +217,10 @@ class Updates:
         tensors, plan = dict(state), self.plan
         rows, stopped_early = tensors.pop("rows"), tensors.pop("stopped_early")
         sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
-        if tuple(rows.shape) != sizes:
-            raise ValueError(
-                f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × "
-                f"completions, but the config's sizes are {sizes}; resume with the saved sizes."
-            )
-        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
+        if (len(rows), rows.numel()) != (sizes[0], math.prod(sizes)):
+            given = f"within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × completions"
+            raise ValueError(f"The checkpoint is {given}, not of {sizes}; resume with the saved sizes.")
+        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows.reshape(sizes))
         self.stopped_early = bool(stopped_early)
 
 

@@ -76,7 +76,7 @@ def check_reward_arguments(
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
     for model_id in (reward for reward in rewards if isinstance(reward, str)):
         config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
-        checked_label(model_id, config.num_labels, label)
+        checked_label(model_id, config.num_labels, label, config)
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:

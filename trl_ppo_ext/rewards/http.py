@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from transformers import AutoTokenizer
 
 from ..data import as_text
-from ..redaction import read_key, shortened, without_key
+from ..redaction import is_local, read_key, without_key
 from .model import joined
 from .scoring import RewardError, ScoringBatch
 
@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(f'Rewards over HTTP need an extra ({error}); run pip install "trl_ppo_ext[judge]".') from error
 
-LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])[:/]"  # requests to this machine go through no proxy
+PAUSE = 60.0  # seconds, the longest before an attempt that a server may ask for
 # The 8 of "8/10", "8 / 10" and "8 out of 10"; not a part of 1,000 or 1.2.3
 NUMBER = r"(?<![\w.,/])(?<!/ )(?<!out of )[-+]?\d+(?:\.\d+)?(?!\d|[.,]\d)"
 
@@ -38,6 +38,7 @@ class HttpReward:
     concurrency: int = 32
     timeout: float = 60.0
     max_retries: int = 4
+    only_waits: ClassVar[bool] = True  # for its server, apart from coroutines of users, which may block their loop
     # the body of the request for a completion, and the score in its answer; a ValueError is the cause of a failure
     _body: ClassVar[Callable[[Any, ScoringBatch, int], dict[str, Any]]]
     _read: ClassVar[Callable[[Any, Any], float]]
@@ -49,12 +50,12 @@ class HttpReward:
         if self.concurrency < 1:
             raise ValueError(f"`concurrency` must be at least 1, got {self.concurrency}.")
         self.name = self.name or self.model.rstrip("/").split("/")[-1]
-        read_key(self.api_key_env)  # a missing one raises before the run
+        read_key(self.api_key_env, self.url)  # a missing one raises before the run
 
     async def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions; a failed request fails its completion."""
         slots, failures = asyncio.Semaphore(self.concurrency), list[str]()  # causes of those since the last answer
-        key = read_key(self.api_key_env)
+        key = read_key(self.api_key_env, self.url)
         # explicit, so that OpenAI credentials in the environment are never sent
         options: Any = {"headers": {"Authorization": f"Bearer {key}" if key else openai.Omit()}}
 
@@ -64,17 +65,18 @@ class HttpReward:
                     if len(failures) >= max(8, self.concurrency):
                         raise ValueError(f"skipped, because all requests before it failed: {failures[0]}")
                     body = self._body(batch, row)
-                    answer = await client.post(self.url, cast_to=httpx2.Response, body=body, options=options)
+                    # an attempt ends after `timeout` seconds without a byte, and all of them when a server drips
+                    async with asyncio.timeout((1 + self.max_retries) * (self.timeout + PAUSE)):
+                        answer = await client.post(self.url, cast_to=httpx2.Response, body=body, options=options)
                     failures.clear()
                     try:
                         return self._read(answer.json())
                     except (LookupError, TypeError, AttributeError, JSONDecodeError):
                         raise ValueError(f"it answered in an unknown form: {answer.text}") from None
-                except (openai.OpenAIError, ValueError) as error:
+                except (openai.OpenAIError, ValueError, TimeoutError) as error:
                     detail = error.response.text if isinstance(error, openai.APIStatusError) else error.__cause__
-                    text = without_key(f"{error} {detail or ''}"[:2000], key)  # servers repeat it
-                    cause = f"{type(error).__name__}: {shortened(' '.join(text.split()))}"
-                    if isinstance(error, openai.APIConnectionError):  # also after a timeout
+                    cause = f"{type(error).__name__}: {without_key(f'{error} {detail or str()}', key)}"
+                    if isinstance(error, openai.APIConnectionError | TimeoutError):  # also after a timeout
                         cause += f" Check that the server runs, or raise timeout={self.timeout:g}."
                     failures.append(cause)
                 return RewardError(f"The reward `{self.name}` at {self.url} failed with {cause}")
@@ -84,7 +86,7 @@ class HttpReward:
             base_url=self.url,
             timeout=httpx2.Timeout(self.timeout, connect=min(10.0, self.timeout)),  # a host that is up accepts at once
             max_retries=self.max_retries,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not re.match(LOCAL, self.url)),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_local(self.url)),
         ) as client:
             return await asyncio.gather(*map(post, range(len(batch))))
 

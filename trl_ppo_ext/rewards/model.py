@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -17,20 +18,23 @@ from transformers import (
 )
 from trl import apply_chat_template, is_conversational
 
+from ..data import encode_marked, prefill, protected, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from .scoring import RewardError, ScoringBatch
 
 
-def checked_label(name: str, num_labels: int, label: int | None) -> int:
-    """Return the index of the classifier's output that is the reward."""
-    if (label is None and num_labels > 1) or not 0 <= (label or 0) < num_labels:
+def checked_label(name: str, num_labels: int, label: int | str | None, config: Any = None) -> int:
+    """Return the index of the classifier's output that is the reward, which its config may name."""
+    numbers = getattr(config, "label2id", None) or {}
+    number = numbers.get(label, label)
+    if (number is None and num_labels > 1) or (number or 0) not in range(num_labels):
         raise RewardError(
-            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` from "
-            f"0 to {num_labels - 1}, got {label}, use a model with one label, or pass a function of its labels."
+            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` to "
+            f"a name, or 0 to {num_labels - 1}, got {label}, use a model with one label, or a function of its labels."
         )
-    return label or 0
+    return number or 0
 
 
 def load_classifier(
@@ -68,8 +72,11 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
     """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
     if is_conversational({"prompt": prompts[0]}):
-        chats = [prompt + completion for prompt, completion in zip(prompts, completions)]
-        return [apply_chat_template({"messages": chat}, tokenizer)["text"] for chat in chats], False
+        chats = [
+            [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if c and (start := prefill(p)) else p + c
+            for p, c in zip(prompts, completions)
+        ]
+        return [apply_chat_template({"messages": [*map(text_only, x)]}, tokenizer)["text"] for x in chats], False
     return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
 
 
@@ -85,9 +92,11 @@ class SequenceScorer:
             tokenizer.pad_token = tokenizer.eos_token
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
-        """Tokenize prompts with their completions."""
+        """Tokenize prompts with their completions; a delimiter that messages spell is text."""
+        if is_conversational({"prompt": prompts[0]}):
+            prompts, completions = protected([prompts, completions], self.tokenizer)
         texts, special = joined(prompts, completions, self.tokenizer)
-        return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
+        return [encode_marked(text, self.tokenizer, special) for text in texts]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that is too long for the model fails."""
@@ -130,13 +139,13 @@ class ClassifierReward(SequenceScorer):
         model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         batch_size: int = 16,
-        label: int | None = None,
+        label: int | str | None = None,
         trust_remote_code: bool = False,
         offload_from: torch.device | None = None,
     ):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
-        self.label = checked_label(name, model.config.num_labels, label)
+        self.label = checked_label(name, model.config.num_labels, label, model.config)
         if tokenizer is None:
             if not model_id:
                 cause = f"The reward model `{name}` has no id to load a tokenizer from"
@@ -203,7 +212,7 @@ class AdapterReward(SequenceScorer):
         actor_critic: ActorCritic,
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
-        label: int | None = None,
+        label: int | str | None = None,
     ):
         path = adapter.path
         super().__init__(adapter.name or path.rstrip("/").split("/")[-1], tokenizer, batch_size)

@@ -2,10 +2,8 @@
 
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,11 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
-from ..concurrency import finished, in_thread, started
+from ..concurrency import FAILURES, finished, in_thread, started
 from ..config import LARGEST_SCORE
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
@@ -75,7 +72,11 @@ class FunctionReward:
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL
-        call = partial(self.function, **copies)
+
+        def call() -> Any:
+            result = self.function(**copies)
+            return list(result) if isinstance(result, Iterator) else result
+
         if self.timeout is None:
             return call()
         return finished(in_thread(call), self.timeout)
@@ -107,7 +108,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
     # if entries cannot be assigned to completions, all of them fail
     if isinstance(scores, RewardError):
         entries = [scores] * expected
-    elif isinstance(scores, Exception | SystemExit):
+    elif isinstance(scores, FAILURES):
         failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
         failure.__cause__ = scores
         entries = [failure] * expected
@@ -116,7 +117,7 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
         cause = f"The reward `{name}` returned {returned} for {expected} completions; "
         entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
 
-    tokens = torch.full((expected, max(lengths)), torch.nan)
+    tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)  # a reward may set the default
     failures = {}
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
@@ -146,7 +147,7 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
         if len(entry) != length:
             remedy = f", which has {length} tokens; return one per token, or (position, reward) pairs."
             raise ValueError(f"{len(entry)} token rewards", remedy)
-    tokens = torch.zeros(width)
+    tokens = torch.zeros(width, dtype=torch.float32)
     for position, value in pairs:
         try:
             number = math.nan if isinstance(value, str) else float(value)
@@ -185,9 +186,10 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
     for reward in rewards:
         try:
             results.append(reward.score(batch))
-        except (Exception, SystemExit) as error:  # the code of a completion may call `exit()`
+        except FAILURES as error:  # the code of a completion may call `exit()`
             results.append(error)
-    results = [started(result) if inspect.isawaitable(result) else result for result in results]
+    waits = [getattr(reward, "only_waits", False) for reward in rewards]
+    results = [started(x, only) if inspect.isawaitable(x) else x for x, only in zip(results, waits)]
     for index, (reward, result) in enumerate(zip(rewards, results)):
         if isinstance(result, Future):
             try:
@@ -253,30 +255,3 @@ def score_all(
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
     return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
-
-
-def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment, e.g. after code of the user."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    backend = None if device.type == "cpu" else torch.get_device_module(device)
-    on_device = None if backend is None else backend.get_rng_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if backend is not None:
-            backend.set_rng_state(on_device)
-
-    return restore
-
-
-@contextmanager
-def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
-    restore = capture_random_state(device)
-    try:
-        set_seed(seed)
-        yield
-    finally:
-        restore()

@@ -1,18 +1,22 @@
-"""Advice: what a curve shows, from which step on, and what to change."""
+"""Advice: what went wrong in a run, what followed, and what to change; `templates/rules.yaml` has the texts."""
 
 import fnmatch
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import yaml
 from pandas import Series
 
 from .reading import Run, smooth
 
 FEWEST = 3  # rollouts, and points of a curve, below which nothing is judged
-FEWEST_TREND = 10  # points below which a curve has no trend
-FEWEST_FLAT = 20  # points below which a flat curve means nothing
+FEWEST_TREND = 5  # points below which a curve has no trend
+FEWEST_FLAT = 10  # rollouts below which a flat curve means nothing
 
 
 def number(value: float) -> str:
@@ -27,165 +31,160 @@ class Trend:
 
     def __init__(self, curve: Series | None):
         values = Series(dtype=float) if curve is None or len(curve) < FEWEST else curve
-        self.values = values
-        self.smooth = smooth(values)
-        enough = len(values) >= FEWEST_TREND
-        fifth = max(len(values) // (5 if enough else 2), 1)  # of a short curve its half
+        self.values, self.smooth = values, smooth(values)
+        fifth, enough = max(len(values) // 5, 1), len(values) >= FEWEST_TREND
         self.start, self.end = float(values.iloc[:fifth].mean()), float(values.iloc[-fifth:].mean())
-        # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps.
+        self.recent = float(values.iloc[-max(fifth, FEWEST_TREND) :].median()) if enough else math.nan  # no outliers
+        # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps. Of
+        # few neighbors, it is often too small.
         differences = values.diff()
         noise = 1.4826 / math.sqrt(2) * float((differences - differences.median()).abs().median())
+        noise *= 1 + 3 / max(len(values) - 1, 1)
         self.error = noise * math.sqrt(2 / fifth)  # standard error of `end - start` for independent points
-        self.scale = float(self.smooth.abs().max())
-        least = max(4 * self.error, 0.02 * self.scale)  # more than noise, and enough to matter
+        if enough and abs(values.iloc[0] - self.start) > 4 * noise:  # a fast change would hide in the mean
+            self.start, self.error = float(values.iloc[0]), noise * math.sqrt(1 + 1 / fifth)
+        top, bottom, self.scale = self.smooth.max(), self.smooth.min(), float(self.smooth.abs().max())
+        order = values.rank().corr(Series(range(len(values)), values.index, dtype=float)) if enough else 0.0
+        is_ordered = abs(order) > min(0.94, 2.5 / math.sqrt(max(len(values) - 1, 1)))  # of noise, 1 % are
+        least = max(0 if is_ordered else 4 * self.error, 0.02 * self.scale)  # more than noise, and enough to matter
         self.rises, self.falls = enough and self.end - self.start > least, enough and self.start - self.end > least
+        self.collapses = self.falls and self.end <= 0.3 * self.start
+        least = max(5.5 * self.error, 0.25 * (top - bottom), 0.02 * self.scale)
+        self.turns = int(self.smooth.idxmax()) if enough and top - self.end > least else None  # down, after this step
 
     def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
         """First step at which the smoothed curve is above or below a level."""
         return next(iter(self.smooth.index[(self.smooth > above) | (self.smooth < below)]), None)
 
-    def turning_point(self) -> int | None:
-        """Step of the maximum, if the curve then falls by more than noise."""
-        if len(self.values) < FEWEST_TREND:
-            return None
-        top = self.smooth.max()
-        least = max(5.5 * self.error, 0.25 * (top - self.smooth.min()), 0.02 * self.scale)
-        return int(self.smooth.idxmax()) if top - self.end > least else None
+    def __str__(self) -> str:
+        top = self.smooth[self.turns] if self.turns is not None else -math.inf
+        best = f" to {number(top)} at step {self.turns}, then" if top > self.start + 0.1 * self.scale else ""
+        start, end = number(self.start), number(self.end)
+        return f"at {end}" if start == end and not best else f"from {start}{best} to {end}"
+
+
+class Curves:
+    """Trends of a run by name, and what several rules read of them."""
+
+    def __init__(self, run: Run):
+        self.names, self.has_turns = list(run.curves), "episodes/turns" in run.curves  # often won in one way
+        self.of = cache(lambda name: Trend(run.curves.get(name)))
+        self.reward, self.kl, self.spread = map(self.of, ("reward", "kl_per_completion", "reward_std"))
+        self.rises, widest = self.reward.rises and self.reward.turns is None, self.spread.values.max()
+        self.is_long = run.rollouts >= FEWEST_FLAT and len(self.reward.values) >= FEWEST_TREND
+        self.falls = self.is_long and (self.reward.falls or self.reward.turns is not None)
+        self.all_equal = self.spread.end <= 1e-6 * max(self.reward.scale, 1.0)
+        self.narrows = self.spread.end <= 0.5 * widest  # there is less and less to learn
+        self.is_solved = self.rises and (self.all_equal or self.spread.end <= 0.1 * widest)
+
+    def hacks(self, monitor: Trend) -> bool:
+        """True if a monitored reward turns down while the optimized reward does not."""
+        x, turns = self.reward, monitor.turns
+        return turns is not None and len(x.values) > 0 and x.end >= x.smooth.asof(turns) - 2 * x.error
+
+    def pays(self, length: Trend) -> bool:
+        """True if longer completions of a rollout score higher, and completions become longer or are cut."""
+        long = length.first(above=length.start + 0.8 * (length.smooth.max() - length.start))
+        # later all may be cut; of completions of one length it is 0
+        correlation = self.of("reward/length_correlation").values.loc[:long].replace(0, math.nan).mean()
+        drifts = self.rises and length.rises and length.end > 1.3 * length.start and not correlation < 0.3
+        return drifts or (correlation > 0.8 and self.of("completions/clipped_ratio").end >= 0.25)
+
+    def is_dead(self) -> bool:
+        """True if the policy does not change; without a reference, its updates and its entropy show that."""
+        entropy, largest = self.of("entropy"), self.of("approx_kl").values.max()
+        return not (abs(self.kl.end) >= 0.05 or largest >= 1e-3 or entropy.rises or entropy.falls)
+
+    def outcome(self) -> str:
+        """The reward, and at what KL."""
+        x, kl = self.reward, round(self.kl.end, 2) + 0.0  # without the sign of 0
+        goes = f"stays at {number(x.end)}" if len(x.values) else "has too few logs"
+        if x.rises or x.falls or x.turns is not None:
+            goes = f"{'rises' if self.rises else 'falls' if x.falls else 'goes'} {x}"
+        return f"The reward {goes}{'' if math.isnan(kl) else f' at a KL of {number(kl)} nats per completion'}"
+
+
+# by name of the rule: whether it holds, and from which step on, for its curve and all curves
+CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
+    "over-optimized": lambda x, c: (c.hacks(x) and c.kl.rises, x.turns),
+    "hacked": lambda x, c: (c.hacks(x) and not c.kl.rises, x.turns),
+    "length": lambda x, c: (c.pays(x), x.first(above=1.3 * x.start)),
+    "kl": lambda x, c: (x.end >= 50 and not c.of("kl").end < 0.1, x.first(above=50)),
+    "traded": lambda x, c: (x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1, x.turns),
+    "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.rises, None),
+    "equal": lambda x, c: (c.all_equal and not c.rises, None),
+    "entropy": lambda x, c: (x.collapses and not (c.rises and c.narrows), x.first(below=0.5 * x.start)),
+    "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
+    "harm": lambda x, c: (x.recent < -0.5 and not c.narrows, x.first(below=-0.5)),
+    "updates": lambda x, c: (x.end >= 0.05, x.first(above=0.05)),
+    "clip": lambda x, c: (x.end >= 0.3, x.first(above=0.3)),
+    "skip": lambda x, c: (x.end >= 0.4, x.first(above=0.4)),
+    "negative": lambda x, c: (x.end < -max(4 * x.error, 0.05), x.first(below=-max(4 * x.error, 0.05))),
+    "dead": lambda x, c: (c.is_long and not c.rises and c.is_dead(), None),
+    "falls": lambda x, c: (c.falls, x.turns),
+    "settled": lambda x, c: (x.collapses and c.rises and c.narrows and not c.is_solved, x.first(below=0.5 * x.start)),
+    "truncated": lambda x, c: (x.start >= 0.25 <= x.end, None),
+    "repeated": lambda x, c: (x.rises and x.end >= x.start + 0.1 and not c.has_turns, x.first(above=x.start + 0.05)),
+    "critic": lambda x, c: (-0.5 <= x.recent < 0.1 and not c.narrows, None),
+    "flat": lambda x, c: (c.is_long and not (c.rises or c.falls), None),
+    "slow": lambda x, c: (x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))), None),
+}
+
+TABLE = yaml.safe_load(Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8"))
+RULES = [SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row) for row in TABLE]
 
 
 class Advice(NamedTuple):
-    """A problem that curves show, and its remedy."""
+    """A problem that curves show, or else a note, and the rules that hold as its consequences."""
 
-    title: str
-    seen: str  # the symptom in numbers
+    rule: SimpleNamespace  # row of the table
+    seen: str  # in numbers
     remedy: str
     step: int | None  # where it starts
+    is_problem: bool
+    consequences: list["Advice"]
 
 
-TRUNCATED = "Raise `max_completion_length`, set `missing_eos_penalty`, or exclude them (`mask_truncated_completions`)."
-SMALLER_STEPS = "Lower `learning_rate`, `num_ppo_epochs` or `target_kl`."
-EXCLUDED = "Find out what excludes completions: failing rewards, or `mask_truncated_completions` if none emits EOS."
-# metric, level that its end must stay below, title, remedy
-TOO_HIGH = (
-    ("completions/clipped_ratio", 0.25, "Many completions are truncated", TRUNCATED),
-    ("approx_kl", 0.05, "Updates move the policy too far", SMALLER_STEPS),
-    ("clip_ratio/region_mean", 0.3, "Too many tokens are clipped", SMALLER_STEPS),
-    ("stopped_early", 0.4, "`target_kl` skips many optimizer steps", "Lower `learning_rate` or `num_ppo_epochs`."),
-)
-# pattern of a count that must stay 0, title, remedy
-FAILURES = (
-    ("skipped_steps", "Non-finite gradients", "Lower `learning_rate` or `max_grad_norm`; prefer `bf16` to `fp16`."),
-    ("nonfinite_completions", "Non-finite log-probs", "Prefer `bf16` to `fp16`, or lower `learning_rate`."),
-    ("empty_steps", "Steps without a token to learn from", EXCLUDED),
-    ("rewards/*/failed", "A reward failed", "Read its errors in the run's warnings; `reward_on_error` handles them."),
-)
+class Judgement(NamedTuple):
+    """A verdict, whose first sentence has the first cause of trouble or else the outcome, and all advice."""
+
+    kind: str  # "good", "problem" or "early"
+    verdict: str
+    advice: list[Advice]
 
 
-def _monitors(run: Run) -> Iterator[Advice]:
-    """A monitored reward turns down while the optimized reward does not."""
-    reward, kl = Trend(run.curves.get("reward")), Trend(run.curves.get("kl_per_completion"))
-    for name in fnmatch.filter(run.curves, "monitor/*/mean"):
-        monitor = Trend(run.curves[name])
-        step = monitor.turning_point()
-        if step is None or not len(reward.values) or not reward.end >= reward.smooth.asof(step) - 2 * reward.error:
-            continue
-        title, remedy = "The reward may be hacked", f"Read completions and fix the reward, or stop at step {step}."
-        seen = (
-            f"After step {step}, `{name}` falls from {number(monitor.smooth[step])} to {number(monitor.end)} while "
-            f"the reward goes from {number(reward.smooth.asof(step))} to {number(reward.end)}"
-        )
-        if kl.rises:
-            title, remedy = "Over-optimization of the reward", f"Raise `kl_coef`, or stop at step {step}."
-            seen += f" and the KL rises to {number(kl.end)}"
-        yield Advice(title, f"{seen}.", remedy, step)
-
-
-def _failures(run: Run) -> Iterator[Advice]:
-    """Counts that should stay 0; they need no trend."""
-    for pattern, title, remedy in FAILURES:
-        for name in fnmatch.filter(run.curves, pattern):
-            failures = run.curves[name][run.curves[name] > 0]
-            if len(failures):
-                seen = f"`{name}` adds up to {failures.sum():.0f}: the first at step {failures.index[0]}."
-                yield Advice(title, seen, remedy, int(failures.index[0]))
-
-
-def _trends(run: Run) -> list[Advice]:
-    """Rules on the start and the end of curves."""
-    advice: list[Advice] = []
-
-    def of(name: str) -> Trend:
-        return Trend(run.curves.get(name))
-
-    def rule(applies: bool, title: str, remedy: str, *metrics: str, step: int | None = None) -> None:
-        if applies:
-            known = [(name, of(name)) for name in metrics if len(of(name).values)]
-            moves = ", ".join(f"`{name}` from {number(goes.start)} to {number(goes.end)}" for name, goes in known)
-            advice.append(Advice(title, f"From the first fifth to the last: {moves}.", remedy, step))
-
-    reward, spread, entropy, kl = map(of, ("reward", "reward_std", "entropy", "kl_per_completion"))
-    length, correlation = of("completions/mean_length"), of("reward/length_correlation")
-    repeated, explained = of("completions/repeated_ratio"), of("value/explained_variance")
-    enough = len(reward.values) >= FEWEST_FLAT
-    equal, negative = 1e-6 * max(reward.scale, 1.0), -max(4 * kl.error, 0.05)
-    parts = fnmatch.filter(run.curves, "rewards/*/mean")
-
-    remedy = "Give it more weight in `reward_weights`."
-    for name in parts if len(parts) > 1 else ():
-        is_traded, step = reward.rises and of(name).falls, of(name).turning_point()
-        rule(is_traded, "One reward is traded for the others", remedy, name, "reward", step=step)
-
-    # unless short completions score as well within a rollout
-    drifts = length.rises and reward.rises and length.end > 1.3 * length.start and not correlation.end < 0.2
-    title, step = "Length drift: the reward may favor long completions", length.first(above=1.3 * length.start)
-    remedy = (
-        "Read the completions below. If the longer ones say no more, add a reward that penalizes length, monitor one "
-        "that ignores it (`monitor_funcs`), or lower `max_completion_length`."
-    )
-    rule(drifts, title, remedy, "completions/mean_length", "reward", "reward/length_correlation", step=step)
-
-    title, step = "All completions get the same reward", spread.first(below=equal)
-    remedy = "Use graded rewards, easier prompts or a higher `temperature`. At the reward's maximum, the run is done."
-    rule(spread.end <= equal, title, remedy, "reward_std", "reward", step=step)
-
-    for name, level, title, remedy in TOO_HIGH:
-        rule(of(name).end >= level, title, remedy, name, step=of(name).first(above=level))
-
-    collapses = entropy.falls and entropy.start > 0 and entropy.end <= 0.3 * entropy.start
-    title, step = "Entropy collapse: the policy stops exploring", entropy.first(below=0.5 * entropy.start)
-    remedy = "Raise `entropy_coef`; lower `learning_rate` or raise `kl_coef`."
-    rule(collapses, title, remedy, "entropy", step=step)
-
-    collapses = repeated.rises and repeated.end - repeated.start >= 0.1
-    title, step = "Mode collapse: completions become identical", repeated.first(above=repeated.start + 0.05)
-    remedy = "Raise `kl_coef` or `entropy_coef`. Read below which answer every prompt gets: the reward favors it."
-    rule(collapses, title, remedy, "completions/repeated_ratio", step=step)
-
-    fails = explained.end < 0.1 and len(explained.values) >= FEWEST_FLAT
-    remedy = "Raise `critic_learning_rate`, run `trl-ppo pretrain-critic`, or set `critic='none'`."
-    rule(fails, "The critic does not predict the returns", remedy, "value/explained_variance")
-
-    title = "Negative KL: completions are not sampled from the policy's own distribution"
-    remedy = "Sample from the full distribution: `top_p=1.0`, `top_k=0`, `min_p=None`, `repetition_penalty=1.0`."
-    rule(kl.end < negative, title, remedy, "kl_per_completion", step=kl.first(below=negative))
-
-    remedy = "Lower `learning_rate`. Check that higher scores are better, and lower `kl_coef` if the KL dominates."
-    rule(enough and reward.falls, "The reward falls", remedy, "reward")
-
-    is_flat = enough and not (reward.falls or reward.rises) and not abs(kl.end) >= 0.05  # NaN without a reference
-    remedy = "Raise `learning_rate`, or lower `kl_coef`."
-    rule(is_flat, "The policy hardly changes", remedy, "reward", "kl_per_completion")
-    return advice
-
-
-def advise(run: Run) -> list[Advice]:
+def judge(run: Run) -> Judgement:
     """Apply all rules. A remedy shows the current value of each setting that it names."""
-    settings = run.start["trainer_config"] | run.start["config"]
+    settings, curves, advice = run.start["trainer_config"] | run.start["config"], Curves(run), list[Advice]()
 
     def with_value(match: re.Match) -> str:
         value = settings.get(match[1])
         return match[0] if value is None else f"{match[0]} (now {value})"
 
-    curves = [*_monitors(run), *_trends(run)] if run.rollouts >= FEWEST else []
-    advice = [*curves, *_failures(run)]
-    return [item._replace(remedy=re.sub(r"`(\w+)(=[^`]*)?`", with_value, item.remedy)) for item in advice]
+    # 1. Rules from causes to consequences
+    for rule in RULES:
+        for name in fnmatch.filter(run.curves, rule.curve):
+            holds, step, curve = False, None, run.curves[name]
+            if rule.name not in CONDITIONS:  # a count that must stay 0
+                holds, step, seen = curve.any(), int(curve.ne(0).idxmax()), f"`{name}` adds up to {curve.sum():.0f}"
+            elif run.rollouts >= FEWEST:
+                holds, step = CONDITIONS[rule.name](curves.of(name), curves)
+                known = [other for other in (name, *rule.also.split()) if len(curves.of(other).values)]
+                seen = ", ".join(f"`{other}` {curves.of(other)}" for other in known)
+            if holds:
+                remedy = re.sub(r"`(\w+)(=[^`]*)?`", with_value, rule.remedy.format(step=step))
+                item = Advice(rule, seen, remedy, step, rule.grave or not curves.rises, [])
+                causes = (x for x in advice if x.is_problem and rule.name in x.rule.explains.split())
+                next((x.consequences for x in causes), advice).append(item)
+
+    # 2. The verdict
+    problems, outcome = [x.rule.cause for x in advice if x.is_problem], curves.outcome()
+    if problems:
+        return Judgement("problem", f"{problems[0]}. {outcome}.", advice)
+    if not curves.rises:
+        logs = len(run.curves.get("reward", ()))
+        few = f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} logs"
+        return Judgement("early", f"Too early to judge: {few}.", advice)
+    notes = " and ".join(x.rule.cause[0].lower() + x.rule.cause[1:] for x in advice)
+    outcome = f"Solved: the{outcome[3:]}" if curves.is_solved else outcome
+    return Judgement("good", f"{outcome}, but {notes}." if notes else f"{outcome}.", advice)

@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import (
 
 from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
-from ..redaction import printable
+from ..redaction import printable, without_keys
 from .reading import CREDIT
 
 WITH_TABLES = ("wandb", "trackio")
@@ -24,14 +24,10 @@ MOST_TURNS = 64  # of an episode, with the environment's
 
 
 def limited(text: str, longest: int) -> str:
-    """The beginning of a text."""
+    """The beginning of a text, without keys."""
+    text = without_keys(text)
     cut = len(text) - longest
     return text if cut <= 0 else f"{text[:longest]}... ({cut} more characters)"
-
-
-def printable_cell(text: str, encoding: str = "utf-8") -> str:
-    """Escape control characters and those that the terminal cannot encode, and shorten."""
-    return printable(limited(text, LONGEST)).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
@@ -43,7 +39,8 @@ def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
     completions = []
     for row, episode in enumerate(samples.batch.episodes[:rows]):
-        messages = [(x["role"], message_text(x)) for x in episode.messages] or [("", as_text(episode.completion))]
+        answered = [*episode.messages, *episode.unread]
+        messages = [(x["role"], message_text(x)) for x in answered] or [("", as_text(episode.completion))]
         turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
         for turn, start, end in zip(sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]):
@@ -67,38 +64,6 @@ def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, A
     return [turn | {"text": limited(turn["text"], share)} for turn in turns]
 
 
-def print_completions(samples: Samples, reward_names: list[str], step: int, rows: int | None) -> None:
-    """Print prompts, completions and their scores; all rows for `None`."""
-    if rows == 0:
-        return
-    console = Console()
-
-    def cell(entry: Any) -> Text:
-        return Text(printable_cell(as_text(entry), console.encoding))  # `Text` is never parsed as markup
-
-    def transcript(turns: list[dict[str, Any]]) -> Text:
-        lines = []
-        for turn in limited_turns(turns, LONGEST):
-            lines.append(cell(f"{turn['role']}: {turn['text']}".removeprefix(": ")))
-            credit = [f"{name} {turn[name]:.2f}" for name in CREDIT if turn[name] is not None]
-            lines += [Text(f"  {', '.join(credit)}", style="bold cyan")] if credit else []
-        return Text("\n").join(lines)
-
-    table = Table(title=f"Step {step}", show_lines=True, expand=True)
-    table.add_column("prompt", style="bright_yellow")
-    table.add_column("completion", style="bright_green")
-    for name in [*reward_names, "score"]:
-        table.add_column(cell(name), justify="right", style="bold cyan")
-    for name in samples.extra:
-        table.add_column(cell(name))
-    for row, turns in enumerate(turns_of(samples, rows)):
-        scores = [*samples.scored.rewards[row].tolist(), samples.scored.totals[row].item()]
-        completion = transcript(turns) if turns[0]["role"] else cell(samples.batch.completions[row])
-        extra = [cell(values[row]) for values in samples.extra.values()]
-        table.add_row(cell(samples.batch.prompts[row]), completion, *map("{:.2f}".format, scores), *extra)
-    console.print(table)
-
-
 def check_trackers(report_to: list[str]) -> None:
     """Raise an error if a tracker is not installed, or would upload the base model."""
     known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}  # these are available without being listed
@@ -114,7 +79,7 @@ def _column(values: list) -> list:
     """Numbers or text, since a tracker's table needs one type per column."""
     if all(isinstance(value, int | float) for value in values):
         return [float(value) for value in values]
-    return [as_text(value).encode("utf-8", "backslashreplace").decode() for value in values]
+    return [without_keys(as_text(value)).encode("utf-8", "backslashreplace").decode() for value in values]
 
 
 def completions_table(samples: Samples, rewards: list[str], monitors: list[str], step: int) -> DataFrame:
@@ -123,18 +88,35 @@ def completions_table(samples: Samples, rewards: list[str], monitors: list[str],
     columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
     scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
     for name, values in [*scores, ("score", samples.scored.totals.tolist()), *samples.extra.items()]:
+        (name,) = _column([name])
         while name in columns:  # a reward with the name of another column
             name = f"{name}_"
         columns[name] = _column(list(values))
     return DataFrame(columns)
 
 
-def log_completions(
-    report_to: list[str], samples: Samples, rewards: list[str], monitors: list[str], step: int, key: str
-) -> None:
-    """Log a table to each tracker that supports tables and that the Trainer has started."""
+def print_completions(completions: DataFrame, step: int, rows: int | None) -> None:
+    """Print the first rows of a table of completions; all for `None`."""
+    if rows == 0:
+        return
+    console, table = Console(), Table(title=f"Step {step}", show_lines=True, expand=True)
+
+    def cell(entry: float | str) -> Text:
+        text = f"{entry:.4g}" if isinstance(entry, float) else printable(limited(entry, LONGEST))
+        encoded = text.encode(console.encoding, "backslashreplace")  # what the terminal can show
+        return Text(encoded.decode(console.encoding))  # `Text` is never parsed as markup
+
+    for name in completions.columns[1:]:  # the step is in the title
+        style = {"prompt": "bright_yellow", "completion": "bright_green"}.get(name, "bold cyan")
+        table.add_column(cell(name), style=style)
+    for row in completions[:rows].to_numpy().tolist():
+        table.add_row(*map(cell, row[1:]))
+    console.print(table)
+
+
+def log_completions(report_to: list[str], completions: DataFrame, step: int, key: str) -> None:
+    """Log a table of completions to each tracker that supports tables and that the Trainer has started."""
     for name in [name for name in WITH_TABLES if name in report_to]:
         tracker: Any = import_module(name)
         if (tracker.run if name == "wandb" else tracker.context_vars.current_run.get()) is not None:
-            table = tracker.Table(dataframe=completions_table(samples, rewards, monitors, step))
-            tracker.log({key: table, "train/global_step": step})
+            tracker.log({key: tracker.Table(dataframe=completions), "train/global_step": step})

@@ -1,7 +1,9 @@
 """Read the log of a run into curves, completions and settings."""
 
 import json
+import math
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,6 +53,16 @@ def smooth(curve: Series) -> Series:
     return curve.rolling(2 * (len(curve) // 24) + 1, center=True, min_periods=1).mean()
 
 
+def curves_of(logs: Iterable[dict[str, Any]]) -> dict[str, Series]:
+    """Finite values of each metric by step; of two values of one step the later one counts."""
+    points: dict[str, dict[int, float]] = {}
+    for log in logs:
+        for name, value in log.items():
+            if name not in ("step", "epoch") and isinstance(value, int | float) and math.isfinite(value):
+                points.setdefault(name, {})[log["step"]] = value
+    return {name: Series(values, dtype=float) for name, values in points.items()}
+
+
 def read_run(directory: str | os.PathLike) -> Run:
     """Read a run from its output directory."""
     # 1. Entries that count. What follows the last line break is still being written.
@@ -66,21 +78,13 @@ def read_run(directory: str | os.PathLike) -> Run:
     if not starts:
         raise ValueError(f"`{directory}` must have a non-empty {RUN_LOG}; pass the `output_dir` of a run.")
 
-    # 2. Curves and completions. Of two values of one step the later one counts.
-    points: dict[str, dict[int, float]] = {}
-    sheets: dict[tuple[int, str], Sheet] = {}
-    for entry in entries:
-        if entry["kind"] == "metrics":
-            for name, value in entry["metrics"].items():
-                if name not in ("step", "epoch") and isinstance(value, int | float):  # null was NaN or infinite
-                    points.setdefault(name, {})[entry["step"]] = value
-        elif entry["kind"] == "completions":
-            sheets[entry["step"], entry["mode"]] = Sheet(entry["step"], entry["mode"], entry["rows"])
+    # 2. Curves and completions
+    sheets = {(x["step"], x["mode"]): x["rows"] for x in entries if x["kind"] == "completions"}
     return Run(
         name=os.path.basename(os.path.abspath(directory)),
         start=starts[-1],
-        curves={name: Series(values, dtype=float) for name, values in points.items()},
-        sheets=[sheets[key] for key in sorted(sheets)],
+        curves=curves_of(x["metrics"] | {"step": x["step"]} for x in entries if x["kind"] == "metrics"),
+        sheets=[Sheet(*key, sheets[key]) for key in sorted(sheets)],
         resumed_at=sorted({entry["step"] for entry in starts if entry["step"] > 0}),
         written=entries[-1]["time"],
         seconds=sum(later["time"] - entry["time"] for entry, later in pairwise(entries) if later["kind"] != "run"),

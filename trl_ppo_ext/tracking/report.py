@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pandas import Series
 
-from .advice import FEWEST, advise, number
+from .advice import judge, number
 from .reading import CREDIT, read_run, smooth
 
 try:
@@ -168,8 +168,7 @@ def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Pat
     places = np.linspace(0, len(run.sheets) - 1, min(len(run.sheets), MOST_SHEETS)).round().astype(int)
     page = environment.get_template("page.html").render(
         run=run,
-        advice=advise(run),
-        fewest=FEWEST,
+        judgement=judge(run),
         sections=draw_all(run.curves),
         sheets=[run.sheets[place] for place in places],
         credit=CREDIT,

@@ -23,9 +23,9 @@ from ..config import PPOConfig
 from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened
-from .advice import number
+from .advice import judge, number
 from .completions import as_text, limited, limited_turns, turns_of
-from .reading import RUN_LOG
+from .reading import RUN_LOG, Run, curves_of
 
 logger = logging.get_logger(__name__)
 
@@ -160,7 +160,7 @@ class RunLog(TrainerCallback):
 
 
 class Terminal(ProgressCallback, PrinterCallback):
-    """Prints the plan of the run, and one line per log; both callbacks of transformers print every metric."""
+    """Prints the plan, a line per log, and grave problems; both callbacks of transformers print every metric."""
 
     def __init__(self, plan: BatchPlan, disable_tqdm: bool):
         super().__init__()
@@ -169,6 +169,7 @@ class Terminal(ProgressCallback, PrinterCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar at the step that the run resumes from."""
         self.current_step = state.global_step
+        self._warned, self._judged = set[str](), 0  # names of rules, and number of logs
         if state.is_world_process_zero:
             tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
             self.training_bar = tqdm(
@@ -181,7 +182,7 @@ class Terminal(ProgressCallback, PrinterCallback):
             super().on_prediction_step(*positional, **kwargs)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print the main metrics in one line."""
+        """Print the main metrics in one line, and what goes gravely wrong once."""
         if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
             return
         prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "")
@@ -191,6 +192,14 @@ class Terminal(ProgressCallback, PrinterCallback):
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         cells = [f"{label} {number(value)}" for label, value in shown.items()]
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
+        if "reward" not in logs or len(state.log_history) <= 1.1 * self._judged:  # all of a long run would take time
+            return
+        self._judged = len(state.log_history)
+        start = {"plan": asdict(self.plan), "config": args.to_dict(), "trainer_config": {}}
+        for item in judge(Run("", start, curves_of(state.log_history), [], [], 0.0, 0.0)).advice:
+            if (item.rule.grave or item.rule.live) and item.rule.name not in self._warned:
+                self._warned.add(item.rule.name)
+                tqdm.write(f"warning: {item.rule.cause}: {item.seen}. {item.remedy}")
 
     def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End the progress bar, and name the command of the report, if the run has a log."""

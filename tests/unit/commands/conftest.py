@@ -23,6 +23,13 @@ def fails_late(completion_ids, trainer_state, **kwargs):
 def of_texts(texts):
     return [float(len(text)) for text in texts]
 
+class Walk:
+    def reset(self, row, seed):
+        return "w1 w2"
+
+    def step(self, text):
+        return "w3", 1.0, True
+
 not_a_reward = 3
 """
 

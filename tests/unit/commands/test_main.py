@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import trl_ppo_ext
 from trl_ppo_ext.commands import main as cli
 
 
@@ -24,6 +25,13 @@ def test_help_lists_every_command_without_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(command in done.stdout for command in cli.COMMANDS)
+
+
+def test_version_is_printed_in_a_checkout(capsys):
+    """Where the package was never installed, `importlib.metadata` has no version."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"trl-ppo {trl_ppo_ext.__version__}\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -51,3 +59,15 @@ def test_interrupted_command_exits_with_130(monkeypatch):
 
     monkeypatch.setattr("trl_ppo_ext.tracking.reading.read_run", interrupt)
     assert cli.main(["replay", "run"]) == 130
+
+
+def test_import_hides_noise_of_other_packages():
+    code = (
+        "import logging, warnings, trl_ppo_ext\n"
+        "warnings.warn('`is_gradient_checkpointing` is deprecated and will be removed', FutureWarning)\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward')\n"
+        "warnings.warn('another', FutureWarning)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if "Warning" in line] == ["<string>:4: FutureWarning: another"]
+    assert "gemm" not in done.stderr

@@ -38,8 +38,8 @@ def test_unknown_preset_is_refused_with_the_known_ones():
 
 
 def test_preset_takes_overrides_of_its_fields(tmp_path):
-    made = PPOConfig.preset("n_plus", tmp_path, use_cpu=True, bf16=False, learning_rate=3e-5)
-    assert (made.learning_rate, made.adam_epsilon) == (3e-5, 1e-5)
+    made = PPOConfig.preset("n_plus", tmp_path, use_cpu=True, bf16=False, learning_rate=1e-4)
+    assert (made.learning_rate, made.adam_epsilon) == (1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,6 +47,16 @@ def test_preset_has_the_source_of_every_value(name):
     lines = FILES[name].read_text(encoding="utf-8").splitlines()
     values = [line for line in lines if not line.startswith("#") and not line.endswith(":")]  # not keys of mappings
     assert len(values) >= len(PRESETS[name]) and all(re.fullmatch(r" *\w+: \S+  # \S.*", line) for line in values)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rates_of_a_preset_are_ten_times_those_of_its_paper(name):
+    """Adapters are trained, and papers give rates of full fine-tuning."""
+    text = FILES[name].read_text(encoding="utf-8")
+    rates = re.findall(r"^\w*learning_rate: (\S+)  # 10 × (\S+) of ", text, re.MULTILINE)
+    assert len(rates) == sum("learning_rate" in field for field in PRESETS[name]) > 0
+    assert all(float(rate) == pytest.approx(10 * float(paper)) for rate, paper in rates)
+    assert "https://thinkingmachines.ai/blog/lora/" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)

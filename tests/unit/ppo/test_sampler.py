@@ -18,9 +18,10 @@ LOGPROBS = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -1.5, -3.0]])
 
 
 def compared(tmp_path, sampler_logprobs, ref_logprobs=None, dtype=torch.float32, **settings):
-    settings = {"generation_backend": "vllm", "vllm_importance_sampling_correction": True} | settings
+    filtered = {"top_p", "top_k", "min_p", "repetition_penalty"} & settings.keys()
+    settings = {"generation_backend": "vllm", "vllm_importance_sampling_correction": not filtered} | settings
     comparison = SamplerComparison(config(tmp_path, **settings), dtype, lambda x: x)
-    tokens, metrics = TokenScores(LOGPROBS, ref_logprobs=ref_logprobs), Metrics()
+    tokens, metrics = TokenScores(LOGPROBS, torch.ones_like(LOGPROBS), ref_logprobs=ref_logprobs), Metrics()
     return comparison.weights(tokens, sampler_logprobs, MASK, metrics), metrics.compute(lambda x: x, lambda x: x)
 
 
@@ -44,8 +45,12 @@ def test_differences_are_logged_over_sampled_tokens_and_weigh(tmp_path):
         (0.2, torch.bfloat16, {"vllm_max_logp_difference": 0.3}, False),
         (0.02, torch.float32, {"vllm_max_logp_difference": 0.015}, True),
         (math.nan, torch.float32, {}, True),
-        # what was filtered out is missing from the policy's log-probs
-        (0.3, torch.float32, {"top_p": 0.7, "vllm_importance_sampling_correction": False}, False),
+        (0.3, torch.float32, {"top_p": 0.7}, False),  # filters raise log-probs, by at most −log 0.7
+        (0.4, torch.float32, {"top_p": 0.7}, True),
+        (-0.02, torch.float32, {"top_p": 0.7}, True),
+        (-0.02, torch.float32, {"top_k": 5}, True),
+        (9.0, torch.float32, {"repetition_penalty": 1.1}, False),
+        (0.2, torch.float32, {"repetition_penalty": 1.1, "vllm_max_logp_difference": 0.1}, True),
     ],
 )
 def test_difference_beyond_rounding_ends_the_run(tmp_path, away, dtype, settings, ends):
@@ -54,6 +59,42 @@ def test_difference_beyond_rounding_ends_the_run(tmp_path, away, dtype, settings
         return
     with pytest.raises(SamplerError, match=r"differ by .* nats per token in this rollout.*another base .*an older"):
         compared(tmp_path, LOGPROBS + away, dtype=dtype, **settings)
+
+
+def filtered(logprobs, top_p=1.0, top_k=0, min_p=0.0):
+    """Log-probs of the distribution that vLLM samples from, `[rows, vocabulary]`."""
+    if min_p:
+        logprobs = logprobs.masked_fill(logprobs < logprobs.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+    ranked, order = logprobs.log_softmax(-1).sort(descending=True)
+    if top_k:
+        ranked[:, top_k:] = -math.inf
+    probs = ranked.softmax(-1)
+    ranked[probs.cumsum(-1) - probs >= top_p] = -math.inf
+    return ranked.gather(-1, order.argsort()).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 31}, {"top_k": 10}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}],
+)
+@pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
+def test_filtered_sampler_passes_only_with_the_policys_weights(tmp_path, filters, scale):
+    """Of another base, whose log-probs differ by about a nat, whatever the entropy."""
+    torch.manual_seed(0)
+    logits, others = scale * torch.randn(512, 32), torch.randn(512, 32)
+    policy, mask = logits.log_softmax(-1), torch.ones(512, 1).bool()
+    args = config(tmp_path, generation_backend="vllm", **filters)
+    comparison = SamplerComparison(args, torch.float32, lambda x: x)
+    for sampled_from, ends in ((policy, False), ((logits + others).log_softmax(-1), True)):
+        sampler = filtered(sampled_from, **filters)
+        ids = torch.multinomial(sampler.exp(), 1)
+        tokens = TokenScores(policy.gather(-1, ids), -(policy.exp() * policy).sum(-1, keepdim=True))
+        if ends:
+            with pytest.raises(SamplerError, match="more than filters do"):
+                comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
+        else:
+            comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
+            assert comparison._unexplained(tokens.logprobs, tokens, sampler.gather(-1, ids), mask) < 1e-6
 
 
 def test_error_says_that_the_adapter_is_not_applied(tmp_path):

@@ -211,10 +211,13 @@ def build(tmp_path):
     return build
 
 
-def test_updates_of_other_sizes_do_not_resume(build):
+def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build):
     updates = build()
     updates.start(rollout(rows=8), 0)
-    with pytest.raises(ValueError, match=r"\(6, 2, 2\) .* config's sizes are \(2, 1, 4\); resume with the saved"):
+    again = build(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=3))
+    again.load_state_dict(updates.state_dict(1), 1)
+    assert again.rows.shape == (6, 1, 4) and torch.equal(again.rows.flatten(), updates.rows.flatten())
+    with pytest.raises(ValueError, match=r"\(6, 2, 2\) .*, not of \(2, 1, 4\); resume with the saved"):
         build(BatchPlan(4, num_mini_batches=2)).load_state_dict(updates.state_dict(1), 1)
 
 

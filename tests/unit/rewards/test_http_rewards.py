@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
 
-from trl_ppo_ext.rewards import RewardError, ScoringBatch
+from trl_ppo_ext.rewards import FunctionReward, RewardError, ScoringBatch, http
 from trl_ppo_ext.rewards.http import Judge
 from trl_ppo_ext.rewards.scoring import collect_scores
 
@@ -63,6 +63,18 @@ def test_slow_calls_run_concurrently(port):
         assert [scores.totals.tolist() for scores in asyncio.run(notebook())] == [[3.0] * 64] * 2
         seconds.append(time.perf_counter() - start)
     assert 0.8 <= min(seconds) < 1.6  # four waves; faster would be more than 16 at a time, and in turn they take 25 s
+
+
+def test_coroutine_that_blocks_its_loop_holds_no_judge_up(port):
+    free = threading.Event()
+
+    async def blocks(**kwargs):
+        free.wait(20)
+
+    with ends_within(10):
+        failed, judged = collect_scores([FunctionReward(blocks, timeout=0.1), judge(port, "ok")], batch(["abc"]))
+    assert len(failed.failures) == 1 and judged.totals.tolist() == [3.0]
+    free.set()
 
 
 @both
@@ -123,6 +135,22 @@ def test_misbehaving_server_fails_in_time_with_the_cause(port, make, mode):
         with pytest.raises(RewardError, match=f"The reward `{asked.name}` at {asked.url} failed with {cause}"):
             raise error
     assert attempts(asked) == 2 * tries  # of two requests
+
+
+def test_answer_that_drips_is_a_failure(port, monkeypatch):
+    monkeypatch.setattr(http, "PAUSE", 0.1)
+    with ends_within(2):
+        (error,) = scored(judge(port, "drips", timeout=0.2), batch(["abc"]))
+    assert re.search("failed with TimeoutError: .*raise timeout=0.2", str(error))
+
+
+def test_key_over_plain_http_to_another_machine_warns(monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    with pytest.warns(UserWarning, match=r"`TEST_KEY` is sent to http://judge\.example/v1/.*, unencrypted") as seen:
+        Judge("http://judge.example/v1", "m", "{completion}", api_key_env="TEST_KEY")
+        Judge("https://judge.example/v1", "m", "{completion}", api_key_env="TEST_KEY")
+        Judge("http://localhost:8000/v1", "m", "{completion}", api_key_env="TEST_KEY")
+    assert len(seen) == 1 and KEY not in str(seen[0].message)
 
 
 def test_closed_port_is_a_failure():

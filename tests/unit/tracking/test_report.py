@@ -207,15 +207,27 @@ def test_completions_are_of_the_first_and_the_last_step(tmp_path):
     assert (steps[0], steps[-1], len(steps)) == (1, 60, MOST_SHEETS) and "Nothing is logged yet" in page
 
 
-def test_page_has_advice_or_says_that_there_is_none(tmp_path):
-    for logs, failed, expected in (
-        (2, 0.0, "Too early to judge: 2 of at least 3 rollouts."),
-        (2, 1.0, "Non-finite gradients"),
-        (3, 0.0, "No curve shows a known problem."),
+def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp_path):
+    for logs, values, kind, expected in (
+        (2, {}, "early", "Too early to judge: 2 of at least 10 rollouts, 2 of at least 5 logs."),
+        (2, {"skipped_steps": 1.0}, "problem", "Non-finite gradients. The reward has too few logs."),
+        (12, {}, "good", "The reward rises from 1 to 11.5."),
+        (
+            12,
+            {"reward": 0.0, "reward_std": 0.0, "entropy": 2.0},
+            "problem",
+            "All completions get the same reward. The",
+        ),
     ):
-        place = tmp_path / f"{logs} {failed}"
-        logged = [metrics(step, reward=float(step), skipped_steps=failed) for step in range(1, logs + 1)]
-        assert expected in "".join(Tags(page_of(write(place, begin(), *logged), place / "report.html")).text)
+        logged = [metrics(step, **{"reward": float(step)} | values) for step in range(1, logs + 1)]
+        page = page_of(write(tmp_path / "run", begin(), *logged), tmp_path / "report.html")
+        (verdict,) = re.findall(r'<p class="advice (\w+)"><b>(.*?)</b></p>', page)
+        assert verdict[0] == kind and verdict[1].startswith(expected), verdict
+        assert page.count('<article class="advice problem">') == (kind == "problem")
+    assert re.findall(r"<li>(.*?) \(<code>reward</code> at 0\)", page) == [
+        "The policy hardly changes",
+        "The reward does not rise",
+    ]
 
 
 def test_page_shows_the_size_of_the_run_and_marks_changed_settings(tmp_path):

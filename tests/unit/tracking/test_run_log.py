@@ -18,8 +18,9 @@ from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tracking.completions import completions_table
 from trl_ppo_ext.tracking.reading import RUN_LOG, read_run
-from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog, environment
+from trl_ppo_ext.tracking.run_log import LONGEST, ROWS, TIMES, RunLog, Terminal, environment
 
 
 def parity(completion_ids, **kwargs):
@@ -90,6 +91,23 @@ def test_completions_have_their_scores(finished):
             assert (turn["advantage"] is None) == (sheet.mode == "eval")
 
 
+class Door:
+    def reset(self, row, seed):
+        return " w1"
+
+    def step(self, text):
+        return "w9", 1.0, True
+
+
+def test_last_observation_is_in_the_transcript_though_nothing_reads_it(tmp_path):
+    args = config(tmp_path, max_steps=1)
+    PPOTrainer(llama(), args=args, environment_factory=Door, processing_class=tokenizer()).train()
+    (sheet,) = read_run(tmp_path).sheets
+    for row in sheet.rows:
+        assert [turn["role"] for turn in row["turns"]] == ["assistant", "user"]
+        assert row["turns"][1]["text"] == "w9" and row["tokens"] <= 8
+
+
 def test_failing_log_warns_once_and_ends_no_run(tmp_path, caplog):
     (tmp_path / "run" / RUN_LOG).mkdir(parents=True)
     built = run(tmp_path / "run", max_steps=2)
@@ -128,6 +146,15 @@ def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
     assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
     assert all(LONGEST < len(row["turns"][0]["text"]) < LONGEST + 50 for sheet in sheets for row in sheet["rows"])
+
+
+def test_logged_text_has_no_keys_of_known_forms(tmp_path):
+    log, state, _ = opened(tmp_path, 1)
+    key = "hf_" + "aZ3kP9qLm2XvB7tRw5Yc"
+    log.completions(samples(text=f"key=1; login({key}) at http://u:hunter2@proxy"), state, "train")
+    table = completions_table(samples(text=f"key=1; login({key})"), ["reward"], [], 1)
+    for text in ((tmp_path / "run" / RUN_LOG).read_text(), table.to_json()):
+        assert "key=1; login(***)" in text and key not in text and "hunter2" not in text
 
 
 def test_completions_of_every_evaluation_set_are_logged(tmp_path):
@@ -199,6 +226,23 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
         assert re.fullmatch(f"step {step}/4  loss {number}  grad_norm {number}", printed[3 + step])
     assert re.match(f"step 4/4  eval  reward {number}  KL {number}", printed[8])
     assert printed[9:] == [f"see `trl-ppo report '{tmp_path}/a run'`"]
+
+
+def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
+    terminal, state = Terminal(BatchPlan(1), disable_tqdm=True), TrainerState(max_steps=99)
+    args = config(tmp_path, kl_coef=0.02)
+    terminal.on_train_begin(args, state, TrainerControl())
+    for step in range(1, 61):
+        state.global_step = step
+        astray = {"kl_per_completion": 4.0 * step, "kl": 0.2 * step, "entropy": 2.0 if step < 30 else 0.1}
+        logs = {"reward": 1.0, "reward_std": 0.5, "value/explained_variance": -3.0 * (step > 40)} | astray
+        state.log_history.append(logs | {"step": step})
+        terminal.on_log(args, state, TrainerControl(), logs=logs)
+    printed = capsys.readouterr().out.splitlines()
+    warned = {line.split(":")[1].strip(): place for place, line in enumerate(printed) if line.startswith("warning: ")}
+    assert [*warned] == ["The policy is far from its reference"]  # the others follow from it
+    assert 16 < warned["The policy is far from its reference"] < 25
+    assert "`kl_per_completion` from 4 to 5" in " ".join(printed) and "(now 0.02)" in " ".join(printed)
 
 
 def test_first_rollout_is_logged_at_the_first_step(tmp_path):

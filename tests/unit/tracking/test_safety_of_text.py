@@ -25,7 +25,14 @@ from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets
 from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all
-from trl_ppo_ext.tracking.completions import LONGEST, MOST_TURNS, limited_turns, print_completions, printable_cell
+from trl_ppo_ext.tracking.completions import (
+    LONGEST,
+    MOST_TURNS,
+    completions_table,
+    limited,
+    limited_turns,
+    print_completions,
+)
 from trl_ppo_ext.tracking.report import write_report
 
 SECRET = "hf_aVerySecretToken1234"
@@ -117,9 +124,10 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
     def fails(*args, **kwargs):
         raise ValueError("no\n" * 10**5)
 
-    class Failing:
+    class Failing(list):
         chat_template = "{{ x }}"
-        __call__ = apply_chat_template = fails
+        __hash__, __call__ = object.__hash__, fails
+        apply_chat_template = fails
 
     with pytest.raises(PromptError, match="no\n") as caught:
         encode(prompt, Failing(), {})
@@ -239,12 +247,14 @@ def table(monkeypatch):
         yes = torch.ones(1, dtype=torch.bool)
         scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes, yes)
         episode = Episode(text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text)
-        batch = ScoringBatch([text], [text], [[1]], episodes=[episode])
-        samples = Samples(None, None, batch, scored, None, extra or {}, TokenScores(torch.zeros(1, 1)), None, None)
+        batch = ScoringBatch([text], [list(messages) or text], [[1]], episodes=[episode])
+        samples = Samples(
+            None, None, batch, scored, torch.zeros(1, 0), extra or {}, TokenScores(torch.zeros(1, 1)), None, None
+        )
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         console = Console(file=stream, width=200, force_terminal=False)
         monkeypatch.setattr("trl_ppo_ext.tracking.completions.Console", lambda: console)
-        print_completions(samples, list(names), 7, 1)
+        print_completions(completions_table(samples, list(names), [], 7), 7, 1)
         stream.flush()
         return stream.buffer.getvalue().decode(encoding)
 
@@ -285,7 +295,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_codes(table):
 
 def test_messages_without_content_and_very_long_text_are_shown(table):
     assert "assistant:" in table([{"role": "assistant", "tool_calls": []}])
-    assert printable_cell("x" * (LONGEST + 123)) == "x" * LONGEST + "... (123 more characters)"
+    assert limited("x" * (LONGEST + 123), LONGEST) == "x" * LONGEST + "... (123 more characters)"
     assert len(table("x" * 10**6)) < 10 * LONGEST
     assert len(table("w1", messages=[{"role": "tool", "content": "x" * 10**4}] * 999)) < 10 * LONGEST
 

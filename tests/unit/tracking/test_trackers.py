@@ -143,8 +143,7 @@ def test_a_tracker_whose_run_has_not_begun_is_left_alone(monkeypatch):
         run = None
 
     monkeypatch.setattr(completions, "import_module", lambda name: Silent)
-    monkeypatch.setattr(completions, "completions_table", lambda *_: None)
-    completions.log_completions(["wandb"], None, [], [], 1, "completions")
+    completions.log_completions(["wandb"], None, 1, "completions")
 
 
 def test_wandb_must_not_log_the_model(monkeypatch):

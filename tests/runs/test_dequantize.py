@@ -1,6 +1,8 @@
-"""`trl-ppo dequantize`: the weights of a 4-bit base in a plain checkpoint, verified, or nothing at all."""
+"""recipes/dequantize.py: the weights of a 4-bit base in a plain checkpoint, verified, or nothing at all."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, llama, qwen2, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
-from trl_ppo_ext.commands import dequantize as command
-from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling.adapters import dequantized_from, quantized_weights
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import dequantize as module
 
 IDS = torch.arange(2, 26).reshape(2, 12)
 
@@ -51,13 +55,13 @@ def base(tmp_path):
 
 
 def run(base, *more):
-    return cli.main(["dequantize", str(base), str(base.parent / "plain"), "--device", "cpu", *more])
+    module.main([str(base), str(base.parent / "plain"), "--device", "cpu", *more])
 
 
 @pytest.mark.parametrize("model, double", [(llama, False), (qwen2, True)])
 def test_weights_equal_those_of_the_4_bit_base(tmp_path, model, double):
     model().save_pretrained(tmp_path / "base")
-    assert run(tmp_path / "base", *["--use_bnb_nested_quant"][:double]) == 0
+    run(tmp_path / "base", *["--use_bnb_nested_quant"][:double])
     written = load_file(tmp_path / "plain" / "model.safetensors")
     weights = expected(load(tmp_path / "base", double=double))
     assert written.keys() == weights.keys()  # tied embeddings once
@@ -70,7 +74,7 @@ def test_weights_equal_those_of_the_4_bit_base(tmp_path, model, double):
 @pytest.mark.parametrize("model", [qwen2, gpt2])
 def test_logits_equal_those_of_the_4_bit_base(tmp_path, model):
     model().save_pretrained(tmp_path / "base")
-    assert run(tmp_path / "base") == 0
+    run(tmp_path / "base")
     models = load(tmp_path / "base"), load(tmp_path / "plain", False), load(tmp_path / "base", False)
     with torch.no_grad():
         # in eval mode the 4-bit layers would use a kernel with rounded scales
@@ -83,7 +87,7 @@ def test_base_that_is_saved_in_4_bits_keeps_its_weights(base):
     quantized = load(base, double=True)
     quantized.save_pretrained(base.parent / "nf4")
     weights = expected(quantized)
-    assert cli.main(["dequantize", str(base.parent / "nf4"), str(base.parent / "plain"), "--device", "cpu"]) == 0
+    run(base.parent / "nf4")
     written = load_file(base.parent / "plain" / "model.safetensors")
     assert written.keys() == weights.keys() and all(torch.equal(x, weights[name]) for name, x in written.items())
     assert dequantized_from(str(base.parent / "plain"))["double_quant"] is True
@@ -92,7 +96,7 @@ def test_base_that_is_saved_in_4_bits_keeps_its_weights(base):
 def test_tokenizer_and_origin_are_kept(base):
     tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(base)
     (base / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')  # would not be saved
-    assert run(base, "--bnb_4bit_quant_type", "fp4", "--dtype", "float32") == 0
+    run(base, "--bnb_4bit_quant_type", "fp4", "--dtype", "float32")
     plain = base.parent / "plain"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (plain / name).read_bytes() == (base / name).read_bytes()
@@ -106,14 +110,14 @@ def test_tokenizer_and_origin_are_kept(base):
 
 
 def test_recorded_digest_is_that_of_a_policy_on_the_base(base):
-    assert run(base) == 0
+    run(base)
     recorded = dequantized_from(str(base.parent / "plain"))["weights"]
     policy = get_peft_model(load(base), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert quantized_weights(policy) == recorded != quantized_weights(load(base, double=True))
 
 
-def test_failed_command_leaves_nothing(base, capsys, monkeypatch):
-    load_base = command.load_base
+def test_failed_script_leaves_nothing(base, monkeypatch):
+    load_base = module.load_base
 
     def damaged(path, args, quantization, device):
         model = load_base(path, args, quantization, device)
@@ -121,23 +125,26 @@ def test_failed_command_leaves_nothing(base, capsys, monkeypatch):
             model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1
         return model
 
-    monkeypatch.setattr(command, "load_base", damaged)
-    assert run(base) == 2 and "`model.layers.1.mlp.up_proj.weight` in the files must equal" in capsys.readouterr().err
+    monkeypatch.setattr(module, "load_base", damaged)
+    with pytest.raises(CheckpointError, match=r"`model.layers.1.mlp.up_proj.weight` in the files must equal"):
+        run(base)
     assert [path.name for path in base.parent.iterdir()] == ["base"]
 
 
-def test_files_of_a_killed_command_are_not_kept(base):
+def test_files_of_a_killed_script_are_not_kept(base):
     (base.parent / ".saving-plain").mkdir()
     (base.parent / ".saving-plain" / "vocab.json").touch()
     (base.parent / "plain").mkdir()
-    assert run(base) == 0
+    run(base)
     files = {"config.json", "dequantized.json", "generation_config.json", "manifest.json", "model.safetensors"}
     assert {path.name for path in (base.parent / "plain").iterdir()} == files
 
 
-def test_invalid_arguments_raise(base, capsys):
-    assert cli.main(["dequantize", str(base), str(base)]) == 2
-    assert "`OUTPUT_DIR` must be empty or missing" in capsys.readouterr().err
+def test_invalid_arguments_raise(base):
+    with pytest.raises(ValueError, match="`OUTPUT_DIR` must be empty or missing"):
+        module.main([str(base), str(base)])
     (base / "adapter_config.json").write_text("{}")
-    assert run(base) == 2 and "is a saved adapter" in capsys.readouterr().err
-    assert run(base.parent / "missing") == 2 and "`MODEL` must be a directory or" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is a saved adapter"):
+        run(base)
+    with pytest.raises(ValueError, match="`MODEL` must be a directory or"):
+        run(base.parent / "missing")

@@ -1,10 +1,10 @@
-"""`trl-ppo dequantize MODEL OUTPUT_DIR`: write a 4-bit base as a plain checkpoint, e.g. for vLLM."""
+"""Write a 4-bit base as a plain checkpoint, e.g. for vLLM: `python recipes/dequantize.py MODEL OUTPUT_DIR`."""
 
 import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,19 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 
-from ..checkpoints.atomic import STAGING, publish
-from ..checkpoints.files import CheckpointError
-from ..memory import on_meta
-from ..modeling.adapters import DEQUANTIZED, public_name, quantized_weights
-from ..modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
+from trl_ppo_ext.checkpoints.atomic import STAGING, publish
+from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.memory import on_meta
+from trl_ppo_ext.modeling.adapters import DEQUANTIZED, public_name, quantized_weights
+from trl_ppo_ext.modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
 
 FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer, generation config, code
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand, named as those of a run."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the checkpoint, and print its path."""
+    # named as the arguments of a run
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
     add("model", metavar="MODEL", help="id or path of the base")
     add("output_dir", metavar="OUTPUT_DIR", help="directory of the checkpoint, empty or missing")
@@ -37,14 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--revision", default="main", help="branch, tag or commit of the base on the Hub")
     add("--trust_remote_code", action="store_true", help="run the model's own code")
 
-
-def main(options: argparse.Namespace) -> None:
-    """Write the checkpoint, and print its path."""
+    options = parser.parse_args(argv)
     final = Path(options.output_dir).absolute()
     if final.exists() and any(final.iterdir()):
         raise ValueError(f"`OUTPUT_DIR` must be empty or missing, got `{final}` with files; use another directory.")
     staged = final.parent / f"{STAGING}-{final.name}"
-    shutil.rmtree(staged, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(staged, ignore_errors=True)  # of a script that was killed
     try:
         write(options, staged)
         publish(staged, final)
@@ -97,3 +97,7 @@ def write(options: argparse.Namespace, directory: Path) -> None:
         y = written.get_parameter_or_buffer(name)
         if x.dtype != y.dtype or not torch.equal(x, y):
             raise CheckpointError(f"`{name}` in the files must equal that of the 4-bit base, but differs; try again.")
+
+
+if __name__ == "__main__":
+    main()
