@@ -102,7 +102,7 @@ def check_callbacks(callbacks: list) -> None:
     """Raise for callbacks of TRL that train or average a whole model."""
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
-        raise ValueError(f"`{name}` copies whole models; remove it, or use `recipes/averaged_policy.py`.")
+        raise ValueError(f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` averages adapters).")
 
 
 def load_tokenizer(

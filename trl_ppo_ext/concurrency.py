@@ -30,10 +30,7 @@ if hasattr(os, "register_at_fork"):  # a fork has no threads
 
 
 def started(awaitable: Awaitable[T], waits: bool = False) -> "Future[T]":
-    """Start an awaitable in an event loop, which runs in a thread: e.g. a notebook already runs one.
-
-    All coroutines of users share a loop, and may share a semaphore. What `waits` for them, with timeouts, has another.
-    """
+    """Start an awaitable in a loop of a thread: that of all users' coroutines, or of what `waits` for them."""
 
     async def run() -> T:
         try:
@@ -96,7 +93,7 @@ def finished(future: "Future[T]", timeout: float | None = None) -> T:
     return future.result()
 
 
-# ---- what users' code may not change ----
+# ---- guards around users' code ----
 
 
 def capture_random_state(device: torch.device) -> Callable[[], None]:

@@ -111,7 +111,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     gradient_checkpointing: bool = True
     """Recompute activations in the backward, for a fraction of the memory."""
     remove_unused_columns: bool | None = False
-    """Set to `False`: rewards need the columns."""
+    """Always `False`: rewards need the columns."""
 
     model_init_kwargs: dict[str, Any] | str | None = None
     """Keyword arguments of `from_pretrained`, if `model` is a string. A `dtype` overrides `bf16`."""
@@ -158,7 +158,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     generation_backend: Literal["transformers", "vllm"] = "transformers"
     """`"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md."""
     generation_kwargs: dict[str, Any] | str | None = None
-    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`; those above are set by it."""
+    """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`; the keys of fields above set those."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """`"colocate"` runs vLLM in each process of the run, `"server"` uses a server that you start."""
     vllm_server_base_url: str | None = None
@@ -374,7 +374,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         super().__post_init__()
         # 4. Rules that need them
         if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
-            raise ValueError(f"`bf16` and `fp16` are False, but the launcher has `--mixed_precision {launched}`.")
+            raise ValueError(f"`bf16` or `fp16` must be True to launch with `--mixed_precision {launched}`; set it.")
         data = self.accelerator_config
         if data.split_batches or not data.even_batches:
             logger.warning("`split_batches` and `even_batches` change nothing: ranks share a rollout evenly.")
@@ -605,9 +605,8 @@ _CRITIC_ONLY = (
 _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # determine the sampled distribution and the shapes: fields of the config, or fixed
 _OF_THE_POLICY = set(
-    "temperature top_p top_k min_p repetition_penalty do_sample max_new_tokens max_length num_return_sequences "
-    "num_beams eos_token_id pad_token_id bos_token_id return_dict_in_generate stop_strings penalty_alpha "
-    "num_beam_groups diversity_penalty dola_layers low_memory max_time".split()
+    "do_sample max_length num_return_sequences num_beams eos_token_id pad_token_id bos_token_id penalty_alpha "
+    "return_dict_in_generate num_beam_groups diversity_penalty dola_layers low_memory max_time".split()
 )
 # arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
 _OF_THE_ENGINE = set(

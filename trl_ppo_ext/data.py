@@ -183,13 +183,10 @@ def encode(
     prompt: Any,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, Any],
-    opening: bool = True,
+    opening: bool = True,  # an answer can follow
     own: int | None = None,
 ) -> list[int]:
-    """Token ids of text, or of chat messages; with `opening`, an answer can follow.
-
-    Of text, an environment wrote what follows its `own` characters.
-    """
+    """Token ids of chat messages or text, of which an environment wrote what follows the `own` characters."""
     if isinstance(prompt, str):
         written = [] if own is None else protected(prompt[own:], tokenizer).split(MARK)
         prompt = prompt[:own] + "".join(written[:1])

@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
         trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")
     advice = f"Start a run from it with `critic_init={args.output_dir!r}`."
     if numbers["explained_variance_after"] < USEFUL:
-        advice = "It hardly predicts the returns, so it is no use to a run. Train it longer (`max_steps`), raise "
+        advice = "It hardly predicts the returns, so it does not help a run. Train it longer (`max_steps`), raise "
         advice += "`critic_learning_rate`, or check with `trl-ppo probe` whether the returns can be predicted."
     trainer.accelerator.print(advice)
     trainer.end()

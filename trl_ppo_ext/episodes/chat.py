@@ -111,7 +111,7 @@ class ChatFormat:
         return after[end + (turn[-1] == after[end]) :]
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:
-        """A turn with valid tool calls or none as a message, or nothing."""
+        """Parse a turn as a message; `None` if its tool calls are invalid."""
         try:
             message = self.tokenizer.parse_response(turn, prefix=prefix, tools=schemas)
             for call in message.get("tool_calls") or ():

@@ -33,10 +33,12 @@ class Player:
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
 
-    def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None) -> list[Episode]:
+    def play(
+        self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates: bool = False
+    ) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
-        self.generator.evaluates = step is None
+        self.generator.evaluates = evaluates
         with self.generator.awake():
             self._sample(episodes, rows, seeds, step)
         decode(episodes, self.tokenizer)
@@ -141,15 +143,16 @@ class EnvironmentPlayer(Player):
 
         async def together() -> list:
             answers = []
-            for number, (episode, ask) in enumerate(zip(episodes, asks)):
+            for episode, ask in zip(episodes, asks):
                 has_state = part != "hidden state" and episode.environment is not None
                 in_time = partial(bounded, ask, self.environments.timeout)
-                answers.append(seeded(episode.place.answer(part, in_time, has_state), hash((own_seed, number))))
+                answer = episode.place.answer(part, in_time, has_state)
+                answers.append(seeded(answer, hash((own_seed, episode.place.row))))
             return await asyncio.gather(*answers, return_exceptions=True)
 
         if not episodes:
             return []
-        own_seed = hash((seed, episodes[0].turns)) % 2**31
+        own_seed = hash((seed, self.rank, episodes[0].turns)) % 2**31
         with guarded(own_seed, self.device):
             answers = finished(started(together(), waits=True))
         for episode, answer in zip(episodes, answers):

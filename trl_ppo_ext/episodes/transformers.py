@@ -64,6 +64,12 @@ class Generator(Protocol):
         return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
 
 
+def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
+    """Cut a completion after its first stop token."""
+    end = next((place for place, token in enumerate(completion, 1) if token in stop_token_ids), None)
+    return completion[:end]
+
+
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, others: list[int] | None = None
 ) -> list[int]:
@@ -142,8 +148,7 @@ class TransformersGenerator(Generator):
         completions = ids[:, inputs[0].shape[1] :].tolist()
         for criterion in criteria:
             completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
-        stops = [[place for place, token in enumerate(x, 1) if token in self.stop_token_ids] for x in completions]
-        return [completion[: min(places, default=None)] for completion, places in zip(completions, stops)]
+        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
 
     def largest_count(self, count: int) -> int:
         """Largest count of all ranks if layers are gathered for all of them, so that they sample in step."""

@@ -150,7 +150,7 @@ class VLLMServer:
             await asyncio.sleep(PAUSE)
 
     def _read(self, answer: httpx2.Response, failure: str, read: Callable[[Any], T]) -> T:
-        """What a successful answer of the right form says."""
+        """Parse a successful answer."""
         with suppress(LookupError, TypeError, AttributeError, ValueError):
             if answer.is_success:
                 return read(answer.json())

@@ -245,7 +245,7 @@ def load_actor_critic(
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
     """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not the scheduler's."""
     if not any(x.requires_grad for x in actor_critic.policy_parameters().values()):
-        raise ValueError("A reward model shares its layers with `model`, and freezes its adapter; load it by itself.")
+        raise ValueError("`reward_funcs` shares its layers with `model`, and freezes its adapter; load another model.")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}

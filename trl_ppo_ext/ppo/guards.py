@@ -119,8 +119,8 @@ class SamplerComparison:
             if self._unexplained(reference, tokens, sampler_logprobs, mask) <= self.tolerance:
                 cause = "It sampled from the reference: the policy's adapter is not applied."
             raise SamplerError(
-                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, more than "
-                f"filters do, and rounding explains {self.tolerance:g}. {cause} A larger "
+                f"Log-probs of the policy and of vLLM differ by {mean:.3g} nats per token in this rollout, beyond "
+                f"what filters explain; rounding explains {self.tolerance:g}. {cause} A larger "
                 "`vllm_kwargs['max_logp_difference']` accepts the difference."
             )
         if not self.corrects:

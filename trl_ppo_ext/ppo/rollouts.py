@@ -149,7 +149,7 @@ def sample(
     # 1. Play an episode for each row: a completion, or several turns.
     seeds = seeds_of_episodes(roles, len(rows), state, training)
     with timed("generate", metrics), roles.actor_critic.adapter(roles.actor_critic.policy_adapter):
-        episodes = roles.player.play(rows, seeds, state.global_step if training else None)
+        episodes = roles.player.play(rows, seeds, state.global_step if training else None, not training)
     sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(device, non_blocking=True)
     if 2 * sum(episode.is_overlong for episode in episodes) > len(episodes):

@@ -96,7 +96,7 @@ class Curves:
         return not (abs(self.kl.end) >= 0.05 or largest >= 1e-3 or entropy.rises or entropy.falls)
 
     def outcome(self) -> str:
-        """The reward, and at what KL."""
+        """Sentence on the trend of the reward and the KL."""
         x, kl = self.reward, round(self.kl.end, 2) + 0.0  # without the sign of 0
         goes = f"stays at {number(x.end)}" if len(x.values) else "has too few logs"
         if x.rises or x.falls or x.turns is not None:

@@ -236,6 +236,16 @@ def test_environments_of_a_prompt_have_one_seed_across_held_out_rollouts(tmp_pat
     assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) == len(groups) == 32 // size
 
 
+def test_held_out_rollouts_are_sampled_as_those_of_training(tmp_path):
+    run, evaluates = trainer(tmp_path, eval_temperature=0.0), []
+    generator = run.roles.player.generator
+    generate = generator.generate
+    generator.generate = lambda *args, **kwargs: evaluates.append(generator.evaluates) or generate(*args, **kwargs)
+    held_out_rollouts(run, completions=8)
+    run.evaluate(prompts(4))
+    assert evaluates[0] is False and evaluates[-1] is True
+
+
 def test_explained_variance_covers_all_tokens_of_all_rollouts(tmp_path):
     # units, of values or of rewards so far, move while rollouts are held out
     run = shaken(trainer(tmp_path, critic="head", normalize_values=False))

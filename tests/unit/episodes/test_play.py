@@ -704,6 +704,28 @@ def test_ranks_that_share_a_prompt_sample_with_other_noise():
     assert drawn[0] != drawn[1] == drawn[2]
 
 
+class Dice:
+    """Plain environment that rolls a die with the functions of `random`, once per turn."""
+
+    def reset(self, row, seed):
+        self.rolls = []
+
+    def step(self, text):
+        self.rolls.append(random.randrange(10**9))
+        return "go on", 0.0, text == "stop"
+
+
+def test_noise_of_an_environment_is_of_its_row_and_rank():
+    def rolls(rank, first):
+        rows, turns = rows_of("Q1", "Q2"), {"Q1": [first, "on", "stop"], "Q2": ["on", "on", "stop"]}
+        episodes = played(player_of(turns, rows, factory=Dice, process_index=rank), rows)
+        return [episode.environment.rolls for episode in episodes]
+
+    one, other_rank, shorter = rolls(0, "on"), rolls(1, "on"), rolls(0, "stop")
+    assert len({roll for episode in [*one, *other_rank] for roll in episode}) == 12
+    assert shorter[1] == one[1] and len(shorter[0]) == 1
+
+
 # ---- a critic that sees more ----
 
 

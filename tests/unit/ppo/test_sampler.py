@@ -90,7 +90,7 @@ def test_filtered_sampler_passes_only_with_the_policys_weights(tmp_path, filters
         ids = torch.multinomial(sampler.exp(), 1)
         tokens = TokenScores(policy.gather(-1, ids), -(policy.exp() * policy).sum(-1, keepdim=True))
         if ends:
-            with pytest.raises(SamplerError, match="more than filters do"):
+            with pytest.raises(SamplerError, match="beyond what filters explain"):
                 comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
         else:
             comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
