@@ -56,6 +56,8 @@ def build(directory, reward_funcs=length_reward, peft_config=None, **settings):
 def set_device(trainer, device):
     for state in (PartialState(), trainer.accelerator.state):  # one is copied to the other at times
         state.__dict__["device"] = device
+    for kept in trainer._process_state.values():
+        kept["device"] = device
 
 
 def move(trainer, gpu):

@@ -249,13 +249,13 @@ class ActorCritic(nn.Module):
         ids = torch.arange(4, device=self.device)[None]
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
-        if not logits.isfinite().all():  # float16 overflows
-            remedy = "check its weights, or load it in bfloat16"
-            raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
         head = base.get_output_embeddings()
         with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
             projected = head(hidden)
-        if not torch.equal(projected, logits):
+        if not torch.equal(projected, logits):  # NaN equals nothing
+            if not logits.isfinite().all():  # float16 overflows
+                remedy = "check its weights, or load it in bfloat16"
+                raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
             wrong = "changes its logits after the output projection, which log-probs ignore; use a model that does not"
             raise ValueError(f"{type(base).__name__} {wrong}.")
         # a padded row differs from the same row without padding by rounding only
