@@ -37,7 +37,7 @@ def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, sett
     args = PPOConfig(str(tmp_path), use_cpu=True, **settings)
     assert args.mixed_precision == ("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
     assert args.mixed_precision == launched or settings
-    with pytest.raises(ValueError, match="False, but the launcher has `--mixed_precision bf16`"):
+    with pytest.raises(ValueError, match="must be True to launch with `--mixed_precision bf16`"):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         PPOConfig(str(tmp_path), use_cpu=True, bf16=False)
 
