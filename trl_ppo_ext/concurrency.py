@@ -1,29 +1,21 @@
-"""Calls of user code: guarded, in threads, and coroutines in event loops of their own."""
+"""Calls of user code in threads, and coroutines in event loops of their own."""
 
 import asyncio
 import inspect
 import os
-import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
-from contextlib import chdir, contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from accelerate.utils import set_seed
-
-CPU = torch.device("cpu")
 T = TypeVar("T")
 # errors of user code, which end neither the process nor, in a coroutine, its event loop
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 _WAITING = -1  # the loop that waits for user code; those that run it have the number of loops that wait for them
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
-_SHARED: random.Random = random.random.__self__  # type: ignore[attr-defined]
-_OWN = ContextVar("_OWN", default=_SHARED)  # generator from which the functions of `random` draw
 
 if hasattr(os, "register_at_fork"):  # a fork has no threads
     os.register_at_fork(after_in_child=_loops.clear)
@@ -91,55 +83,3 @@ def finished(future: "Future[T]", timeout: float | None = None) -> T:
         leave_blocked_loops(timeout)
         raise TimeoutError(f"no result within reward_timeout={timeout:g} s")
     return future.result()
-
-
-# ---- guards around users' code ----
-
-
-def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment, e.g. after code of the user."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    backend = None if device.type == "cpu" else torch.get_device_module(device)
-    on_device = None if backend is None else backend.get_rng_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if backend is not None:
-            backend.set_rng_state(on_device)
-
-    return restore
-
-
-@contextmanager
-def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
-    restore = capture_random_state(device)
-    try:
-        set_seed(seed)
-        yield
-    finally:
-        restore()
-
-
-@contextmanager
-def guarded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run code of the user: random numbers, default dtype, gradients and working directory stay those of the run."""
-    # code that seeds would repeat the next rollouts; one that changes the directory would move the checkpoints
-    dtype, functions = torch.get_default_dtype(), vars(random).copy()
-    for name, function in functions.items():
-        if getattr(function, "__self__", None) is _SHARED:  # environments seed it in threads
-            setattr(random, name, lambda *args, _name=name, **kwargs: getattr(_OWN.get(), _name)(*args, **kwargs))
-    try:
-        with fixed_seed(seed, device), chdir("."), torch.enable_grad():
-            yield
-    finally:
-        vars(random).update(functions)
-        torch.set_default_dtype(dtype)
-
-
-async def seeded(awaitable: Awaitable[T], seed: int) -> T:
-    """Await something that draws from a generator of `random` of its own, also in threads."""
-    _OWN.set(random.Random(seed))
-    return await awaitable

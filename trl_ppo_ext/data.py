@@ -180,13 +180,9 @@ def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, templa
 
 
 def encode(
-    prompt: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    opening: bool = True,  # an answer can follow
-    own: int | None = None,
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict, opening=True, own: int | None = None
 ) -> list[int]:
-    """Token ids of chat messages or text, of which an environment wrote what follows the `own` characters."""
+    """Token ids of a prompt, with `opening` for an answer; an environment wrote what follows its `own` characters."""
     if isinstance(prompt, str):
         written = [] if own is None else protected(prompt[own:], tokenizer).split(MARK)
         prompt = prompt[:own] + "".join(written[:1])

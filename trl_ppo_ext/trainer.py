@@ -34,7 +34,7 @@ from . import distributed
 from .arguments import as_list, check_callbacks, check_trainer_arguments, check_unknown_arguments, read_prompts
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
-from .concurrency import FAILURES, capture_random_state, fixed_seed
+from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import RolloutSampler, Rows, StreamedRows
 from .episodes import Environments, build_player, record
@@ -46,6 +46,7 @@ from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
 from .rewards.model import SequenceScorer
+from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
 

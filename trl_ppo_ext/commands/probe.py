@@ -271,10 +271,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
     print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")
     print(f"explained variance of the returns by the policy's states: {result['explained_variance']:.2f}")
-    print(
-        f"agreement of a rollout of {result['rollout']} with the exact gradient, with 90 % intervals: 1 is exact, 0 is"
-    )
-    print("noise, and half of it needs four times the completions. lam=... has a critic with that λ, the others none")
+    print(f"agreement of a rollout of {result['rollout']} with the exact gradient (1; noise: 0), with 90 % intervals")
+    print("Half the agreement takes four times the completions. lam=... has a critic with that λ, the others none.")
     for name, values in result["agreement"].items():
         print(f"{name:9} ", "{:5.2f}   {:5.2f} to {:.2f}".format(*values) if values else "cannot be told")
     print(result["verdict"])

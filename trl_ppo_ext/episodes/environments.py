@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import is_conversational
 
-from ..concurrency import CPU, FAILURES, called, guarded, in_thread, leave_blocked_loops, seeded, started
+from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
 from ..data import PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
+from ..rewards.scoring import CPU, guarded, seeded
 from .chat import ChatFormat, encodable
 from .episode import Episode
 from .record import Answer

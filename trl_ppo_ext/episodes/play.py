@@ -13,10 +13,11 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import called, finished, guarded, seeded, started
+from ..concurrency import called, finished, started
 from ..config import PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
 from ..modeling import ActorCritic
+from ..rewards.scoring import guarded, seeded
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
@@ -33,9 +34,7 @@ class Player:
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
 
-    def play(
-        self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates: bool = False
-    ) -> list[Episode]:
+    def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
         self.generator.evaluates = evaluates

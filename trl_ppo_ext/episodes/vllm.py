@@ -24,11 +24,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import capture_random_state
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
+from ..rewards.scoring import capture_random_state
 from .engine import Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 

@@ -15,12 +15,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
-from ..concurrency import guarded
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
-from ..rewards.scoring import Reward, Scored, ScoringBatch, monitor, score_all
+from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened

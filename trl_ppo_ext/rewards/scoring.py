@@ -2,8 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import chdir, contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
@@ -20,6 +24,10 @@ from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
+
+CPU = torch.device("cpu")
+_SHARED: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_OWN = ContextVar("_OWN", default=_SHARED)  # generator from which the functions of `random` draw
 
 
 class RewardError(ValueError):
@@ -255,3 +263,55 @@ def score_all(
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
     return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
+
+
+# ---- guards around users' code ----
+
+
+def capture_random_state(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the random state of this moment, e.g. after code of the user."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    backend = None if device.type == "cpu" else torch.get_device_module(device)
+    on_device = None if backend is None else backend.get_rng_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if backend is not None:
+            backend.set_rng_state(on_device)
+
+    return restore
+
+
+@contextmanager
+def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
+    restore = capture_random_state(device)
+    try:
+        set_seed(seed)
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def guarded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run code of the user: random numbers, default dtype, gradients and working directory stay those of the run."""
+    # code that seeds would repeat the next rollouts; one that changes the directory would move the checkpoints
+    dtype, functions = torch.get_default_dtype(), vars(random).copy()
+    for name, function in functions.items():
+        if getattr(function, "__self__", None) is _SHARED:  # environments seed it in threads
+            setattr(random, name, lambda *args, _name=name, **kwargs: getattr(_OWN.get(), _name)(*args, **kwargs))
+    try:
+        with fixed_seed(seed, device), chdir("."), torch.enable_grad():
+            yield
+    finally:
+        vars(random).update(functions)
+        torch.set_default_dtype(dtype)
+
+
+async def seeded(awaitable: Awaitable, seed: int) -> Any:
+    """Await something that draws from a generator of `random` of its own, also in threads."""
+    _OWN.set(random.Random(seed))
+    return await awaitable

@@ -320,7 +320,10 @@ def test_command_prints_table_and_verdict(there, tmp_path, capsys):
     printed = capsys.readouterr().out.rstrip()
     result = json.loads((out / "probe.json").read_text())
     assert "16 completions of 8 prompts; all scores are equal in " in printed and "of the groups of 2" in printed
-    assert "1 is exact, 0 is\nnoise, and half of it needs four times the completions. lam=... has a critic" in printed
+    assert (
+        "(1; noise: 0), with 90 % intervals\nHalf the agreement takes four times the completions. lam=... has a critic"
+        in printed
+    )
     rows = [line.split() for line in printed.splitlines()]
     for name, values in result["agreement"].items():
         mean, low, high = (f"{x:.2f}" for x in values or (0, 0, 0))

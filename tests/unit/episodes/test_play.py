@@ -18,12 +18,12 @@ from scripted import Script, call, player_of, rows_of
 from tiny import byte_tokenizer
 
 from trl_ppo_ext import StepResult, openenv
-from trl_ppo_ext.concurrency import CPU, guarded
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
 from trl_ppo_ext.episodes.play import FunctionPlayer
 from trl_ppo_ext.rewards import ScoringBatch
+from trl_ppo_ext.rewards.scoring import CPU, guarded
 
 
 def add(a: int, b: int) -> int:
