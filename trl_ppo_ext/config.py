@@ -308,6 +308,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         """Read the JSON of mappings from text; raise for other text."""
         for name in [*self._VALID_DICT_FIELDS, *(name for name, (kind, *_) in NAMES.items() if kind is dict)]:
             text, may_be_file = getattr(self, name, None), name in ("accelerator_config", "deepspeed", "fsdp_config")
+            if isinstance(text, dict) and not all(isinstance(key, str) for key in text):
+                raise ValueError(f"`{name}` must have keys that are text, got {shown(name, text)}; quote them.")
             if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
                 continue
             try:

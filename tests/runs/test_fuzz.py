@@ -107,9 +107,8 @@ def names(text, given):
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=3))
 def test_config_file_gives_a_config_or_names_a_field(capsys, given):
     text = refusal(given, capsys)
-    # argparse cannot even print half a surrogate pair, and Accelerate's own config takes keys that are text
-    unnamed = ("surrogates not allowed", "keywords must be strings")
-    assert text is None or names(text, given) or any(cause in text for cause in unnamed), text
+    # argparse cannot even print an error that holds half a surrogate pair
+    assert text is None or names(text, given) or "surrogates not allowed" in text, text
 
 
 @pytest.mark.parametrize("value", [{"a": {"b": [None]}}, 2.5, True], ids=repr)

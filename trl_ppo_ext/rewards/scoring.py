@@ -1,4 +1,4 @@
-"""Score completions: all rewards, their failures, and the shaping of their sum."""
+"""Score completions: all rewards, their failures, the shaping of their sum, and guards around users' code."""
 
 import inspect
 import math
@@ -263,9 +263,6 @@ def score_all(
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
     return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
-
-
-# ---- guards around users' code ----
 
 
 def capture_random_state(device: torch.device) -> Callable[[], None]:
