@@ -8,6 +8,8 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -92,6 +94,25 @@ def qwen2(vocab_size=32, seed=0, hidden_size=32, **kwargs):
         **{"max_position_embeddings": 64} | kwargs,
     )
     return Qwen2ForCausalLM(config).eval()
+
+
+# of models that scale or cap their logits after the output projection
+LOGIT_MAPS = {
+    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+    "gemma3_text": {"final_logit_softcapping": 2.0, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.0625, "layer_types": ["full_attention"] * 2},
+    "granite": {"logits_scaling": 6.0, "residual_multiplier": 0.22},
+}
+
+
+def with_mapped_logits(family, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.3}
+    config = AutoConfig.for_model(family, **sizes | heads | ids | LOGIT_MAPS.get(family, {}) | kwargs)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def prompts(rows=16, longest=5):

@@ -4,12 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny import config, length_reward, llama, prompts, tokenizer
+from tiny import config, length_reward, llama, prompts, tokenizer, with_mapped_logits
 from torch import nn
-from transformers import BitsAndBytesConfig, Gemma2Config, Gemma2ForCausalLM, TrainingArguments
+from transformers import BitsAndBytesConfig, TrainingArguments
 
 from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
@@ -250,13 +249,6 @@ def test_training_needs_a_dataset(tmp_path):
 # ---- properties of a loaded model ----
 
 
-def model_that_changes_its_logits():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, eos_token_id=1, final_logit_softcapping=30.0))
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -271,10 +263,11 @@ def test_adapter_on_the_output_projection_raises(tmp_path, given):
 
 
 @pytest.mark.parametrize("run", ["train", "evaluate"])
-def test_capped_logits_raise_before_a_completion_is_sampled(tmp_path, run):
-    trainer = build(tmp_path, {"model": model_that_changes_its_logits, "eval_dataset": prompts})
+def test_unknown_map_of_logits_raises_before_a_completion_is_sampled(tmp_path, run):
+    model = with_mapped_logits("hyperclovax", logits_scaling=3.0)  # which multiplies, where Granite divides
+    trainer = build(tmp_path, {"model": model, "eval_dataset": prompts})
     trainer.actor_critic.sample = lambda *args, **kwargs: pytest.fail("a completion was sampled")
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits.*use a model that does not"):
+    with pytest.raises(ValueError, match=r"HyperCLOVAXForCausalLM changes its logits.*use another model"):
         getattr(trainer, run)()
     assert trainer.state.global_step == 0
 

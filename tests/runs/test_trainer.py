@@ -3,12 +3,13 @@
 import copy
 import itertools
 import json
+import math
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
-from tiny import CHAT_TEMPLATE, config, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, LOGIT_MAPS, config, llama, prompts, tokenizer, with_mapped_logits
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
@@ -71,6 +72,19 @@ def test_first_minibatch_has_ratio_one_and_no_kl_bit_for_bit(tmp_path):
         assert log["kl"] == log["kl_per_completion"] == 0
         assert log["ratio/mean"] == log["ratio/max"] == 1
         assert log["approx_kl"] == log["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("family", LOGIT_MAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_cap_or_scale_logits_train(tmp_path, family, dtype):
+    settings = {"num_mini_batches": 1, "max_steps": 2, "bf16": dtype == torch.bfloat16, "kl_estimator": "exact"}
+    built = trainer(tmp_path, with_mapped_logits(family).to(dtype), entropy_coef=0.01, **settings)
+    before = weights(built)
+    built.train()
+    first, second, _ = built.state.log_history
+    assert first["kl"] == first["approx_kl"] == 0 and first["ratio/mean"] == first["ratio/max"] == 1
+    assert second["ratio/max"] > 1 and all(math.isfinite(x["grad_norm"]) for x in (first, second))
+    assert any(not torch.equal(x, before[name]) for name, x in weights(built).items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])

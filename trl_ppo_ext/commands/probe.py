@@ -12,7 +12,6 @@ from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
 from ..modeling.critics import COSINES
-from ..modeling.logprobs import CHUNK_LOGITS
 from ..ppo import math as ppo_math
 from ..ppo.rollouts import Rollout
 from ..trainer import PPOTrainer
@@ -173,20 +172,19 @@ def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: 
     random directions, which keeps products of two gradients in expectation.
     """
     actor_critic, rows = trainer.actor_critic, len(next(iter(tables.values())))
-    head = actor_critic.policy.get_base_model().get_output_embeddings()
-    shape = 2, head.weight.shape[1], SKETCH
-    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(head.weight.device)
+    weight = actor_critic.policy.get_base_model().get_output_embeddings().weight
+    shape = 2, weight.shape[1], SKETCH
+    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(weight.device)
     sketches: list[Tensor] = []
     for rollout in rollouts:
         for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
             sequences = rollout.rows(index).sequences
             with trainer.accelerator.autocast():
-                hidden = actor_critic._hidden_states(sequences).to(head.weight.dtype)
-            sampled = sequences.pick(sequences.completion_ids)
-            size = max(CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // len(head.weight), 1)
-            parts = zip(hidden.split(size), sampled.split(size))
-            by_state = torch.cat([_by_state(x, tokens, head, trainer.args.temperature) for x, tokens in parts])
-            products = torch.einsum("ti,tj->tij", hidden.float() @ left, by_state.float() @ right).flatten(1)
+                hidden = actor_critic._hidden_states(sequences).to(weight.dtype).requires_grad_()
+            with torch.enable_grad():
+                logprobs = actor_critic._project(hidden, sequences, trainer.args.temperature).logprobs
+                (by_state,) = torch.autograd.grad(logprobs.sum(), hidden)
+            products = torch.einsum("ti,tj->tij", hidden.detach().float() @ left, by_state.float() @ right).flatten(1)
             mask, start = sequences.completion_mask.cpu(), len(sketches)
             for row, part in enumerate(products.split(mask.sum(1).tolist())):
                 if start + row < rows:
@@ -194,13 +192,6 @@ def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: 
                     advantages = torch.stack([table[start + row, places] for table in tables.values()])
                     sketches.append((advantages.to(part) @ part).cpu())
     return torch.stack(sketches)
-
-
-def _by_state(hidden: Tensor, tokens: Tensor, head: Any, temperature: float) -> Tensor:
-    """Gradient of the log-probs of tokens by their states, times the temperature."""
-    surprise = -(head(hidden).float() / temperature).softmax(1)
-    surprise = surprise.scatter_add(1, tokens[:, None], torch.ones_like(surprise[:, :1]))
-    return surprise.to(head.weight.dtype) @ head.weight
 
 
 def interval(cosines: Tensor) -> list[float] | None:

@@ -17,7 +17,7 @@ from ..distributed import gathered, unsharded_weights
 from ..sequences import Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
 from .critics import SideCritic, ValueHead
-from .logprobs import TokenScores, token_logprobs
+from .logprobs import TokenScores, logit_scale_and_cap, token_logprobs
 
 
 class _OutsideAutocast:
@@ -82,6 +82,7 @@ class ActorCritic(nn.Module):
         self.active_adapter: str | None = self.policy_adapter
         self._layers = list(adapter_layers(policy))
         self._is_checked = False
+        self._logit_scale, self._logit_cap = logit_scale_and_cap(policy.get_base_model().config)
         # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
         self._names = {name: {*adapter_parameters(policy, name)} for name in trained}
@@ -235,11 +236,12 @@ class ActorCritic(nn.Module):
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
         with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
-            return token_logprobs(hidden, head.weight, tokens, temperature, bias=head.bias, **kwargs)
+            kwargs |= {"bias": head.bias, "cap": self._logit_cap}
+            return token_logprobs(hidden, head.weight, tokens, temperature / self._logit_scale, **kwargs)
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise an error, at the first rollout, if the model changes its logits after the projection or reads padding.
+        """Raise an error, at the first rollout, if log-probs would have other logits, or the model reads padding.
 
         In a constructor, device and dtype would not be final.
         """
@@ -251,12 +253,16 @@ class ActorCritic(nn.Module):
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
         with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
-            projected = head(hidden)
-        if not torch.equal(projected, logits):  # NaN equals nothing
+            projected = head(hidden).float()
+        if (cap := self._logit_cap) is not None:
+            projected = cap * torch.tanh(projected / cap)
+        # a scale or a cap rounds; NaN equals nothing
+        rtol = 0.0 if (self._logit_scale, cap) == (1, None) else 0.02
+        if not torch.allclose(self._logit_scale * projected, logits.float(), rtol=rtol, atol=0):
             if not logits.isfinite().all():  # float16 overflows
                 remedy = "check its weights, or load it in bfloat16"
                 raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
-            wrong = "changes its logits after the output projection, which log-probs ignore; use a model that does not"
+            wrong = "changes its logits after the output projection, in a way that log-probs ignore; use another model"
             raise ValueError(f"{type(base).__name__} {wrong}.")
         # a padded row differs from the same row without padding by rounding only
         rows = Sequences.from_token_ids([[0], [3, 2, 1, 0]], [[1, 2, 3], [1]], 0, self.device)

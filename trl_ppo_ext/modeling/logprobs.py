@@ -3,11 +3,13 @@
 Logits over the vocabulary exist for one chunk of rows at a time, in the forward and in the backward.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 # Logits per chunk. On a CPU a chunk should fit the caches; a GPU needs large products.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
@@ -33,22 +35,35 @@ class TokenScores(NamedTuple):
         return TokenScores(*(x if x is None else change(x) for x in self))
 
 
+def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """Scale and cap of a model's logits, which are scale·cap·tanh(z/cap) of the output projection z."""
+    config = config.get_text_config()
+    factors = "logit_scale", "lm_head_multiplier"  # of Cohere, Falcon-H1
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in factors)
+    scale /= getattr(config, "logits_scaling", None) or 1  # of Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # of Gemma; on scaled logits
+    return scale, None if cap is None else cap / scale
+
+
 class _Projection:
     """Projection of a chunk of hidden states to the vocabulary, and of derivatives back.
 
     All chunks share buffers: on a CPU, fresh memory costs as much as the arithmetic on it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, rows: int, references: bool):
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None, rows: int, references: bool
+    ):
         device = weight.device
         # autocast does not apply to products with `out`
         autocast = torch.is_autocast_enabled(device.type)
         self.weight = weight.to(torch.get_autocast_dtype(device.type)) if autocast else weight
-        self.bias, self.temperature = bias, temperature
+        self.bias, self.temperature, self.cap = bias, temperature, cap
         self.product = self.weight.new_empty(rows, len(weight))
         self.logits = self.product if self.product.dtype == torch.float32 else self.product.float()
         self.log_p = torch.empty_like(self.logits)
         self.log_q = torch.empty_like(self.logits) if references else self.log_p
+        self.slope = None if cap is None else torch.empty_like(self.logits)
 
     def log_softmax(self, hidden: Tensor, out: Tensor) -> Tensor:
         rows = slice(len(hidden))
@@ -57,11 +72,17 @@ class _Projection:
             logits = self.logits[rows].copy_(logits)
         if self.bias is not None:
             logits += self.bias.float()
+        if self.slope is not None and self.cap is not None:
+            torch.square(logits.div_(self.cap).tanh_(), out=self.slope[rows]).neg_().add_(1)
+            logits *= self.cap
         if self.temperature != 1:
             logits /= self.temperature
         return torch.log_softmax(logits, -1, out=out[rows])
 
     def pull_back(self, dlogits: Tensor) -> Tensor:
+        """Derivative by the hidden states of the last [`log_softmax`]; `dlogits` is overwritten."""
+        if self.slope is not None:
+            dlogits *= self.slope[: len(dlogits)]
         if self.weight.dtype != torch.float32:
             dlogits = self.product[: len(dlogits)].copy_(dlogits)
         return (dlogits @ self.weight).float() / self.temperature
@@ -92,11 +113,11 @@ def _statistics(
     Each step overwrites what no later step reads.
     """
     entropies = kls = dlogprob = dentropy = dkl = None
+    log_q = None if ref_hidden is None else projection.log_softmax(ref_hidden, projection.log_q)
     log_p = projection.log_softmax(hidden, projection.log_p)
     logprobs = log_p.gather(1, tokens[:, None])[:, 0]
     if not (needs_grad or with_entropy or ref_hidden is not None):
         return logprobs, None, None, None, None, None
-    log_q = None if ref_hidden is None else projection.log_softmax(ref_hidden, projection.log_q)
     p = torch.exp(log_p, out=projection.logits[: len(log_p)])
     if log_q is not None:
         kls, dkl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad)
@@ -115,7 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
     state, `[rows, hidden]`; the backward scales it with the incoming gradient. The vocabulary is passed once, there is
     nothing to recompute, and nothing of `[rows, vocabulary]` to keep. With probabilities p, logits z = W·h/T, entropy
     H and the reference's probabilities q:  ∂log p(y)/∂h = (W_y − p·W)/T,  ∂H/∂h = −(p·(log p + H))·W/T,
-    ∂KL/∂h = (p·(log p − log q − KL))·W/T.
+    ∂KL/∂h = (p·(log p − log q − KL))·W/T. A cap c, z = c·tanh(W·h/c)/T, multiplies W by 1 − tanh².
     """
 
     @staticmethod
@@ -126,6 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         temperature: float,
+        cap: float | None,
         ref_hidden: Tensor | None,
         with_entropy: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -136,7 +158,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
         # not fewer with a reference: products over other rows may round otherwise, and the first ratio must be 1
         size = min(len(tokens), max(1, chunk_logits // len(weight)))
-        projection = _Projection(weight, bias, temperature, size, with_kl)
+        projection = _Projection(weight, bias, temperature, cap, size, with_kl)
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
@@ -154,7 +176,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for gradient, derivative in zip(gradients[1:], others):
             if derivative is not None:
                 grad += gradient[:, None] * derivative
-        return grad, *(None,) * 6
+        return grad, *(None,) * 7
 
 
 def token_logprobs(
@@ -165,14 +187,16 @@ def token_logprobs(
     bias: Tensor | None = None,
     with_entropy: bool = False,
     ref_hidden: Tensor | None = None,
+    cap: float | None = None,
 ) -> TokenScores:
     """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`, entropies and KLs.
 
     Gradients flow to `hidden` `[rows, hidden]` only: the projection `weight` `[vocabulary, hidden]` is part of the
     frozen base, and the reference is a constant. The KL is computed with `ref_hidden`, the reference's hidden states.
+    With a cap c, a logit z of the projection is c·tanh(z/c).
 
     The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
     around 10), so where both nearly agree it may be slightly negative; it is not clamped.
     """
-    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, ref_hidden, with_entropy))
+    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, cap, ref_hidden, with_entropy))

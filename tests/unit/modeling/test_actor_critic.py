@@ -6,7 +6,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
-from tiny import config, llama, qwen2, tokenizer
+from tiny import LOGIT_MAPS, config, llama, qwen2, tokenizer, with_mapped_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GenerationConfig
 
@@ -37,6 +37,30 @@ def test_logprobs_are_those_of_the_plain_model_without_padding(tmp_path, make):
         expected = plain_logprobs(built.policy, prompt, completion, 0.7)
         torch.testing.assert_close(outputs.logprobs[row, : len(completion)], expected)
         assert not outputs.logprobs[row, len(completion) :].any()
+
+
+@pytest.mark.parametrize("family", LOGIT_MAPS)
+def test_capped_and_scaled_logits_score_as_the_plain_forward(tmp_path, family):
+    built = actor_critic(tmp_path, with_mapped_logits(family))
+    built.check_logits()
+    outputs = built(sequences(), temperature=0.7, with_entropy=True, with_kl=True)
+    along, parts = torch.randn(3, 3, 5), []
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+        given, places = torch.tensor([prompt + completion]), slice(len(prompt) - 1, -1)
+        log_p = (built.policy(input_ids=given).logits[0, places] / 0.7).log_softmax(-1)
+        with built.reference(), torch.no_grad():
+            log_q = (built.policy(input_ids=given).logits[0, places] / 0.7).log_softmax(-1)
+        p, tokens = log_p.exp(), torch.tensor(completion)[:, None]
+        expected = log_p.gather(1, tokens)[:, 0], -(p * log_p).sum(1), (p * (log_p - log_q)).sum(1)
+        assert (log_p - log_q).abs().max() > 0.01
+        for number, value in enumerate(expected):
+            torch.testing.assert_close(outputs[number][row, : len(completion)], value, rtol=0, atol=1e-6)
+            parts.append((along[number, row, : len(completion)] * value).sum())
+    trained = list(built.policy_parameters().values())
+    wanted = torch.autograd.grad(sum(parts), trained)
+    got = torch.autograd.grad(sum((a * x).sum() for a, x in zip(along, outputs)), trained)
+    for name, x, y in zip(built.policy_parameters(), got, wanted):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_values_are_of_the_state_in_which_each_token_was_sampled(tmp_path):

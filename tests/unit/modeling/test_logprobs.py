@@ -26,31 +26,36 @@ def near(hidden, by=0.3):
     return hidden.detach() + by * torch.randn_like(hidden)
 
 
-def plain(hidden, weight, bias, tokens):
-    log_p = ((hidden @ weight.T + bias) / TEMPERATURE).log_softmax(-1)
+def capped(logits, cap):
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def plain(hidden, weight, bias, tokens, cap=None):
+    log_p = (capped(hidden @ weight.T + bias, cap) / TEMPERATURE).log_softmax(-1)
     return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def plain_kl(hidden, ref_hidden, weight, bias=None, temperature=TEMPERATURE):
+def plain_kl(hidden, ref_hidden, weight, bias=None, temperature=TEMPERATURE, cap=None):
     """By autograd, in float64."""
-    logits, ref_logits = (F.linear(h.double(), weight.double(), bias) / temperature for h in (hidden, ref_hidden))
+    both = (F.linear(h.double(), weight.double(), bias) for h in (hidden, ref_hidden))
+    logits, ref_logits = (capped(z, cap) / temperature for z in both)
     return F.kl_div(F.log_softmax(ref_logits, -1), F.log_softmax(logits, -1), reduction="none", log_target=True).sum(
         -1
     )
 
 
-def everything(hidden, ref_hidden, weight, bias, tokens):
-    return token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True, ref_hidden=ref_hidden)
+def everything(hidden, ref_hidden, weight, bias, tokens, cap=None):
+    return token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True, ref_hidden=ref_hidden, cap=cap)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_kl_and_its_gradient_equal_autograd_in_float64(chunk_size, temperature, with_bias):
+@pytest.mark.parametrize(("with_bias", "cap"), [(True, None), (False, None), (True, 3.0)])
+def test_kl_and_its_gradient_equal_autograd_in_float64(chunk_size, temperature, with_bias, cap):
     hidden, weight, bias, tokens = problem()
     bias = bias if with_bias else None
     ref_hidden, along = near(hidden), torch.randn(ROWS, dtype=torch.float64)
-    fused = token_logprobs(hidden, weight, tokens, temperature, bias, ref_hidden=ref_hidden)
-    expected = plain_kl(hidden, ref_hidden, weight, bias, temperature)
+    fused = token_logprobs(hidden, weight, tokens, temperature, bias, ref_hidden=ref_hidden, cap=cap)
+    expected = plain_kl(hidden, ref_hidden, weight, bias, temperature, cap)
     assert fused.kls.dtype == torch.float32 and fused.kls.shape == (ROWS,)
     # the normalisers, about 10, are rounded to float32
     torch.testing.assert_close(fused.kls.double(), expected, rtol=1e-5, atol=3e-6)
@@ -58,11 +63,13 @@ def test_kl_and_its_gradient_equal_autograd_in_float64(chunk_size, temperature, 
     torch.testing.assert_close(got, torch.autograd.grad((along * expected).sum(), hidden)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_all_three_statistics_add_up(chunk_size):
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_gradients_of_all_three_statistics_add_up(chunk_size, cap):
     hidden, weight, bias, tokens = problem(torch.float32)
     ref_hidden, along = near(hidden), torch.randn(3, ROWS)
-    fused = everything(hidden, ref_hidden, weight, bias, tokens)
-    expected = (*plain(hidden, weight, bias, tokens), plain_kl(hidden, ref_hidden, weight, bias.double()))
+    fused = everything(hidden, ref_hidden, weight, bias, tokens, cap)
+    kl = plain_kl(hidden, ref_hidden, weight, bias.double(), cap=cap)
+    expected = (*plain(hidden, weight, bias, tokens, cap), kl)
     for got, value in zip(fused, expected):
         torch.testing.assert_close(got, value.float())
     (got,) = torch.autograd.grad(sum((a * f).sum() for a, f in zip(along, fused)), hidden)
