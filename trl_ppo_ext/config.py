@@ -22,7 +22,7 @@ import yaml
 from huggingface_hub.dataclasses import type_validator
 from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
-from transformers.utils import is_torch_bf16_gpu_available, logging
+from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_available, logging
 
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import TRUST, SamplerCorrection
@@ -355,9 +355,6 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.max_completion_length is None:
             self.max_completion_length = defaults["max_completion_length"]
-        if self.use_liger_kernel:
-            logger.warning("`use_liger_kernel=True` changes nothing: log-probs are fused already.")
-            self.use_liger_kernel = False
         if self.remove_unused_columns:
             logger.warning("`remove_unused_columns=True` changes nothing: rewards need the columns.")
             self.remove_unused_columns = False
@@ -375,6 +372,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
+        if self.use_liger_kernel and self.device.type in ("cpu", "mps"):
+            logger.warning("`use_liger_kernel=True` changes nothing here: its kernels need a GPU with Triton.")
+            self.use_liger_kernel = False
+        if self.use_liger_kernel and not is_liger_kernel_available():
+            raise ValueError("`use_liger_kernel=True` needs liger-kernel; install it (`pip install liger-kernel`).")
         if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
             raise ValueError(f"`bf16` or `fp16` must be True to launch with `--mixed_precision {launched}`; set it.")
         data = self.accelerator_config

@@ -27,6 +27,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
+from transformers.integrations import apply_liger_kernel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
@@ -161,6 +162,10 @@ class PPOTrainer(Trainer):
             logger.warning("PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16.")
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
+        if args.use_liger_kernel:  # for layers only: log-probs are fused already
+            without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+            apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
+            args.use_liger_kernel = False  # the Trainer would apply them to the actor-critic, in vain
         with distributed.loading_unsharded():
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []

@@ -39,7 +39,6 @@ REASONS = [
         "refused with a reason in docs/from_grpo.md",
     ),
     ("static_entropy", "'policy_loss'", "`policy_loss` is `loss/policy`"),
-    (r"test_train\[.*Cohere2", "changes its logits", "capped or scaled logits"),
     ("Nemotron|trust_remote_code", "Cannot reach|custom code", "models for which there is no stand-in"),
     (
         "mask_truncated_completions",

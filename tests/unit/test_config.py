@@ -49,6 +49,13 @@ def test_fields_that_are_the_case_are_accepted(tmp_path):
     assert not args.restore_callback_states_from_checkpoint and args.include_num_input_tokens_seen == "no"
 
 
+def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(tmp_path, monkeypatch, caplog):
+    assert not PPOConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True).use_liger_kernel
+    monkeypatch.setattr(PPOConfig, "device", torch.device("cuda"))
+    with pytest.raises(ValueError, match="`use_liger_kernel=True` needs liger-kernel; install it"):
+        PPOConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

@@ -1,11 +1,14 @@
 """Loading the base: what must not differ from one forward to the next."""
 
+import sys
+from types import ModuleType
+
 import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from runs_of_tiny import trainer, weights
-from tiny import config, llama, tokenizer
+from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -21,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
 
@@ -186,3 +190,18 @@ def test_critic_reads_a_last_state_of_another_width(tmp_path, critic):
     before = weights(built)["value_head.weight"]
     built.train()
     assert (weights(built)["value_head.weight"] != before).any()
+
+
+def test_liger_gets_the_base_once_and_not_its_loss(tmp_path, monkeypatch, caplog):
+    given, liger = [], ModuleType("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance = lambda **kwargs: given.append(kwargs)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    args = config(tmp_path, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": True}, max_steps=1)
+    args.use_liger_kernel = True  # as on a GPU
+    built = PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
+    built.train()
+    (kwargs,) = given
+    assert kwargs.pop("model") is built.actor_critic.policy.get_base_model()
+    assert kwargs == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    assert "No liger kernels" not in caplog.text
