@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pandas import Series
@@ -31,48 +32,12 @@ class Panel(NamedTuple):
     """A plot of some metrics."""
 
     title: str
-    metrics: tuple[str, ...]  # names or patterns, which match evaluations too
+    metrics: list[str]  # names or patterns, which match evaluations too
     hint: str = ""  # what to look for
 
 
-SECTIONS = {  # metrics that are not in these panels get a plot each, unless they are 0 throughout
-    "Reward": (
-        Panel("Reward", ("reward",), "Should rise."),
-        Panel("Objective", ("objective",), "The shaped score minus the KL penalty, which PPO maximizes. Should rise."),
-        Panel("Parts of the reward", ("rewards/*/mean",), "One that falls while the others rise is traded away."),
-        Panel("Monitored rewards", ("monitor/*/mean",), "Never optimized. If they fall, the reward is hacked."),
-        Panel("Spread of the reward", ("reward_std", "rewards/*/std"), "At 0 there is nothing to learn."),
-    ),
-    "Distance from the reference": (
-        Panel("KL per completion", ("kl_per_completion",), "In nats. Starts at 0 and should grow slowly."),
-        Panel("KL per token", ("kl", "loss/kl"), "In nats, averaged over tokens."),
-        Panel("KL coefficient", ("kl_coef",), "`kl_target` adapts it."),
-        Panel("Entropy", ("entropy",), "Should decline slowly. A collapse means repetition."),
-    ),
-    "Is the reward hacked?": (
-        Panel("Reward minus monitored reward", ("monitor/*/gap",), "A growing gap is the first sign of hacking."),
-        Panel("Does length pay?", ("reward/length_correlation",), "Correlation of reward and length in a rollout."),
-        Panel("Repeated completions", ("completions/repeated_ratio",), "If it rises, one answer fits every prompt."),
-    ),
-    "Updates": (
-        Panel("Clipped tokens", ("clip_ratio/*",), "Share of tokens whose gradient is clipped: usually below 0.2."),
-        Panel("KL of an update", ("approx_kl",), "Distance from the sampling policy: usually below 0.02."),
-        Panel("Ratio", ("ratio/mean", "ratio/max"), "New over old probability. The mean stays near 1."),
-        Panel("Gradient norm", ("grad_norm", "value/grad_norm"), "Of policy and critic, before clipping."),
-    ),
-    "Critic": (
-        Panel("Value loss", ("loss/value",), "Should fall."),
-        Panel("Explained variance", ("value/explained_variance",), "Should rise toward 1. A constant reaches 0."),
-    ),
-    "Lengths": (
-        Panel("Length", ("completions/mean_length", "completions/min_length", "completions/max_length"), "In tokens."),
-        Panel("Truncated", ("completions/clipped_ratio",), "Share that reached `max_completion_length`."),
-    ),
-    "Speed": (
-        Panel("Time by phase", ("time/*",), "Seconds per rollout on each process."),
-        Panel("Tokens per second", ("tokens_per_second",), "Completion tokens of all processes."),
-    ),
-}
+_PANELS = Path(__file__).with_name("templates").joinpath("panels.yaml").read_text(encoding="utf-8")
+SECTIONS = {section: [Panel(**panel) for panel in panels] for section, panels in yaml.safe_load(_PANELS).items()}
 # logged by the Trainer, or shown in another form
 NOT_DRAWN = re.compile(
     r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
@@ -145,7 +110,7 @@ def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
     others = [name for name, curve in curves.items() if curve.any() and not _matches(name, patterns)]
     others = [name for name in others if not NOT_DRAWN.fullmatch(name)]
     others = list(dict.fromkeys(_trained(name, others) for name in others))
-    sections = SECTIONS | {"Other metrics": tuple(Panel(name, (glob.escape(name),)) for name in others)}
+    sections = SECTIONS | {"Other metrics": [Panel(name, [glob.escape(name)]) for name in others]}
     plots = {section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()}
     return {section: [*filter(None, drawn)] for section, drawn in plots.items() if any(drawn)}
 
