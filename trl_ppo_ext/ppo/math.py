@@ -6,6 +6,7 @@ Tensors are `[batch, response]` unless noted otherwise. Arguments with these nam
   through these), under the policy that sampled, and under the reference.
 - `response_mask`, `mask`: 1 at sampled tokens, or values, that count. Masked positions may hold any finite number,
   which never influences a result.
+- `turns`: Number of the turn at each sampled token that counts, and 0 at others, e.g. those that an environment wrote.
 - `all_sum`: Sums a tensor over ranks, for statistics of the global batch. Defaults to this rank only.
 """
 
@@ -89,16 +90,9 @@ def gae(
 def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
     """Find where the turns of episodes start.
 
-    With `starts` as the mask of [`gae`], and each turn's reward at its first token, γ and λ count turns.
-
-    Args:
-        turns (`Tensor`):
-            Number of the turn at each sampled token, and 0 at others, e.g. those that an environment wrote. With a
-            mask, each run of sampled tokens is a turn.
-
-    Returns:
-        `tuple(Tensor, Tensor)`: `starts`, 1 at the first token of each turn; and for each position, the position at
-            which its turn starts.
+    Returns a mask, 1 at the first token of each turn, and for each position the one at which its turn starts. With
+    that mask in [`gae`], and each turn's reward at its first token, γ and λ count turns. If `turns` is a mask, each
+    run of sampled tokens is a turn.
     """
     starts = turns.bool() & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0)))
     place = torch.arange(turns.shape[1], device=turns.device)
@@ -108,15 +102,9 @@ def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
     r"""GAE's λ per response. It grows with the length, so that the first tokens receive the reward at the end.
 
-    λ = 1 − 1/(α·length), where length is the number of tokens that count; 0 for responses shorter than 1/α. The sum of
-    GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response.
-
-    Args:
-        response_mask (`Tensor`): 1 where a token counts.
-        alpha (`float`): α, above 0; the paper takes 0.05. Infinity gives λ = 1, which is Monte Carlo.
-
-    Returns:
-        `Tensor` of shape `[batch]`: λ of each response, 0 if no token counts.
+    λ = 1 − 1/(α·length), `[batch]`, where length is the number of tokens that count; 0 for responses shorter than 1/α.
+    The sum of GAE's weights, 1/(1 − λ) = α·length, is then a fixed share of the response. α is above 0, and 0.05 in
+    the paper; infinity gives λ = 1, which is Monte Carlo.
 
     Source: https://huggingface.co/papers/2504.05118
     """
@@ -130,15 +118,8 @@ def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     r"""Log-probs whose ratio to the old ones is the same for all tokens of a response (GSPO).
 
     sₜ = log π_oldₜ + mean over the response's tokens of (log π − log π_old), so that exp(sₜ − log π_oldₜ) is, at every
-    token, the length-normalized ratio of the sequence. Pass the result to [`clipped_policy_loss`] as `logprobs`.
-
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their mean).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        response_mask (`Tensor`): 1 where a token counts.
-
-    Returns:
-        `Tensor`: Log-probs with the ratio of the sequence; the old ones if no token of a response counts.
+    token, the length-normalized ratio of the sequence. Pass the result to [`clipped_policy_loss`] as `logprobs`. It is
+    `old_logprobs` if no token of a response counts.
 
     Source: https://huggingface.co/papers/2507.18071
     """
@@ -153,14 +134,6 @@ def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, turns: Tensor) -> Tens
 
     sₜ = log π_oldₜ + mean over the turn's tokens of (log π − log π_old): [`sequence_logprobs`] of each turn, which it
     equals if a response is one turn.
-
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through their means).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        turns (`Tensor`): Number of the turn where a token counts, else 0, as in [`turn_starts`].
-
-    Returns:
-        `Tensor`: Log-probs with the ratio of the turn.
     """
     _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, turns=turns)
     counts, (_, first) = turns.bool(), turn_starts(turns)
@@ -178,20 +151,12 @@ def sampler_weights(
 ) -> Tensor:
     r"""Importance weights π_old/μ of tokens that another implementation μ of the policy sampled, as in TRL.
 
-    wₜ is the ratio of the token, or of the sequence (the product of its tokens' ratios). Advantages are multiplied by
-    it, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of Âₜ. Only the sequence's ratio
-    without a bound is unbiased, and its variance grows with the length.
+    wₜ is the ratio of the `"token_..."`, or of the `"sequence_..."` (the product of its tokens' ratios). Ratios above
+    `clip_max` become the bound (`"..._truncate"`) or 0 (`"..._mask"`); `None` has no bound but exp(`LOG_RATIO_BOUND`).
+    Weights have no gradient, and are 1 at masked positions: where μ is π_old, nothing changes.
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the policy, from the forward of the updates.
-        sampler_logprobs (`Tensor`): Log-probs under the sampler.
-        response_mask (`Tensor`): 1 where a token counts.
-        mode (`str`):
-            `"token"` or `"sequence"`, followed by `"_truncate"` (sets larger ratios to the bound) or `"_mask"` (to 0).
-        clip_max (`float`, *optional*): Upper bound of the ratio; `None` has none but exp(`LOG_RATIO_BOUND`).
-
-    Returns:
-        `Tensor`: Weights without gradient, 1 at masked positions: where μ is π_old, nothing changes.
+    Advantages are multiplied by them, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of
+    Âₜ. Only the sequence's ratio without a bound is unbiased, and its variance grows with the length.
 
     Source: https://fengyao.notion.site/off-policy-rl
     """
@@ -219,17 +184,6 @@ def clipped_policy_loss(
     `dual_clip` = c > 1 the loss of tokens with a negative advantage is at most −c·Âₜ. The log-ratio is clamped to
     ±`LOG_RATIO_BOUND`, beyond which the gradient is 0.
 
-    Args:
-        logprobs (`Tensor`): Log-probs under the current policy (gradients flow through these).
-        old_logprobs (`Tensor`): Log-probs under the policy that sampled.
-        advantages (`Tensor`): Advantages.
-        clip_low (`float`): Lower clip range.
-        clip_high (`float`): Upper clip range.
-        dual_clip (`float`, *optional*): Bound c of the dual clip, above 1.
-
-    Returns:
-        `Tensor`: Loss per token.
-
     Source: https://huggingface.co/papers/1707.06347; dual clip: https://huggingface.co/papers/1912.09729
     """
     _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -243,16 +197,8 @@ def clipped_policy_loss(
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None) -> Tensor:
     r"""Half the squared error of the values per token, with the step from the old value clipped.
 
-    Lₜ = ½·max((Vₜ − Rₜ)², (clip(Vₜ, V_oldₜ − c, V_oldₜ + c) − Rₜ)²)
-
-    Args:
-        values (`Tensor`): Current values (gradients flow through these).
-        old_values (`Tensor`): Values at the time of sampling.
-        returns (`Tensor`): Targets.
-        cliprange (`float`, *optional*): c; `None` does not clip.
-
-    Returns:
-        `Tensor`: Loss per token.
+    Lₜ = ½·max((Vₜ − Rₜ)², (clip(Vₜ, V_oldₜ − c, V_oldₜ + c) − Rₜ)²), where V_old are the values at the time of
+    sampling, the returns R are the targets, and c is `cliprange`; `None` does not clip.
 
     Source: https://huggingface.co/papers/1707.06347
     """
@@ -267,16 +213,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     r"""Estimate KL(π ‖ π_ref) per token from the sampled token only.
 
-    With d = log π − log π_ref: k1 = d (unbiased, may be negative), k2 = ½d² (biased, low variance),
+    In nats, with d = log π − log π_ref: k1 = d (unbiased, may be negative), k2 = ½d² (biased, low variance),
     k3 = exp(−d) − 1 + d (unbiased, never negative).
-
-    Args:
-        logprobs (`Tensor`): Log-probs under the policy.
-        ref_logprobs (`Tensor`): Log-probs under the reference.
-        estimator (`str`): `"k1"`, `"k2"` or `"k3"`.
-
-    Returns:
-        `Tensor`: KL of each token, in nats.
 
     Source: http://joschu.net/blog/kl-approx.html
     """
@@ -347,16 +285,8 @@ def aggregate_loss(
     `"token"`: mean over tokens. `"sequence_mean"`: mean over sequences of each sequence's mean. `"sequence_sum"`: mean
     over sequences of each sequence's sum. Sequences in which no token counts are excluded.
 
-    Args:
-        per_token (`Tensor`): Loss per token.
-        response_mask (`Tensor`): 1 where a token counts.
-        mode (`str`): `"token"`, `"sequence_mean"` or `"sequence_sum"`.
-        denominator (`float` or `Tensor`, *optional*):
-            Divisor of the sum: tokens for `"token"`, sequences otherwise. Defaults to their number in this tensor.
-            With the number over the full optimizer step, the loss does not depend on micro-batches and ranks.
-
-    Returns:
-        `Tensor`: Scalar loss.
+    The `denominator` is the number of tokens for `"token"`, of sequences otherwise. It defaults to that of this
+    tensor. With that of the full optimizer step, the loss does not depend on micro-batches and ranks.
     """
     _same_shape(per_token=per_token, response_mask=response_mask)
     per_sequence, lengths = _masked(per_token, response_mask).sum(1), response_mask.to(per_token.dtype).sum(1)
