@@ -9,8 +9,8 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 
-from trl_ppo_ext.config import _UNSUPPORTED, OPTIONS, PPOConfig
-from trl_ppo_ext.trl_names import NO_EFFECT
+from trl_ppo_ext.config import OPTIONS, PPOConfig
+from trl_ppo_ext.trl_names import NO_EFFECT, TABLES
 
 PAGE = Path(__file__).with_suffix(".md")
 # first field of each part
@@ -95,8 +95,8 @@ def page(version: str) -> str:
             idle.append(f"`{field.name}`")
         elif field.init and field.name not in trainer and field.name not in own:
             of_trl.append(f"| `{field.name}` | {cell(str(field.metadata.get('help', '')))} |")
-        elif field.init and field.name not in own and field.name in _UNSUPPORTED:
-            inherited.append(f"| `{field.name}` | {cell(_UNSUPPORTED[field.name])} |")
+        elif field.init and field.name not in own and field.name in TABLES["unsupported"]:
+            inherited.append(f"| `{field.name}` | {cell(TABLES['unsupported'][field.name])} |")
     of_trl += ["", f"{NO_EFFECT[:-1]}: {', '.join(idle)}."]
     return "\n".join([*lines, *of_trl, *inherited]) + "\n"
 

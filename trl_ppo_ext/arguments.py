@@ -18,17 +18,7 @@ from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
 from .rewards import check_reward_arguments, check_reward_columns
-
-# arguments of TRL's PPOTrainer (until 1.12), and what replaces them
-REMOVED_ARGUMENTS = {
-    "reward_model": "pass it in `reward_funcs`",
-    "ref_model": "remove it: the reference is the base model with the adapter switched off",
-    "value_model": "remove it: the critic reads the policy's own states, see `critic`",
-    "data_collator": "remove it: the trainer tokenizes and pads prompts",
-    "config": "renamed to `args`",
-    "tokenizer": "renamed to `processing_class`",
-    "policy": "renamed to `model`",
-}
+from .trl_names import TABLES
 
 
 def as_list(value: Any) -> list:
@@ -39,7 +29,7 @@ def as_list(value: Any) -> list:
 def check_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name in unknown:
-        remedy = REMOVED_ARGUMENTS.get(name)
+        remedy = TABLES["arguments"].get(name)
         hint = f" (TRL's old PPOTrainer had): {remedy}" if remedy else "; see `help(PPOTrainer)`"
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 

@@ -27,7 +27,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_avai
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TRLFields, applied, moved
+from .trl_names import NAMES, TABLES, TRLFields, applied, moved
 
 logger = logging.get_logger(__name__)
 
@@ -437,7 +437,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.critic_options, self.vllm_options = mappings
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"`max_steps` must be at least 1, or -1 to use `num_train_epochs`, got {self.max_steps}.")
-        for name, why in _UNSUPPORTED.items():
+        for name, why in TABLES["unsupported"].items():
             value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
             if value not in (default, None, False):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
@@ -585,20 +585,6 @@ _AGGREGATION |= {"grpo": "sequence_mean", "dr_grpo": "constant"}
 _WEAK_KL = {
     ("k1", "loss"): "its gradient is zero in expectation; use 'reward'",
     ("exact", "reward"): "the KL at a token does not depend on that token, so only earlier ones count; use 'both'",
-}
-_SAME_FORWARD = "old and new log-probs must come from the same forward"
-_UNSUPPORTED = {
-    "label_smoothing_factor": "PPO has no labels",
-    "train_sampling_strategy": "`shuffle_dataset` determines the order of the prompts",
-    "neftune_noise_alpha": _SAME_FORWARD,
-    **dict.fromkeys(["torch_compile", "torch_compile_mode", "torch_compile_backend"], _SAME_FORWARD),
-    "auto_find_batch_size": "it would change the size of the rollout during a run; set `per_device_train_batch_size` "
-    "and, to keep the rollout, `generation_batch_size` and `num_mini_batches` instead",
-    "bf16_full_eval": "it would cast the adapters in place; `bf16=True` computes in bfloat16",
-    "fp16_full_eval": "it would cast the adapters in place; `fp16=True` computes in float16",
-    "ignore_data_skip": "a resumed run would restart its epoch with other prompts",
-    "save_only_model": "resuming needs the optimizer; `save_model()` writes only the weights",
-    "enable_jit_checkpoint": "SIGTERM, SIGINT and SIGHUP always save a checkpoint, on all processes at one step",
 }
 # `vf_coef` is missing: its default does not show whether it was set. Scaling per-token rewards around their mean would
 # reward length.

@@ -1,15 +1,17 @@
 """Fields of TRL's `GRPOConfig` and of its last `PPOConfig`, accepted by [`PPOConfig`] under TRL's names.
 
-A field with the same meaning sets ours. Others are accepted at values that change nothing, and refused at the rest.
-Checkpoints and logs show ours only, and no other module reads these names.
+A field with the same meaning sets ours. Others are accepted at values that change nothing, and refused at the rest;
+names.yaml lists them. Checkpoints and logs show ours only, and no other module reads these names.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers.utils import logging
 
 from .redaction import shown
@@ -62,67 +64,31 @@ def _dual_clip(config: Any, delta: float) -> Settings:
     return {"dual_clip": delta} | clip
 
 
+def _forward_batch_size(_: Any, size: int) -> Settings:
+    return {"per_device_generation_batch_size": size, "per_device_reward_batch_size": size}
+
+
 ANY, NO_EFFECT = ..., "Already the case, or without effect."
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {"int | str": int | str}
+# of fields whose value determines the settings: functions from config and value
+_SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
+    "delta": _dual_clip,
+    "num_iterations": lambda _, n: {} if n == 1 else {"num_ppo_epochs": n},  # 1 by default, in both
+    "steps_per_generation": _num_mini_batches,
+    "loss_type": _loss_type,
+    "scale_rewards": _scale_rewards,
+    # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
+    "use_bias_correction_kl": lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"},
+    "use_vllm": lambda _, on: {"generation_backend": "vllm" if on else "transformers"},
+    "local_rollout_forward_batch_size": _forward_batch_size,
+    "stop_token_id": lambda _, token: {"stop_token_ids": [token]},
+}
+TABLES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
 # name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a mapping), a function
 # from config and value to such fields, or why other values are refused
 NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
-    "beta": (float, ANY, "kl_coef"),
-    "epsilon": (float, ANY, "cliprange"),
-    "epsilon_high": (float, ANY, "cliprange_high"),
-    "delta": (float, ANY, _dual_clip),
-    "num_iterations": (int, ANY, lambda _, n: {} if n == 1 else {"num_ppo_epochs": n}),  # 1 by default, in both
-    "steps_per_generation": (int, ANY, _num_mini_batches),
-    "loss_type": (str, ANY, _loss_type),
-    "scale_rewards": (str, ANY, _scale_rewards),
-    # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
-    "use_bias_correction_kl": (bool, ANY, lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}),
-    "use_adaptive_entropy": (bool, False, "set `entropy_coef`"),
-    "use_vllm": (bool, ANY, lambda _, on: {"generation_backend": "vllm" if on else "transformers"}),
-    "use_transformers_continuous_batching": (bool, False, "for continuous batching set `use_vllm=True`"),
-    "use_transformers_paged": (bool, False, "for continuous batching set `use_vllm=True`"),
-    "vllm_importance_sampling_clip_min": (float, None, "ratios are only bounded above"),
-    "vllm_importance_sampling_cap": (float, ANY, "vllm_importance_sampling_clip_max"),
-    "transformers_continuous_batching_config": (dict, ANY, NO_EFFECT),
-    "cache_implementation": (str, ANY, "generation_kwargs.cache_implementation"),
-    "vllm_server_host": (str, "0.0.0.0", "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
-    "vllm_server_port": (int, 8000, "set `vllm_server_base_url`, e.g. to http://127.0.0.1:8000"),
-    "vllm_tensor_parallel_size": (int, 1, "each process has an engine; start a server with `--tensor-parallel-size`"),
-    "vllm_model_impl": (str, "vllm", "set `generation_kwargs={'model_impl': ...}`"),
-    "vllm_structured_outputs_regex": (str, None, "the policy would not have sampled such completions"),
-    "sync_ref_model": (bool, False, "the reference is the frozen base; a trained adapter can be that of the next run"),
-    "cast_lm_head_to_fp32": (bool, False, "set `model_init_kwargs={'dtype': 'float32'}`"),
-    "router_aux_loss_coef": (float, 0.0, "the router is frozen with the base"),
-    "off_policy_mask_threshold": (float, None, "sequences are not masked; set `dual_clip` or `target_kl`"),
-    "multi_objective_aggregation": (str, "sum_then_normalize", "rewards are summed; set `reward_weights`"),
-    "log_unique_prompts": (bool, False, "every completion is logged with its prompt"),
-    "log_completions_hub_repo": (str, None, "they are not pushed; `log_completions=True` logs them to the trackers"),
-    # read by GRPO only beside a value that is refused above, or for speed and memory
-    **dict.fromkeys(["disable_dropout", "ds3_gather_for_generation", "log_multimodal"], (bool, ANY, NO_EFFECT)),
-    **dict.fromkeys(["dataset_num_proc", "ref_model_sync_steps", "vllm_group_port"], (int, ANY, NO_EFFECT)),
-    **dict.fromkeys(["entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"], (float, ANY, NO_EFFECT)),
-    "entropy_target": (float, ANY, NO_EFFECT),
-    **dict.fromkeys(["sapo_temperature_neg", "sapo_temperature_pos"], (float, ANY, NO_EFFECT)),
-    **dict.fromkeys(["vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"], (float, ANY, NO_EFFECT)),
-    "ref_model_mixup_alpha": (float, ANY, NO_EFFECT),
-    "pad_to_multiple_of": (int | str, ANY, NO_EFFECT),
-    # of TRL's PPOConfig
-    "response_length": (int, ANY, "max_completion_length"),
-    "local_rollout_forward_batch_size": (
-        int,
-        ANY,
-        lambda _, n: {"per_device_generation_batch_size": n, "per_device_reward_batch_size": n},
-    ),
-    "stop_token_id": (int, ANY, lambda _, token: {"stop_token_ids": [token]}),
-    "stop_token": (str, "eos", "EOS ends a completion; set `stop_token_ids` for others"),
-    "total_episodes": (int, ANY, "max_steps"),  # when the sizes of a rollout are known
-    "num_sample_generations": (int, 0, "set `log_completions` and `num_completions_to_print`"),
-    "sft_model_path": (str, None, "pass it as `model`, or `model_name_or_path` in a file"),
-    "reward_model_path": (str, None, "pass it in `reward_funcs`"),
-    "init_kl_coef": (float, ANY, "kl_coef"),
-    "kl_penalty": (str, "kl", "set `kl_estimator`; 'mse' is 'k2', and 'full' is 'exact'"),
-    "ppo_epochs": (int, ANY, "num_ppo_epochs"),
-    # of TrainingArguments before transformers 5
-    "warmup_ratio": (float, ANY, "warmup_steps"),
+    name: (_TYPES[x["type"]], x.get("only", ANY), _SETTINGS.get(name) or x.get("sets") or x.get("why", NO_EFFECT))
+    for name, x in TABLES["fields"].items()
 }
 # keys of `generation_kwargs` that are fields
 _SAMPLING = {key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()}
