@@ -307,12 +307,8 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
     environment wrote. Shaping changes the last token's reward, so that a completion's rewards sum to `score` minus its
     KL penalty.
 
-    Args:
-        token_scores (`Tensor`): Weighted sum of the rewards, at the tokens where they enter.
-        score (`Tensor` of shape `[batch]`): Score to optimize; the sum of `token_scores` if nothing shapes it.
-        kl (`Tensor`): KL per token.
-        completion_mask (`Tensor`): 1 at sampled tokens; elsewhere the rewards are 0.
-        kl_coef (`float`): Coefficient of the penalty.
+    `token_scores` has the weighted sum of the rewards at the tokens where they enter, and `score`, `[batch]`, is what
+    to optimize: their sum if nothing shapes it. Where `completion_mask` is 0 the rewards are 0.
     """
     place = torch.arange(token_scores.shape[1], device=token_scores.device)
     latest = (place * completion_mask).cummax(1).values  # sampled position, at or before each one
@@ -341,13 +337,8 @@ def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor
 def grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
     r"""GRPO: (Rᵢ − mean) / (std + 1e-4) over the group, with Bessel's correction, as in TRL's `GRPOTrainer`.
 
-    Args:
-        scores (`Tensor` of shape `[batch]`): Score of each completion.
-        counts (`Tensor` of shape `[batch]`): `False` for completions that are skipped; their advantage is 0.
-        group_size (`int`): Completions of a prompt, in consecutive rows.
-
-    Returns:
-        `Tensor` of shape `[batch]`: Advantage of each completion.
+    Scores, `counts` and the result are `[batch]`. The `group_size` completions of a prompt are in consecutive rows.
+    Those that do not count are skipped, and their advantage is 0.
 
     Source: https://huggingface.co/papers/2402.03300
     """
@@ -422,15 +413,9 @@ def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, 
 
     error = clip(measured/target − 1, −0.2, 0.2),  value·(1 + error·min(completions/horizon, 1))
 
-    Args:
-        value (`float`): Coefficient so far, above 0.
-        measured (`float`): A completion's mean KL (the sum over its tokens), in nats. If not finite, nothing changes.
-        target (`float`): Its target, above 0.
-        horizon (`float`): Completions over which a full error multiplies the coefficient by about e^±0.2.
-        completions (`int`): Completions that were measured.
-
-    Returns:
-        `float`: The next coefficient.
+    The `value` is the coefficient so far, and `measured` the mean KL of so many completions (the sum over their
+    tokens), in nats; if it is not finite, nothing changes. Over `horizon` completions a full error multiplies the
+    coefficient by about e^±0.2.
 
     Source: https://huggingface.co/papers/1909.08593
     """
