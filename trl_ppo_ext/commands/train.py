@@ -21,14 +21,7 @@ from ..modeling.adapters import read_critic
 from ..redaction import shortened
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate
-from .launch import (
-    PPOModelConfig,
-    PPOScriptArguments,
-    build_trainer,
-    load_datasets,
-    parse,
-    trainer_arguments,
-)
+from .launch import PPOModelConfig, PPOScriptArguments, build_trainer, load_datasets, parse, trainer_arguments
 
 ROWS = 10  # of a stream or of the Hub, read by a dry run
 LONGEST = 4000  # characters of the prompt that it prints

@@ -149,8 +149,7 @@ class TextEnvironment:
 def openenv(
     client: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], str], name: str = "OpenEnv"
 ) -> type:
-    """
-    Make an `environment_factory` of a client of OpenEnv, asynchronous or synchronous.
+    """Make an `environment_factory` of a client of OpenEnv, asynchronous or synchronous.
 
     `reset` of the client gets the columns of the row other than the prompt, and the seed of the episode if the row has
     none.
@@ -158,12 +157,9 @@ def openenv(
     Args:
         client (`Callable`):
             Makes a client, such as `partial(EchoEnv, base_url="http://localhost:8000")`, once per episode of a batch.
-        action (`Callable`):
-            Makes an action of the text of a turn.
-        text (`Callable`):
-            Makes text for the policy of an observation.
-        name (`str`, *optional*, defaults to `"OpenEnv"`):
-            Name of the class, and so of its reward in the logs.
+        action (`Callable`): Makes an action of the text of a turn.
+        text (`Callable`): Makes text for the policy of an observation.
+        name (`str`, *optional*, defaults to `"OpenEnv"`): Name of the class, and so of its reward in the logs.
 
     Returns:
         `type`: The class of a plain environment.

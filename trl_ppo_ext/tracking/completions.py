@@ -8,10 +8,7 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
