@@ -489,7 +489,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 
         # 4. Sampling
         names, uses_vllm = set(self.generation_kwargs or {}), self.generation_backend == "vllm"
-        for name in names & (_OF_THE_ENGINE if uses_vllm else _OF_THE_POLICY):
+        for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
             why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
         if not uses_vllm:
@@ -561,16 +561,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         return cls(output_dir, **(yaml.safe_load(PRESETS[name].read_text(encoding="utf-8")) | overrides))
 
 
-# limits of the Trainer's fields; those of ours stand beside them
-_OF_THE_TRAINER: dict[str, Mapping[str, float]] = {
-    "gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size": {"at_least": 1},
-    "total_episodes": {"at_least": 1},
-    "adam_epsilon": {"above": 0},
-    "weight_decay max_grad_norm num_train_epochs warmup_steps save_steps eval_steps eval_delay": {"at_least": 0},
-    "seed": {"at_least": 0, "below": 2**32},
-    "data_seed": {"at_least": 0, "below": 2**63},
-}
-LIMITS = {name: limits for names, limits in _OF_THE_TRAINER.items() for name in names.split()}
+LIMITS: dict[str, Mapping[str, float]] = {**TABLES["limits"]}  # of the Trainer's fields; ours have theirs beside them
 # the text below a field is its help; all other metadata would be arguments of argparse
 for _form, _config in {"{}": PPOConfig, **{f"{name}[{{!r}}]": kind for name, kind in OPTIONS.items()}}.items():
     for _entry, _text in pairwise(cast(ast.ClassDef, ast.parse(inspect.getsource(_config)).body[0]).body):
@@ -593,16 +584,6 @@ _CRITIC_ONLY = (
 )
 # at these values the sampled distribution is the policy's
 _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# determine the sampled distribution and the shapes: fields of the config, or fixed
-_OF_THE_POLICY = set(
-    "do_sample max_length num_return_sequences num_beams eos_token_id pad_token_id bos_token_id penalty_alpha "
-    "return_dict_in_generate num_beam_groups diversity_penalty dola_layers low_memory max_time".split()
-)
-# arguments of vLLM's `LLM` that are fields of the config, or on which the log-probs of the sampler depend
-_OF_THE_ENGINE = set(
-    "model enable_lora max_loras max_lora_rank skip_tokenizer_init generation_config logprobs_mode seed "
-    "gpu_memory_utilization max_model_len trust_remote_code enable_sleep_mode tensor_parallel_size".split()
-)
 # values that are valid despite their annotations
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
