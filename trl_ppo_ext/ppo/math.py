@@ -51,20 +51,12 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     r"""Generalized advantage estimation over the response tokens.
 
-    δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where t + 1 is the next unmasked
-    position. The value after the last one is 0 (the episode ends there), or `final_values`.
+    δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where sₜ is the state in which token t
+    was sampled, and t + 1 the next unmasked position. Masked ones are skipped, not zero-valued states, and their
+    advantages and returns are 0. λ goes from bias (0: TD residual) to variance (1: Monte Carlo), and may be `[batch]`.
 
-    Args:
-        rewards (`Tensor`): Reward of each token.
-        values (`Tensor`): Value of the state in which each token was sampled.
-        response_mask (`Tensor`): Mask. Masked positions are skipped, not zero-valued states.
-        gamma (`float`): Discount factor.
-        lam (`float` or `Tensor` of shape `[batch]`): λ, from bias (0: TD residual) to variance (1: Monte Carlo).
-        final_values (`Tensor` of shape `[batch]`, *optional*):
-            Values of the states after the last token: 0 after an end, the critic's where a limit cut the response.
-
-    Returns:
-        `tuple(Tensor, Tensor)`: Advantages and returns, 0 at masked positions.
+    The value after the last token is 0 (the episode ends there), or `final_values`, `[batch]`: 0 after an end, the
+    critic's where a limit cut the response.
 
     Source: https://huggingface.co/papers/1506.02438
     """
