@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,22 +152,14 @@ def read_prompts(
     template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
     rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
     train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
-    encode = partial(
-        tokenize_prompts,
-        tokenizer=tokenizer,
-        max_completion_length=args.max_completion_length,
-        context_length=context_length,
-        chat_template_kwargs=template_kwargs,
-        max_prompt_length=args.max_prompt_length,
-        overlong=args.overlong_prompts,
-        critic_prompt=args.critic_options.prompt,
-        vocab_size=vocab_size,
-    )
+    settings = args, context_length, template_kwargs, vocab_size
 
     def tokenize(dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
             return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
-        return None if dataset is None else environments.checked(encode(dataset, name=name))
+        if dataset is None:
+            return None
+        return environments.checked(tokenize_prompts(dataset, tokenizer, name, *settings))
 
     datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")
     return Prompts(tokenizer, context_length, template_kwargs, tokenize, *datasets)

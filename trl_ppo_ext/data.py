@@ -22,6 +22,7 @@ from transformers.utils import logging
 from trl import is_conversational
 
 from . import __version__
+from .config import PPOConfig
 from .ppo.batch_plan import BatchPlan
 from .redaction import shortened
 
@@ -295,15 +296,15 @@ def tokenize_prompts(
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
-    max_completion_length: int,
+    args: PPOConfig,
     context_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    max_prompt_length: int | None = None,
-    overlong: str = "error",
-    critic_prompt: str | None = None,
     vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
+    # the functions below must not hold `args`: the cache of `datasets` would depend on every field
+    overlong, critic_prompt = args.overlong_prompts, args.critic_options.prompt
+    max_prompt_length, max_completion_length = args.max_prompt_length, args.max_completion_length
     dataset = as_dataset(dataset)
     _check_columns(dataset, name, critic_prompt)
     dataset = dataset.with_format(None)  # token ids are lists

@@ -219,7 +219,7 @@ def check_rows(rows, of):
     stream = IterableDataset.from_generator(lambda: iter(rows))
     done = []
     try:
-        for row in tokenize_prompts(stream, of, "train_dataset", 8, chat_template_kwargs={}):
+        for row in tokenize_prompts(stream, of, "train_dataset", PPOConfig(use_cpu=True), chat_template_kwargs={}):
             done.append(row)
     except PromptError as error:
         bad = [index for index in range(len(rows)) if f"Row {index} of `train_dataset`" in str(error)]

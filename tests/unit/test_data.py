@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import logging
 
-from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, tokenize_prompts
+from trl_ppo_ext import PPOTrainer, data
+from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.rewards.model import joined
 
@@ -31,6 +32,13 @@ CHATS = [
 
 def chat_tokenizer(template=CHAT_TEMPLATE):
     return tokenizer([*WORDS, "system", "user", "assistant"], template)
+
+
+def tokenize_prompts(rows, of, name, longest, context=None, template_kwargs=None, vocab_size=None, **settings):
+    options = SimpleNamespace(prompt=None)
+    args = {"max_prompt_length": None, "overlong_prompts": "error", "critic_options": options} | settings
+    args = SimpleNamespace(max_completion_length=longest, **args)
+    return data.tokenize_prompts(rows, of, name, args, context, template_kwargs, vocab_size)
 
 
 def dataset(*entries, **columns):
@@ -64,11 +72,11 @@ def test_formatted_datasets_give_plain_lists():
 def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
     rows, words = dataset("w0 w1"), tokenizer()
 
-    def cache_key():
-        return tokenize_prompts(rows, words, "train_dataset", 4)._fingerprint
+    def cache_key(**others):
+        return tokenize_prompts(rows, words, "train_dataset", 4, **others)._fingerprint
 
     before = cache_key()
-    assert cache_key() == before
+    assert cache_key() == cache_key(learning_rate=1e-3) == before
     monkeypatch.setattr("trl_ppo_ext.data.__version__", "0.0.0")
     assert cache_key() != before
 
@@ -87,10 +95,10 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
 @both_kinds
 def test_prompts_may_fill_the_context_minus_the_completion(kind):
     fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
-    list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context_length=8))
+    list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context=8))
     message = r"Row 1 of `train_dataset`.* 4 tokens.*context of 8 .*max_completion_length=5 leaves 3\. Set `overlong_"
     with pytest.raises(PromptError, match=message):
-        list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context_length=8))
+        list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context=8))
 
 
 @both_kinds
@@ -101,7 +109,7 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
         (dataset("w1", None), {}, r"Row 1 .*text or a list of chat messages, got None"),
         (dataset([3, 4]), {}, r"Row 0 .*text or a list of chat messages, got \[3, 4\]"),
         (dataset("w1", "w9"), {"vocab_size": 12}, r"Row 1 .* token 'w9' with id 13, but the model has 12 tokens"),
-        (dataset("w1"), {"context_length": 4}, r"max_completion_length=4 .*context of 4 tokens; lower it"),
+        (dataset("w1"), {"context": 4}, r"max_completion_length=4 .*context of 4 tokens; lower it"),
         (dataset("w1", completions=["x"]), {}, r"`train_dataset` has a column 'completions', but reward functions"),
         (Dataset.from_dict({"x": ["w1"], "y": ["w2"]}), {}, r"\"prompt\".*\['x', 'y'\].*rename_column"),
     ],
@@ -247,7 +255,8 @@ def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
     rows = kind(dataset("w0 w1 w2", "w3", "w4 w5 w6", "w7 w8", target=[0, 1, 2, 3]))
 
     def rest(overlong, max_prompt_length=2, context=None):
-        tokenized = tokenize_prompts(rows, tokenizer(), "train_dataset", 4, context, None, max_prompt_length, overlong)
+        settings = {"max_prompt_length": max_prompt_length, "overlong_prompts": overlong}
+        tokenized = tokenize_prompts(rows, tokenizer(), "train_dataset", 4, context, **settings)
         return [(row["target"], row[PROMPT_IDS]) for row in tokenized]
 
     assert rest("truncate") == [(0, [5, 6]), (1, [7]), (2, [9, 10]), (3, [11, 12])]
@@ -260,10 +269,12 @@ def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
 
 def test_dropped_prompts_are_counted(caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    tokenize_prompts(dataset("w0 w1 w2", "w3", "w4 w5 w6"), tokenizer(), "train_dataset", 4, None, None, 2, "drop")
+    drop = {"overlong_prompts": "drop"}
+    rows = dataset("w0 w1 w2", "w3", "w4 w5 w6")
+    tokenize_prompts(rows, tokenizer(), "train_dataset", 4, max_prompt_length=2, **drop)
     assert "2 of 3 prompts of `train_dataset` have more than 2 tokens and are dropped" in caplog.text
     with pytest.raises(PromptError, match=r"3 of 3 prompts .*none is left; set `overlong_prompts='truncate'`"):
-        tokenize_prompts(dataset(*["w1 w2"] * 3), tokenizer(), "train_dataset", 4, None, None, 1, "drop")
+        tokenize_prompts(dataset(*["w1 w2"] * 3), tokenizer(), "train_dataset", 4, max_prompt_length=1, **drop)
 
 
 # ---- rollouts of prompts ----
