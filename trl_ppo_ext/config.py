@@ -613,12 +613,12 @@ def check_limits(config: Any, form: str = "{}") -> None:
         raise ValueError(f"`{name}` must be {needed}, got {value}.")
 
 
-def check_types(config: Any, skip: tuple[str, ...] = (), form: str = "{}") -> None:
+def check_types(config: Any, form: str = "{}") -> None:
     """Raise a `ValueError` if a value has another type than its field, e.g. from a YAML file."""
     hints = get_type_hints(type(config))
     for entry in fields(config):
         name, value = form.format(entry.name), getattr(config, entry.name, None)
-        if entry.name in skip or not entry.init or value is entry.default:
+        if not entry.init or value is entry.default:
             continue
         hint = _TYPES.get(entry.name, hints[entry.name])
         types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

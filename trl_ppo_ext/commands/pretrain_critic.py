@@ -49,8 +49,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     The policy stays frozen afterwards, so build another trainer for the run that starts from the critic.
 
     Args:
-        trainer ([`PPOTrainer`]):
-            Trainer of the run, not trained yet.
+        trainer ([`PPOTrainer`]): Trainer of the run, not trained yet.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:

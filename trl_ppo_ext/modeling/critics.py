@@ -1,6 +1,6 @@
 """Critics: a linear value head on one state, or a small network on several; their units, inputs and learning rates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import set_weights
+from ..ppo.math import Reduction
 from .adapters import check_fit
 
 SIDE_WIDTH = 256
@@ -131,13 +132,8 @@ class SideCritic(ValueHead):
     @contextmanager
     def recorded(self) -> Iterator[list[Tensor]]:
         """Keep what the first fit sees of the inputs in a context, `[tokens, DIRECTIONS + COSINES]` per forward."""
-        kept: list[Tensor] = []
-        directions = self.directions()
-
-        def keep(module: nn.Module, args: tuple[Tensor]) -> None:
-            kept.append(nn.functional.linear(args[0], directions))
-
-        hook = self.register_forward_pre_hook(keep)
+        kept, directions = list[Tensor](), self.directions()
+        hook = self.register_forward_pre_hook(lambda _, args: kept.append(nn.functional.linear(args[0], directions)))
         try:
             yield kept
         finally:
@@ -149,12 +145,7 @@ class SideCritic(ValueHead):
         return torch.block_diag(random, torch.eye(COSINES)).to(self.first_fit.device)
 
     def begin(
-        self,
-        recorded: list[Tensor],
-        targets: Tensor,
-        steps: Tensor,
-        completions: Tensor,
-        all_sum: Callable[[Tensor], Tensor],
+        self, recorded: list[Tensor], targets: Tensor, steps: Tensor, completions: Tensor, all_sum: Reduction
     ) -> Tensor:
         """Make the first fit, to targets of the tokens that were recorded, and return what it adds, `[tokens]`.
 

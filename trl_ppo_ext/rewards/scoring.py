@@ -85,9 +85,7 @@ class FunctionReward:
             result = self.function(**copies)
             return list(result) if isinstance(result, Iterator) else result
 
-        if self.timeout is None:
-            return call()
-        return finished(in_thread(call), self.timeout)
+        return call() if self.timeout is None else finished(in_thread(call), self.timeout)
 
 
 def function_name(function: Callable) -> str:
