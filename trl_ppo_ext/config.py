@@ -481,9 +481,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             if value not in (default, {}) and value is not False and (name, estimator) != ("gamma", "rebn"):
                 raise ValueError(f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at {default!r}.")
         if (prompt := options.prompt) is not None and self.critic != "adapter":  # others read states of the policy
-            raise ValueError(
-                f"`critic_kwargs={{'prompt': {prompt!r}}}` needs `critic='adapter'`, got {self.critic!r}."
-            )
+            given = f"`critic_kwargs={{'prompt': {prompt!r}}}`"
+            raise ValueError(f"{given} needs `critic='adapter'`, got {self.critic!r}.")
         if self.critic == "adapter" and not options.backprop:
             raise ValueError("`critic_kwargs['backprop']` must be True for `critic='adapter'`, which would not train.")
 
@@ -513,11 +512,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         filters = {name: getattr(self, name) for name in _FILTERS}
         changed = [f"`{name}={x}`" for name, x in filters.items() if x not in (None, _FILTERS[name])]
         if changed and self.vllm_importance_sampling_correction:
-            effect = (
-                "changes the distribution that vLLM samples from, not the policy's, so their ratio would be biased"
-            )
+            given = f"{', '.join(changed)} changes the distribution that vLLM samples from, not the policy's"
             remedy = "remove it, or set `vllm_importance_sampling_correction=False`"
-            raise ValueError(f"{', '.join(changed)} {effect}; {remedy}.")
+            raise ValueError(f"{given}, so their ratio would be biased; {remedy}.")
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -595,8 +592,6 @@ _TYPES: dict[str, Any] = {
     "fsdp": str | bool | list[str] | None,
     "debug": str | list[str] | None,
 }
-
-
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 

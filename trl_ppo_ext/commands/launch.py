@@ -275,9 +275,8 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
     settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
     for key, value in settings.items():
         if value is not None and options.setdefault(key, value) != value:
-            raise ValueError(
-                f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`; omit one of the two."
-            )
+            given = f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`"
+            raise ValueError(f"{given}; omit one of the two.")
     args.model_init_kwargs = options or None
     load_config("model_name_or_path", name, hub_kwargs(args))  # for its error
     # the compute dtype of a quantized base is the run's, unless a dtype is named

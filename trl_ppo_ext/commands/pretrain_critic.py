@@ -37,9 +37,8 @@ class PretrainCriticConfig(PPOConfig):
 
     def __post_init__(self):
         if self.push_to_hub:  # it would create the repository of a policy
-            raise ValueError(
-                "`push_to_hub` must be False for a critic; upload its folder with `hf upload NAME FOLDER`."
-            )
+            remedy = "upload its folder with `hf upload NAME FOLDER`"
+            raise ValueError(f"`push_to_hub` must be False for a critic; {remedy}.")
         super().__post_init__()
 
 

@@ -247,9 +247,8 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
         return f"A critic pays, with `lam` near {critic.removeprefix('lam=')}: {needs}."
     if high < 0:
         setting = f'`critic="none", advantage_estimator="{rival}"`'
-        return (
-            f"No critic on the policy's states pays, so take {setting}: it needs {1 / share:.0%} of the completions."
-        )
+        needs = f"it needs {1 / share:.0%} of the completions"
+        return f"No critic on the policy's states pays, so take {setting}: {needs}."
     return f"No difference between `lam` {critic.removeprefix('lam=')} and {rival!r} can be told: keep the default."
 
 

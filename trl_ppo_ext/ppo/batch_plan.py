@@ -46,13 +46,11 @@ class BatchPlan:
 
     def summary(self, max_steps: int, epochs: float) -> str:
         """Sizes of a rollout and of the run; with a negative `max_steps` its length is `epochs`."""
-        rollouts, note = -(-max_steps // self.optimizer_steps), ""
-        total = f"{rollouts} rollouts = {rollouts * self.completions} completions"
-        run = (
-            f"max_steps={max_steps} optimizer steps = {total}"
-            if max_steps > 0
-            else f"{epochs:g} passes over the dataset"
-        )
+        run, note = f"{epochs:g} passes over the dataset", ""
+        if max_steps > 0:
+            rollouts = -(-max_steps // self.optimizer_steps)
+            total = f"{rollouts} rollouts = {rollouts * self.completions} completions"
+            run = f"max_steps={max_steps} optimizer steps = {total}"
         if self.completions < FEW_COMPLETIONS:
             remedy = f"`generation_batch_size=128` with `num_mini_batches={self.num_mini_batches}` makes it larger"
             note = f"\nnote:    a rollout of {self.completions} completions has noisy advantages; {remedy}"
