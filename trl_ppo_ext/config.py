@@ -312,10 +312,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`{name}` must have keys that are text, got {shown(name, text)}; quote them.")
             if not isinstance(text, str) or (may_be_file and os.path.isfile(text)):
                 continue
-            try:
+            mapping = None
+            with suppress(ValueError, RecursionError):
                 mapping = json.loads(text)
-            except (ValueError, RecursionError):
-                mapping = None
             if not isinstance(mapping, dict):
                 file = ", or the path of a file" if may_be_file else ""
                 raise ValueError(f"`{name}` must be a mapping, its JSON ('{{\"a\": 1}}'){file}, got other text.")
@@ -444,10 +443,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
         if self.reward_on_error not in ("raise", "skip"):
-            try:
+            score = math.nan
+            with suppress(ValueError, OverflowError):
                 score = float(self.reward_on_error)
-            except (ValueError, OverflowError):
-                score = math.nan
             if not abs(score) <= LARGEST_SCORE:
                 needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
                 raise ValueError(f"`reward_on_error` must be {needed}, got {shown('', self.reward_on_error)}.")

@@ -1,9 +1,10 @@
 """Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's base."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -83,6 +84,8 @@ def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase)
 class SequenceScorer:
     """Scores prompt and completion as one text, at its last token."""
 
+    _score: ClassVar[Callable[[Any, Tensor, Tensor], Tensor]]  # scores of padded token ids, with their mask
+
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int = sys.maxsize
     ):
@@ -118,9 +121,6 @@ class SequenceScorer:
         if parts:
             scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
         return [scores[index] for index in range(len(rows))]
-
-    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:

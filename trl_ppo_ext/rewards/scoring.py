@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -155,10 +155,9 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
             raise ValueError(f"{len(entry)} token rewards", remedy)
     tokens = torch.zeros(width, dtype=torch.float32)
     for position, value in pairs:
-        try:
+        number = math.nan
+        with suppress(TypeError, ValueError, OverflowError):
             number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
         if not abs(number) <= LARGEST_SCORE:
             remedy = "; a score must be a finite number, or None if the reward does not apply"
             remedy += f", and at most {LARGEST_SCORE:g} in size."
