@@ -214,12 +214,15 @@ odd_prompts = st.one_of(
 )
 
 
+ARGS = PPOConfig(use_cpu=True, max_completion_length=8)
+
+
 def check_rows(rows, of):
     """Every row has its ids, or the first unusable one is named."""
     stream = IterableDataset.from_generator(lambda: iter(rows))
     done = []
     try:
-        for row in tokenize_prompts(stream, of, "train_dataset", PPOConfig(use_cpu=True), chat_template_kwargs={}):
+        for row in tokenize_prompts(stream, of, "train_dataset", ARGS, chat_template_kwargs={}):
             done.append(row)
     except PromptError as error:
         bad = [index for index in range(len(rows)) if f"Row {index} of `train_dataset`" in str(error)]
