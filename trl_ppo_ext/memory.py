@@ -130,9 +130,9 @@ class MemoryEstimate:
         }
 
         # 2. Sampling: all prompts at once, then copies of the logits for the last token; vLLM has memory of its own
-        cache: float = 2 * width * base.kv_width * base.layers * sampled  # per position
-        prefill = {"KV cache": cache * prompt, "activations": base.forward(sampled * prompt, width)}
-        last = {"KV cache": cache * length, "sampling": sampled * base.vocabulary * (width + 24)}
+        cache: float = 2 * width * base.kv_width * base.layers * sampled * length  # allocated before the first token
+        prefill = {"KV cache": cache, "activations": base.forward(sampled * prompt, width)}
+        last = {"KV cache": cache, "sampling": sampled * base.vocabulary * (width + 24)}
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
         judged = min(args.per_device_reward_batch_size, completions) * length
@@ -143,8 +143,8 @@ class MemoryEstimate:
         chunk = min(scored, max(1, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // base.vocabulary))
         number = 8 + (width if width < 4 else 0) + (4 if args.kl_estimator == "exact" else 0)
         logits, kept, states = chunk * base.vocabulary * number, 4 * base.hidden * scored, 0
-        if critic == "side":  # states of all layers until it has read some, and its own
-            kept, states = kept + 4 * scored * (read + 4 * SIDE_WIDTH), width * base.hidden * base.layers * tokens
+        if critic == "side":  # the states that it reads, at all positions, and its own
+            kept, states = kept + 4 * scored * (read + 4 * SIDE_WIDTH), width * (read - base.hidden) * tokens
 
         # 5. Backward: what the trunk saved for it, and gradients within a layer; DDP has gradients in buckets too
         layer = base.saved(self.adapter.ranks, plan.micro_batch_size, length)

@@ -8,8 +8,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
+    Cache,
     DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerBase,
@@ -27,6 +28,9 @@ from ..sequences import Sequences
 logger = logging.get_logger(__name__)
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of both configs
+LEAVING, FEWEST = 0.25, 8  # share and number of a call's rows that must have ended before they leave
+# settings that count or read from the start of a call
+RESTARTING = ("min_new_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "guidance_scale")
 
 
 class Generator(Protocol):
@@ -92,18 +96,51 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_t
         logger.warning("The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token)
 
 
-class _StopStrings(StoppingCriteria):
-    """Ends rows at the token that completes a stop string in the completion; transformers also searches the prompt."""
+class _Layer(DynamicLayer):
+    """Keys and values in memory that is allocated once, for a known length."""
 
-    def __init__(self, stop_strings: StopStringCriteria, input_ids: Tensor, max_length: int):
-        self.stop_strings, self.start = stop_strings, input_ids.shape[1]
+    length = 0  # columns to allocate
+    memory: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the next columns of the first rows, and return views of all columns of these rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.memory = key_states[:, :, :0], value_states[:, :, :0]
+        start, size, (rows, _, new, _) = self.get_seq_length(), self.memory[0].shape[2], key_states.shape
+        end = start + new
+        if end > size:  # zeros, since masked columns that no row has written must be finite
+            self.memory = tuple(nn.functional.pad(x, (0, 0, 0, max(end, self.length) - size)) for x in self.memory)
+        for x, states in zip(self.memory, (key_states, value_states)):
+            x[:rows, :, start:end] = states
+        self.keys, self.values = (x[:rows, :, :end] for x in self.memory)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Move these rows to the front; the next update may be of the first ones only."""
+        end = self.get_seq_length()
+        for x in self.memory:
+            x[: len(indices), :, :end] = x[indices, :, :end]
+
+
+class _Ends(StoppingCriteria):
+    """Ends rows at stop tokens and stop strings of the completion, and a call when a share of its rows has ended."""
+
+    def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, max_length: int):
+        self.start, self.strings = input_ids.shape[1], generator.stop_strings
+        self.stops = generator._on_device([*generator.stop_token_ids])
+        # ranks that sample in step need the same calls
+        self.share = 1 if generator.actor_critic.is_sharded else generator.leaving
         self.lengths = input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         completions = input_ids[:, self.start :]
-        done = self.stop_strings(completions, None)
+        done = (completions[:, -1:] == self.stops).any(1)
+        if self.strings is not None:  # transformers would also search the prompt
+            done |= self.strings(completions, None)
         self.lengths = torch.where(done, self.lengths.clamp(max=completions.shape[1]), self.lengths)
-        return done
+        ended = self.lengths <= completions.shape[1]
+        return ended | (ended.sum() >= max(FEWEST, self.share * len(ended)))
 
 
 class TransformersGenerator(Generator):
@@ -130,25 +167,45 @@ class TransformersGenerator(Generator):
             cause = f"`stop_strings` are not supported by this tokenizer ({error})"
             raise ValueError(f"{cause}; use `stop_token_ids`.") from error
         self.reuses = can_reuse(actor_critic, self.config)
+        self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
+
+    def new_cache(self) -> Cache:
+        """Empty cache, if it can be reused."""
+        layers = DynamicCache(config=self.actor_critic.policy.get_base_model().config).layers
+        return Cache(layers=[_Layer() for _ in layers])
 
     def _generate_batch(
-        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, cache: DynamicCache | None = None
+        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, cache: Cache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        criteria = [] if self.stop_strings is None else [_StopStrings(self.stop_strings, inputs[0], max_new_tokens)]
-        options: dict[str, Any] = {"synced_gpus": self.actor_critic.is_sharded}
-        options["stopping_criteria"] = StoppingCriteriaList(criteria)
-        if cache is not None:
-            options["past_key_values"] = cache
+        (ids, mask), width, is_turn = inputs, inputs[0].shape[1], cache is not None
+        ends, options = _Ends(self, ids, max_new_tokens), dict[str, Any](synced_gpus=self.actor_critic.is_sharded)
+        options["stopping_criteria"] = StoppingCriteriaList([ends])
+        if self.reuses:
+            options["past_key_values"] = cache = cache or self.new_cache()
+            for layer in cache.layers:
+                layer.length = width + max_new_tokens
         config = copy(self.config)
-        config.max_new_tokens, config.temperature = max_new_tokens, self.temperature or 1.0
-        config.top_k = config.top_k if self.temperature else 1
-        with self.accelerator.autocast():
-            ids = self.actor_critic.sample(*inputs, config, **options)
-        completions = ids[:, inputs[0].shape[1] :].tolist()
-        for criterion in criteria:
-            completions = [ids[:length] for ids, length in zip(completions, criterion.lengths.tolist())]
-        return [cut_at_stop(completion, self.stop_token_ids) for completion in completions]
+        config.temperature, config.top_k = self.temperature or 1.0, config.top_k if self.temperature else 1
+        rows, completions = [*range(len(ids))], dict[int, list[int]]()  # rows by place in the cache
+        while True:
+            config.max_new_tokens = width + max_new_tokens - ids.shape[1]
+            with self.accelerator.autocast():
+                ids = self.actor_critic.sample(ids, mask, config, **options)
+            sampled = torch.cat([ends.lengths[:, None], ids[:, width:]], 1).tolist()
+            completions |= {row: cut_at_stop(x[:end], self.stop_token_ids) for row, (end, *x) in zip(rows, sampled)}
+            staying = [place for place, (end, *x) in enumerate(sampled) if end > len(x)]
+            if cache is None or len(staying) in (0, len(sampled)):  # a replaced `sample` ends no row
+                break
+            # rows that ended leave; those of a conversation rest behind the others, for its next turn
+            order = staying + (sorted({*range(len(rows))} - {*staying}) if is_turn else [])
+            cache.batch_select_indices(self._on_device(order))
+            rows, index = [rows[place] for place in order], self._on_device(staying)
+            ids, ends.lengths = ids[index], ends.lengths.new_full(index.shape, max_new_tokens)
+            mask = nn.functional.pad(mask[index], (0, ids.shape[1] - mask.shape[1]), value=1)
+        if cache is not None and rows != sorted(rows):
+            cache.batch_select_indices(self._on_device(sorted(range(len(rows)), key=rows.__getitem__)))
+        return [completions[row] for row in sorted(completions)]
 
     def largest_count(self, count: int) -> int:
         """Largest count of all ranks if layers are gathered for all of them, so that they sample in step."""
@@ -179,13 +236,16 @@ class TransformersGenerator(Generator):
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         return batch.input_ids, batch.attention_mask
 
+    def _on_device(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers).to(self.accelerator.device, non_blocking=True)
+
 
 class Conversation:
     """Turns of episodes, with the keys and values of earlier turns; the weights must stay as they are."""
 
     def __init__(self, generator: TransformersGenerator):
         self.generator = generator
-        self.cache: DynamicCache | None = None
+        self.cache: Cache | None = None
         self.columns: tuple[Tensor, Tensor]  # ids and mask of the columns of the cache
         self.counts: list[int] = []  # tokens of each row that the cache has
 
@@ -197,10 +257,10 @@ class Conversation:
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:
-            self.cache = DynamicCache(config=generator.actor_critic.policy.get_base_model().config)
+            self.cache = generator.new_cache()
             inputs = generator._padded(prompts)
         else:
-            index = torch.tensor(rows).to(generator.accelerator.device, non_blocking=True)
+            index = generator._on_device(rows)
             self.cache.batch_select_indices(index)
             # padded on the left, so all rows continue in one column
             new = generator._padded([ids[self.counts[row] :] for ids, row in zip(prompts, rows)])

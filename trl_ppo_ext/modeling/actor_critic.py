@@ -226,7 +226,7 @@ class ActorCritic(nn.Module):
             # left padding must not shift positions
             position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
             use_cache=False,
-            output_hidden_states=bool(layers),
+            output_hidden_states=layers or False,  # only these
         )
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         # the state at the prompt's last token predicts the first response token, and holds its value

@@ -4,11 +4,14 @@ import peft
 import pytest
 import torch
 from tiny import WORDS, config, length_reward, llama, prompts, tokenizer
-from transformers import BitsAndBytesConfig, MistralConfig, MistralForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig, Cache, MistralConfig, MistralForCausalLM
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.episodes.transformers import TransformersGenerator
+from trl_ppo_ext.episodes.transformers import LEAVING, TransformersGenerator
+from trl_ppo_ext.modeling import ActorCritic
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
@@ -79,6 +82,86 @@ def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, ca
     assert generator.reuses == (case == "dynamic cache")  # in the turns of episodes
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
+
+
+def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monkeypatch):
+    """No allocator reserves more than all bytes that are ever allocated."""
+    allocated, caches, update = [], [], Cache.update
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result, given = func(*args, **kwargs or {}), {id(x.untyped_storage()) for x in tensors((args, kwargs))}
+            allocated.extend(x.untyped_storage() for x in tensors(result) if id(x.untyped_storage()) not in given)
+            return result
+
+    def tensors(tree):
+        return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+    def counted(cache, *args, **kwargs):
+        caches.append(cache)
+        with Allocations():
+            return update(cache, *args, **kwargs)
+
+    monkeypatch.setattr(Cache, "update", counted)
+    trainer = build(max_completion_length=40, generation_kwargs={"min_new_tokens": 40})
+    generator, sampled, ratios = trainer.roles.player.generator, [], []
+    for generator.reuses in (False, True):
+        torch.manual_seed(0)
+        allocated.clear()
+        sampled.append(generator.generate(UNEVEN))
+        used = sum(x.nbytes for layer in caches[-1].layers for x in (layer.keys, layer.values))
+        ratios.append(sum(x.nbytes() for x in allocated) / used)
+    assert sampled[0] == sampled[1]
+    assert ratios[0] > 10 and ratios[1] < 1.1
+
+
+# ---- rows that end before others ----
+
+LENGTHS = torch.empty(31).log_normal_(2.5, 0.8, generator=torch.Generator().manual_seed(0)).clamp(3, 50).long()
+
+
+def ends(completions, scores):
+    """End completions at lengths that their first tokens determine."""
+    lengths = LENGTHS[completions[:, :3].sum(1) % 31]
+    return (completions.shape[1] >= lengths) if completions.shape[1] > 2 else torch.zeros_like(lengths).bool()
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
+    trainer, steps = build(llama(max_position_embeddings=256), max_completion_length=50), []
+    generator, prompts = greedily(trainer), torch.randint(4, 32, (64, 7)).tolist()
+    generator.stop_strings = ends
+    trainer.actor_critic.trunk.register_forward_pre_hook(
+        lambda _, args, kwargs: steps.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    completions, ratios, answered = [], [], [*range(0, 64, 3)][::-1]
+    for generator.leaving in (1, LEAVING):
+        turns = generator.conversation() if in_turns else lambda prompts, length, rows: generator.generate(prompts)
+        steps.clear()
+        first = turns(prompts, 50, [*range(64)])
+        ratios.append(sum(steps) / sum(map(len, first)))
+        second = turns([prompts[row] + first[row] + [5] * (row % 4) for row in answered], 50, answered)
+        completions.append((first, second))
+    assert completions[0] == completions[1] and len({len(ids) for ids in completions[0][0]}) > 10
+    assert ratios[0] > 2 and ratios[1] < 1.35
+
+
+@pytest.mark.parametrize(
+    "settings, is_sharded",
+    [({}, True), ({"generation_kwargs": {"min_new_tokens": 2}}, False), ({"repetition_penalty": 1.2}, False)],
+)
+def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, monkeypatch, settings, is_sharded):
+    trainer, calls = build(stop_token_ids=[*range(16, 32)], **settings), []
+    generator, sample = trainer.roles.player.generator, trainer.actor_critic.sample
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return sample(*args, **kwargs | {"synced_gpus": False})
+
+    trainer.actor_critic.sample = counted
+    monkeypatch.setattr(ActorCritic, "is_sharded", is_sharded)
+    lengths = {len(ids) for ids in generator.generate(UNEVEN * 4)}
+    assert len(calls) == 1 and len(lengths) > 2
 
 
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])

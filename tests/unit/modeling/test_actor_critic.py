@@ -8,7 +8,7 @@ import torch
 from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
 from tiny import LOGIT_MAPS, config, llama, qwen2, tokenizer, with_mapped_logits
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, GenerationConfig
+from transformers import BitsAndBytesConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from trl_ppo_ext.modeling.loading import load_actor_critic
 
@@ -115,6 +115,23 @@ def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
 def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
     built = load_actor_critic(llama(attention_dropout=0.5), config(tmp_path))
     assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trunk_keeps_only_states_that_the_side_critic_reads(tmp_path, checkpointing):
+    model = LlamaForCausalLM(LlamaConfig(**llama().config.to_dict() | {"num_hidden_layers": 8}))
+    built, calls = actor_critic(tmp_path, model).train(), []
+    if checkpointing:
+        built.gradient_checkpointing_enable()
+    hook = built.trunk.register_forward_hook(
+        lambda _, args, kwargs, outputs: calls.append((kwargs, outputs.hidden_states)), with_kwargs=True
+    )
+    gradients(built, sequences())
+    hook.remove()
+    [(kwargs, states)], layers = calls, built.value_head.layers
+    every = built.trunk(**kwargs | {"output_hidden_states": True}).hidden_states
+    assert len(layers) == 4 and [layer for layer, x in enumerate(states) if x is not None] == layers
+    assert all(torch.equal(states[layer], every[layer]) for layer in layers)
 
 
 def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(tmp_path):
