@@ -7,7 +7,7 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+OTHERS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in OTHERS)]
 RECIPES = sorted((ROOT / "recipes").rglob("README.md"))  # their runs have tests of their own; commands are checked
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(.+?)\s*-->", re.DOTALL)
