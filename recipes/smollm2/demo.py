@@ -33,7 +33,7 @@ SETTINGS = {
     "per_device_train_batch_size": 16,
     "max_completion_length": LENGTH,
     "kl_coef": 0.02,  # a reward model can be hacked
-    "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on most CPUs
+    "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on CPUs without its instructions
     "gradient_checkpointing": False,
     "use_cpu": True,
     "report_to": "none",
