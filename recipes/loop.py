@@ -64,7 +64,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
         data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)
 
         # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely are clipped.
-        for (rows,) in schedule(sequences.lengths, plan):
+        for rows in schedule(plan):
             part = data.rows(rows)
             loss, _ = ppo_loss(roles(part.sequences), part, cliprange=(0.5, 1.0), dual_clip=2.0, vf_coef=0.5)
             optimizer.zero_grad()

@@ -2,17 +2,48 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ON_CPU = "prompt_lengths", "completion_lengths", "critic_prompt_lengths", "sampled"
+
+
+class Packed(NamedTuple):
+    """Rows that follow each other without padding."""
+
+    input_ids: Tensor  # [tokens]
+    position_ids: Tensor  # [tokens]
+    cells: Tensor | None  # [tokens], place of each one in rows padded on the right; None if they need no padding
+    starts: Tensor  # [rows + 1], first token of each row, then the number of tokens
+    rows: int
+    longest: int
+    reads: Tensor  # token before each sampled one, whose state predicts it and holds its value
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Rows padded on the right, `[rows, longest, ...]`, of `[tokens, ...]`."""
+        if self.cells is not None:
+            x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.cells, x)
+        return x.unflatten(0, (self.rows, self.longest))
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Inverse of [`pad`]."""
+        x = x.flatten(0, 1)
+        return x if self.cells is None else x.index_select(0, self.cells)
+
+
+def _send(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy from the CPU without waiting, for which a GPU needs pinned memory."""
+    return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, left: bool, device: torch.device | str) -> Tensor:
     width = max((len(row) for row in rows), default=0)
     fill = [[pad_token_id] * (width - len(row)) for row in rows]
     padded = [space + list(row) if left else list(row) + space for row, space in zip(rows, fill)]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), width).to(device, non_blocking=True)
+    return _send(torch.tensor(padded, dtype=torch.long).reshape(len(rows), width), device)
 
 
 @dataclass(frozen=True)
@@ -22,7 +53,7 @@ class Sequences:
     Prompts are padded on the left and completions on the right, so position `prompt` of every row is the first token
     of its completion. A completion holds what the policy sampled and, between its turns, what an environment wrote:
     the policy reads all of it, and only sampled tokens have log-probs and values. Lengths and `sampled` stay on the
-    CPU: trimming padding never waits for the device.
+    CPU: finding tokens never waits for the device.
     """
 
     prompt_ids: Tensor  # [batch, prompt]
@@ -76,11 +107,15 @@ class Sequences:
         return self.prompt_lengths + self.completion_lengths
 
     @property
+    def _turns(self) -> Tensor:
+        if self.sampled is not None:
+            return self.sampled
+        return torch.arange(self.completion_ids.shape[1]) < self.completion_lengths[:, None]
+
+    @property
     def turns(self) -> Tensor:
         """Number of the turn at each sampled token, from 1, else 0, `[batch, response]`."""
-        if self.sampled is None:
-            return self._response_mask
-        return self.sampled.to(self.completion_ids.device, non_blocking=True)
+        return _send(self._turns, self.completion_ids.device)
 
     @property
     def completion_mask(self) -> Tensor:
@@ -88,17 +123,14 @@ class Sequences:
         return self.turns.bool()
 
     @property
-    def _response_mask(self) -> Tensor:
-        """1 at tokens of completions, `[batch, response]`."""
-        lengths = self.completion_lengths.to(self.completion_ids.device, non_blocking=True)
-        return torch.arange(self.completion_ids.shape[1], device=lengths.device) < lengths[:, None]
+    def _tokens(self) -> Tensor:
+        places = torch.arange(-self.prompt_ids.shape[1], self.completion_ids.shape[1])
+        return (places >= -self.prompt_lengths[:, None]) & (places < self.completion_lengths[:, None])
 
     @property
     def attention_mask(self) -> Tensor:
         """1 at tokens that are not padding, `[batch, prompt + response]`."""
-        lengths, width = self.prompt_lengths.to(self.prompt_ids.device, non_blocking=True), self.prompt_ids.shape[1]
-        prompt_mask = torch.arange(width, device=lengths.device) >= width - lengths[:, None]
-        return torch.cat([prompt_mask, self._response_mask], 1).long()
+        return _send(self._tokens.long(), self.prompt_ids.device)
 
     @property
     def input_ids(self) -> Tensor:
@@ -106,15 +138,26 @@ class Sequences:
         return torch.cat([self.prompt_ids, self.completion_ids], 1)
 
     @cached_property
-    def _sampled(self) -> tuple[Tensor, Tensor]:
+    def _sampled(self) -> tuple[Tensor, ...]:
         """Rows and positions of the sampled tokens, found on the CPU: on the device, a boolean mask would wait."""
-        lengths, device = self.completion_lengths, self.completion_ids.device
-        if self.sampled is not None:
-            rows, positions = self.sampled.nonzero(as_tuple=True)
-        else:
-            rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-            positions = torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
-        return rows.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+        return tuple(_send(x, self.completion_ids.device) for x in self._turns.nonzero(as_tuple=True))
+
+    @cached_property
+    def packed(self) -> Packed:
+        """All tokens without padding, found on the CPU."""
+        is_token, size, longest = self._tokens, len(self), int(self.lengths.max())
+        send, width = partial(_send, device=self.prompt_ids.device), self.prompt_ids.shape[1]
+        rows, columns = is_token.nonzero(as_tuple=True)
+        positions = columns - (width - self.prompt_lengths)[rows]
+        numbers = is_token.flatten().cumsum(0).view_as(is_token)[:, width:]  # of tokens of completions, from 1
+        return Packed(
+            self.input_ids.take(send(rows * is_token.shape[1] + columns)),
+            send(positions),
+            None if is_token.sum() == size * longest else send(rows * longest + positions),
+            send(nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()),
+            *(size, longest),
+            send(numbers[self._turns.bool()] - 2),
+        )
 
     @property
     def positions(self) -> Tensor:
@@ -131,23 +174,16 @@ class Sequences:
 
     def to(self, device: torch.device | str) -> "Sequences":
         """Move all tensors except the lengths and `sampled`, which stay on the CPU."""
-        names = ("prompt_ids", "completion_ids", "critic_prompt_ids", "earned")
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in ON_CPU}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
     def rows(self, index: Tensor) -> "Sequences":
-        """Select rows (`index` on the CPU) and trim the padding that none of them needs."""
+        """Select rows (`index` on the CPU) and trim the padding that no completion of them needs."""
         on_device = index.to(self.prompt_ids.device, non_blocking=True)
-        lengths = self.completion_lengths[index]
-        width = int(lengths.max())
-        selected = {"completion_ids": self.completion_ids[on_device, :width], "completion_lengths": lengths}
-        if self.earned is not None:
-            selected["earned"] = self.earned[on_device, :width]
-        if self.sampled is not None:
-            selected["sampled"] = self.sampled[index, :width]
-        for kind in ("prompt", "critic_prompt"):
-            ids, lengths = getattr(self, f"{kind}_ids"), getattr(self, f"{kind}_lengths")
-            if ids is not None:
-                selected[f"{kind}_lengths"] = lengths[index]
-                selected[f"{kind}_ids"] = ids[on_device, ids.shape[1] - int(lengths[index].max()) :]
-        return Sequences(**selected)
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        selected = {name: x[index if name in ON_CPU else on_device] for name, x in tensors.items()}
+        width = int(selected["completion_lengths"].max())
+        trimmed = {
+            name: x[:, :width] for name, x in selected.items() if name in ("completion_ids", "earned", "sampled")
+        }
+        return Sequences(**selected | trimmed)

@@ -17,14 +17,20 @@ VOCABULARY = 2048  # so that anything over the vocabulary is larger than anythin
 CHUNK = 5  # rows of logits at a time
 
 
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default, aten.equal.default}
+
+
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns, by phase of the step."""
+    """Elements of the largest tensor of an operation, and reads of numbers in the trunk, by phase of the step."""
 
     def __init__(self):
         super().__init__()
-        self.phase, self.elements = "", Counter()
+        self.phase, self.in_trunk, self.elements, self.reads = "", False, Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_masked = function is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.reads[self.phase] += self.in_trunk and (function in READS or is_masked)
         out = function(*args, **kwargs or {})
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and not x.is_meta and function is not torch.ops.aten.t.default:
@@ -37,10 +43,10 @@ class Largest(TorchDispatchMode):
 def step(tmp_path, monkeypatch):
     """Run one PPO step and count."""
 
-    def run(**settings):
+    def run(implementation="sdpa", **settings):
         monkeypatch.setitem(fused.CHUNK_LOGITS, "cpu", CHUNK * VOCABULARY)
         trainer = PPOTrainer(
-            llama(VOCABULARY),
+            llama(VOCABULARY, attn_implementation=implementation),
             length_reward,
             config(tmp_path, **{"num_ppo_epochs": 1, "num_mini_batches": 1} | settings),
             prompts(),
@@ -56,7 +62,7 @@ class Counted:
     """A trainer whose one step has been run, with what was counted."""
 
     def __init__(self, trainer, monkeypatch):
-        self.forwards, self.projected, self.logits = Counter(), Counter(), []
+        self.forwards, self.computed, self.projected, self.logits = Counter(), Counter(), Counter(), []
         self.largest = Largest()
         self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
         self.trainer = trainer
@@ -70,7 +76,8 @@ class Counted:
     def count(self, trainer, monkeypatch):
         actor_critic = trainer.actor_critic
         base = actor_critic.policy.get_base_model()
-        actor_critic.trunk.register_forward_pre_hook(lambda *args: self.forwards.update([self.largest.phase]))
+        actor_critic.trunk.register_forward_pre_hook(self.begin_forward, with_kwargs=True)
+        actor_critic.trunk.register_forward_hook(lambda *args: setattr(self.largest, "in_trunk", False))
         base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))
         original = fused._Projection.log_softmax
 
@@ -83,6 +90,11 @@ class Counted:
         for name, phase in counted.items():
             monkeypatch.setattr(actor_critic, name, self.within(phase, getattr(actor_critic, name)))
         trainer.compute_loss = self.within("loss", trainer.compute_loss)
+
+    def begin_forward(self, module, args, kwargs):
+        self.forwards[self.largest.phase] += 1
+        self.computed[self.largest.phase] += (args[0] if args else kwargs["input_ids"]).numel()
+        self.largest.in_trunk = True
 
     def within(self, phase, function):
         def wrapped(*args, **kwargs):
@@ -146,13 +158,13 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(step, settings):
     assert counted.largest.elements[""] < CHUNK * VOCABULARY  # backward, optimizer, metrics
 
 
-def test_micro_batches_are_trimmed_to_their_longest_row(step, monkeypatch):
-    """Micro-batches are cut from minibatches sorted by length, and trimmed to their longest rows."""
-    counted = step(gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
-    sequences = [micro_batch.rollout.sequences for micro_batch in counted.micro_batches]
-    steps = [torch.cat([x.lengths for x in sequences[first : first + 4]]) for first in (0, 4, 8)]
-    widths = [x.input_ids.shape[1] for x in sequences]
-    best = [lengths.sort(descending=True).values[::2].tolist() for lengths in steps]
-    # prompts are padded on the left and completions on the right, so a row may be narrower than both together
-    for width, longest in zip(widths, [x for step in best for x in step]):
-        assert longest <= width <= longest + int(counted.sequences.prompt_lengths.max())
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_trunk_computes_real_tokens_only_and_reads_nothing_on_the_host(step, implementation):
+    """With SDPA; otherwise rows are padded on the right, in micro-batches of about the same length."""
+    counted = step(implementation, gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
+    real = sum(int(x.rollout.sequences.lengths.sum()) for x in counted.micro_batches)
+    is_packed = implementation == "sdpa"
+    assert (counted.computed["loss"] == real) == is_packed and counted.computed["loss"] < 1.3 * real
+    assert counted.computed["score_tokens"] / 2 == pytest.approx(counted.computed["loss"] / 3, rel=0.1)  # 3 epochs
+    for phase in ("score_tokens", "loss"):
+        assert counted.largest.reads[phase] == (0 if is_packed else counted.forwards[phase])

@@ -49,8 +49,9 @@ def test_critic_reads_its_prompt_and_the_policy_its_own(tmp_path):
 
 def test_rows_keep_their_critic_prompts():
     part = privileged().rows(torch.tensor([2, 0]))
-    assert part.critic_prompt_ids.tolist() == [[0, 25], [20, 21]] and part.critic_prompt_lengths.tolist() == [1, 2]
-    assert part.for_critic.input_ids[1].tolist() == SECRETS[0] + COMPLETIONS[0]
+    assert part.critic_prompt_ids.tolist() == [[0, 0, 25], [0, 20, 21]]
+    assert part.critic_prompt_lengths.tolist() == [1, 2]
+    assert part.for_critic.packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
     assert sequences().for_critic.input_ids is not None and sequences().critic_prompt_ids is None
 
 

@@ -1,13 +1,13 @@
 """Sequences, rollouts and their minibatches: padding is exact, and every row is learned from once an epoch."""
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.ppo.rollouts import Rollout, cut
 from trl_ppo_ext.ppo.updates import schedule
 from trl_ppo_ext.sequences import Sequences
 
@@ -55,7 +55,9 @@ def test_masks_find_the_tokens_again_whatever_padding_is_filled_with():
 @pytest.mark.parametrize("make", [sequences, lambda rows=range(4): episodes(rows)], ids=["one turn", "turns"])
 def test_rows_are_what_padding_those_rows_alone_gives(make):
     for rows in (rows for n in (1, 2, 3, 4) for rows in itertools.permutations(range(4), n)):
-        assert same(make().rows(torch.tensor(rows)), make(rows)), rows
+        part, alone = make().rows(torch.tensor(rows)), make(rows)
+        assert same(replace(part, prompt_ids=part.prompt_ids[:, -alone.prompt_ids.shape[1] :]), alone), rows
+        assert all(x is y or bool(torch.as_tensor(x == y).all()) for x, y in zip(part.packed, alone.packed))
 
 
 def test_rows_of_a_rollout_keep_each_number_at_its_token():
@@ -76,6 +78,19 @@ def episodes(rows=range(4)):
     return Sequences.from_token_ids(*ids, PAD, "cpu", sampled=[SAMPLED[r] for r in rows])
 
 
+def test_packed_rows_follow_each_other_and_are_read_before_sampled_tokens():
+    packed = episodes().packed
+    rows = [PROMPTS[r] + COMPLETIONS[r] for r in range(4)]
+    assert packed.input_ids.tolist() == [*itertools.chain(*rows)]
+    assert packed.position_ids.tolist() == [*itertools.chain(*(range(len(row)) for row in rows))]
+    assert packed.starts.tolist() == [0, *itertools.accumulate(map(len, rows))]
+    following = packed.input_ids[packed.reads + 1]
+    assert torch.equal(following, episodes().pick(episodes().completion_ids))
+    padded = packed.pad(packed.input_ids)
+    assert [ids[: len(row)].tolist() for ids, row in zip(padded, rows)] == rows and padded.shape == (4, 7)
+    assert torch.equal(packed.unpad(padded), packed.input_ids)
+
+
 def test_tokens_of_the_environment_are_read_and_not_picked():
     mixed, plain = episodes(), sequences()
     assert torch.equal(mixed.attention_mask, plain.attention_mask) and torch.equal(mixed.lengths, plain.lengths)
@@ -93,13 +108,25 @@ def test_rollout_in_progress_keeps_the_mask_of_sampled_tokens():
 # ---- minibatches ----
 
 
-def test_micro_batches_of_a_minibatch_hold_rows_of_about_the_same_length():
-    plan = BatchPlan(2, 3, 2, num_ppo_epochs=3)
-    lengths = torch.tensor([5, 1, 9, 9, 2, 7, 3, 3, 8, 1, 6, 4])
-    torch.manual_seed(0)
-    unsorted = schedule(torch.ones(12), plan)
-    torch.manual_seed(0)
-    rows = schedule(lengths, plan)
-    for step, (minibatch, drawn) in enumerate(zip(rows, unsorted)):
-        assert sorted(minibatch.flatten().tolist()) == sorted(drawn.flatten().tolist()), step  # its loss is the same
-        assert lengths[minibatch.flatten()].tolist() == sorted(lengths[drawn.flatten()].tolist(), reverse=True)
+def test_minibatches_of_an_epoch_hold_every_row_once():
+    rows = schedule(BatchPlan(2, 3, 2, num_ppo_epochs=3))
+    assert rows.shape == (6, 6) and rows[:2].flatten().tolist() == [*range(12)]
+    assert all(epoch.flatten().sort().values.tolist() == [*range(12)] for epoch in rows.split(2))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 7])
+def test_cut_makes_the_largest_micro_batch_as_small_as_possible(parts):
+    lengths = torch.randint(1, 12, (7,), generator=torch.Generator().manual_seed(parts))
+    cut_rows = cut(torch.tensor([6, 0, 3, 1, 5, 2, 4]), lengths, parts)
+    assert len(cut_rows) == parts and torch.cat(cut_rows).sort().values.tolist() == [*range(7)]
+    best = lengths.sort(descending=True).values
+
+    def largest(batches):
+        return max(len(x) * int(x.max()) for x in batches)
+
+    others = itertools.combinations(range(1, 7), parts - 1)
+    assert largest([lengths[rows] for rows in cut_rows]) == min(largest(best.tensor_split(ends)) for ends in others)
+
+
+def test_cut_of_rows_of_one_length_makes_equal_micro_batches():
+    assert [len(rows) for rows in cut(torch.arange(12), torch.full((12,), 5), 4)] == [3] * 4

@@ -186,5 +186,7 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     trainer._total_loss_scalar = -loss  # the final mean is that of this `train()`
     trainer._globalstep_last_logged, trainer._skipped = int(last_logged), int(skipped)
     if parts["rollout"]:
+        with trainer.accelerator.autocast():
+            trainer.actor_critic.check_logits()  # the rest of the rollout is packed as its beginning was
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
     trainer._metrics["train"].load_state_dict(parts["metrics"])

@@ -18,6 +18,7 @@ from ..sequences import Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
 from .critics import SideCritic, ValueHead
 from .logprobs import TokenScores, logit_scale_and_cap, token_logprobs
+from .packing import allow_packing
 
 
 class _OutsideAutocast:
@@ -81,7 +82,7 @@ class ActorCritic(nn.Module):
         self.critic_backprop = critic_backprop
         self.active_adapter: str | None = self.policy_adapter
         self._layers = list(adapter_layers(policy))
-        self._is_checked = False
+        self._is_checked = self._packs = False  # until the first rollout
         self._logit_scale, self._logit_cap = logit_scale_and_cap(policy.get_base_model().config)
         # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
@@ -219,18 +220,15 @@ class ActorCritic(nn.Module):
 
     def _read_layers(self, sequences: Sequences, layers: list[int]) -> list[Tensor]:
         """Last hidden states where response tokens are predicted, and those after layers, each `[tokens, hidden]`."""
-        attention_mask = sequences.attention_mask
-        outputs = self.trunk(
-            input_ids=sequences.input_ids,
-            attention_mask=attention_mask,
-            # left padding must not shift positions
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-            output_hidden_states=layers or False,  # only these
-        )
+        packed, inputs = sequences.packed, dict[str, Any]()
+        if self._packs:
+            # transformers makes no mask beside one of four axes; to find packed rows, it would wait for the device
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.starts.device)
+            inputs = {"position_ids": packed.position_ids[None], "attention_mask": mask, "packed": packed}
+        ids = packed.input_ids[None] if self._packs else packed.pad(packed.input_ids)  # no token reads a later one
+        outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=layers or False)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
-        # the state at the prompt's last token predicts the first response token, and holds its value
-        return [sequences.pick(x[:, sequences.prompt_ids.shape[1] - 1 : -1]) for x in read]
+        return [(x[0] if self._packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
@@ -264,10 +262,18 @@ class ActorCritic(nn.Module):
                 raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
             wrong = "changes its logits after the output projection, in a way that log-probs ignore; use another model"
             raise ValueError(f"{type(base).__name__} {wrong}.")
-        # a padded row differs from the same row without padding by rounding only
-        rows = Sequences.from_token_ids([[0], [3, 2, 1, 0]], [[1, 2, 3], [1]], 0, self.device)
-        padded, plain = (self._hidden_states(x)[:3].float() for x in (rows, rows.rows(torch.tensor([0]))))
-        if (padded - plain).norm() > 0.1 * plain.norm():
+        # a row that is padded on the left, as for sampling, or packed differs from the row alone by rounding only
+        rows = Sequences.from_token_ids([[3, 2, 1], [0]], [[0, 1], [1, 2, 3]], 0, self.device)
+        alone, mask = hidden[0, :3].float(), rows.attention_mask
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = self.trunk(rows.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)[0][1, 2:-1]
+
+        def differs(states: Tensor) -> Tensor:
+            return (states.float() - alone).norm().nan_to_num(torch.inf) > 0.1 * alone.norm()
+
+        self._packs = allow_packing(base)
+        self._packs &= not differs(self._hidden_states(rows)[2:])
+        if differs(padded):
             wrong = "does not ignore padding on the left; use a model that reads the attention mask"
             raise ValueError(f"{type(base).__name__} {wrong}.")
         self._is_checked = True

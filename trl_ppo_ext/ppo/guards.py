@@ -50,7 +50,7 @@ def stand_ins(sequences: Sequences, excluded: Tensor, gather: Reduction) -> Sequ
     A mask of 0 is not enough: 0 · inf is NaN. No later token influences these two, so they are finite, too.
     """
     row = int((~excluded).long().argmax())
-    ids = sequences.input_ids[row][sequences.attention_mask[row].bool()][:2]
+    ids = sequences.rows(torch.tensor([row])).packed.input_ids[:2]
     # a rank without a finite sequence takes another's
     offered = gather(torch.cat([ids, (~excluded[row])[None].long()])[None])
     first, second, _ = offered[offered[:, 2].argmax()]

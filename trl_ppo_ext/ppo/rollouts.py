@@ -2,6 +2,7 @@
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -347,17 +348,26 @@ def fit_new(
 # ---- the forward of the updates ----
 
 
-def longest_first(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Sort the rows of each minibatch, `[minibatches, rows]`, by length, so that micro-batches need little padding."""
-    return rows.gather(1, lengths[rows].argsort(dim=1, descending=True, stable=True))
+def cut(rows: Tensor, lengths: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Cut a minibatch into micro-batches, longest rows first, of which the largest is as small as possible, padded."""
+    rows = rows[lengths[rows].argsort(descending=True, stable=True)]
+    longest = lengths[rows].tolist()
+
+    def ends(budget: int) -> list[int]:
+        found = [0]
+        for left in reversed(range(parts)):  # a row is left for each of the others
+            found.append(min(found[-1] + budget // longest[found[-1]], len(rows) - left))
+        return found[1:]
+
+    budget = bisect_left(range(longest[0] * len(rows)), len(rows), lo=longest[0], key=lambda x: ends(x)[-1])
+    return rows.tensor_split(ends(budget)[:-1])
 
 
 def micro_batches(args: PPOConfig, sequences: Sequences) -> list[Tensor]:
     """Rows of each micro-batch, in the order in which they are scored."""
     size = args.per_device_train_batch_size
     minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
-    ordered = [longest_first(rows[None], sequences.lengths)[0] for rows in minibatches]
-    return [part for rows in ordered for part in rows.split(size)]
+    return [part for rows in minibatches for part in cut(rows, sequences.lengths, -(-len(rows) // size))]
 
 
 @torch.no_grad()

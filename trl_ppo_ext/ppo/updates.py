@@ -1,6 +1,5 @@
 """Update from a rollout: minibatches, the loss, and skipped optimizer steps."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from . import math as ppo_math
 from .batch_plan import BatchPlan
 from .math import Reduction
 from .metrics import Metrics
-from .rollouts import Rollout, longest_first
+from .rollouts import Rollout, cut
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,23 @@ class MicroBatch:
 def loss_denominators(
     response_mask: Tensor, rows: Tensor, aggregation: str, max_completion_length: int, all_sum: Reduction
 ) -> Tensor:
-    """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, accumulation, micro]`."""
+    """Divisor of each optimizer step's loss, `[steps]`; `rows` is `[steps, minibatch]`."""
     lengths = response_mask.sum(1)
     counts = lengths if aggregation == "token" else (lengths > 0).long()
     if aggregation == "constant":  # https://huggingface.co/papers/2503.20783
         counts = counts * max_completion_length
-    return all_sum(counts[rows.to(counts.device, non_blocking=True)].sum((1, 2)))
+    return all_sum(counts[rows.to(counts.device, non_blocking=True)].sum(1))
 
 
-def schedule(lengths: Tensor, plan: BatchPlan) -> Tensor:
-    """Draw the rows of every micro-batch of a rollout, `[steps, accumulation, micro]`.
+def schedule(plan: BatchPlan) -> Tensor:
+    """Draw the rows of every minibatch of a rollout, `[steps, minibatch]`.
 
-    The first epoch takes the micro-batches in which [`score_tokens`] computed the old log-probs, so that the first
+    The first epoch takes the minibatches in which [`score_tokens`] computed the old log-probs, so that the first
     ratios are exactly 1. Later epochs shuffle.
     """
-    size = len(lengths)
+    size = plan.completions_per_process
     epochs = [torch.arange(size)] + [torch.randperm(size) for _ in range(plan.num_ppo_epochs - 1)]
-    minibatches = longest_first(torch.stack(epochs).reshape(plan.optimizer_steps, plan.mini_batch_size), lengths)
-    return minibatches.reshape(plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
+    return torch.stack(epochs).reshape(plan.optimizer_steps, plan.mini_batch_size)
 
 
 def ppo_loss(
@@ -152,7 +150,7 @@ class Updates:
     def start(self, rollout: Rollout, global_step: int, rows: Tensor | None = None) -> None:
         """Begin the updates of a rollout, or continue with the rows of a checkpoint."""
         self.reset()
-        rows = schedule(rollout.sequences.lengths, self.plan) if rows is None else rows
+        rows = schedule(self.plan) if rows is None else rows
         settings = cast(str, self.args.loss_aggregation), self.args.max_completion_length, self.all_sum
         denominators = all_counts = loss_denominators(rollout.policy_tokens, rows, *settings)
         value_denominators: Any = [None] * len(rows)
@@ -165,7 +163,7 @@ class Updates:
         self.micro_batches = (
             MicroBatch(rollout.rows(index).to(self.device), step, denominators[step], value_denominators[step])
             for step in range(global_step % self.plan.optimizer_steps, len(rows))
-            for index in rows[step]
+            for index in cut(rows[step], rollout.sequences.lengths, self.plan.gradient_accumulation_steps)
         )
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
@@ -216,11 +214,11 @@ class Updates:
         """Restore the state returned by [`state_dict`]."""
         tensors, plan = dict(state), self.plan
         rows, stopped_early = tensors.pop("rows"), tensors.pop("stopped_early")
-        sizes = (plan.optimizer_steps, plan.gradient_accumulation_steps, plan.micro_batch_size)
-        if (len(rows), rows.numel()) != (sizes[0], math.prod(sizes)):
-            given = f"within a rollout of {tuple(rows.shape)} optimizer steps × micro-batches × completions"
+        sizes, rows = (plan.optimizer_steps, plan.mini_batch_size), rows.flatten(1)
+        if rows.shape != sizes:
+            given = f"within a rollout of {tuple(rows.shape)} optimizer steps × completions"
             raise ValueError(f"The checkpoint is {given}, not of {sizes}; resume with the saved sizes.")
-        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows.reshape(sizes))
+        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
         self.stopped_early = bool(stopped_early)
 
 

@@ -184,7 +184,7 @@ def test_sketches_keep_products_of_gradients(tmp_path, monkeypatch):
     for row in range(7):
         sequences = rollouts[row // 4].sequences.rows(torch.tensor([row % 4]))
         start = int(sequences.prompt_lengths) - 1
-        outputs = run.actor_critic.policy(input_ids=sequences.input_ids, output_hidden_states=True)
+        outputs = run.actor_critic.policy(input_ids=sequences.packed.input_ids[None], output_hidden_states=True)
         states = outputs.hidden_states[-1][0, start:-1].detach()
         layer = torch.eye(len(weight.T), requires_grad=True)  # a linear layer on the last states
         logprobs = (states @ layer @ weight.T / 0.7).log_softmax(-1).gather(1, sequences.completion_ids[0][:, None])

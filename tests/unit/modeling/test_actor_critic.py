@@ -1,16 +1,36 @@
 """One base in three roles: what each says, and that switching roles leaves no trace."""
 
 import copy
+import itertools
 
 import bitsandbytes as bnb
 import pytest
 import torch
+from peft import LoraConfig
 from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
 from tiny import LOGIT_MAPS, config, llama, qwen2, tokenizer, with_mapped_logits
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    BloomConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
 
 from trl_ppo_ext.modeling.loading import load_actor_critic
+from trl_ppo_ext.sequences import Sequences
+
+
+def all_linear():
+    return LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def actor_critic(tmp_path, model=None, moved=True, critic="side", **kwargs):
@@ -104,12 +124,110 @@ def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
     built = actor_critic(tmp_path)
     row = torch.tensor([0])
     alone, among = sequences().rows(row), sequences()
-    assert alone.input_ids.shape[1] < among.input_ids.shape[1]
+    assert alone.packed.cells is None and among.packed.cells is not None  # it has padding
     torch.testing.assert_close(built(alone).logprobs[0], built(among).logprobs[0, :3])
     torch.testing.assert_close(built(alone).values[0], built(among).values[0, :3])
     summed = [gradients(built, sequences().rows(torch.tensor([r]))) for r in range(3)]
     for name, gradient in gradients(built, among).items():
         torch.testing.assert_close(gradient, sum(part[name] for part in summed), rtol=1e-4, atol=1e-5)
+
+
+WINDOW = {"sliding_window": 3, "head_dim": 8}
+SLIDING = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3}
+PACKING = {
+    "llama": llama,
+    "qwen2, one sliding layer": lambda: qwen2(**SLIDING),
+    "mistral": lambda: of_llama("mistral", **WINDOW),
+    "gemma3_text": lambda: of_llama("gemma3_text", **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "qwen2_moe": lambda: of_llama(
+        "qwen2_moe", **SLIDING, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
+    ),
+    "exaone4": lambda: of_llama("exaone4", **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "gpt2": lambda: AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=32, n_embd=32, n_head=4, n_layer=2, initializer_range=0.1)
+    ).eval(),
+}
+NOT_PACKING = {
+    "eager": lambda: llama(attn_implementation="eager"),
+    "lfm2": lambda: of_llama("lfm2", layer_types=["conv", "full_attention"]),
+    "bloom": lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=32, hidden_size=32, n_head=4)).eval(),
+}
+
+
+def of_llama(kind, **kwargs):
+    """A model of another family with the sizes of a tiny Llama."""
+    sizes = llama().config.to_dict()
+    for name in ("model_type", "architectures", "head_dim", "dtype", "layer_types", "transformers_version"):
+        sizes.pop(name, None)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | kwargs)).eval()
+
+
+def with_turns():
+    completions = [list(range(5, 12)), [14, 15, 16, 17, 1], [1]]
+    sampled = [[1, 1, 0, 0, 0, 2, 2], [1, 0, 2, 2, 2], [1]]
+    return Sequences.from_token_ids(PROMPTS, completions, 0, "cpu", sampled=sampled)
+
+
+def assert_packed_like_padded(built, batch):
+    built.check_logits()
+    assert built._packs
+    packed, expected = gradients(built, batch), built(batch)
+    built._packs = False
+    padded, outputs = gradients(built, batch), built(batch)
+    for one, other in zip(expected[:2] + expected[3:4], outputs[:2] + outputs[3:4]):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
+    assert packed.keys() == padded.keys()
+    for name, gradient in packed.items():
+        assert (gradient - padded[name]).norm() <= 1e-6 * padded[name].norm() + 1e-8, name
+
+
+@pytest.mark.parametrize("kind", PACKING)
+@pytest.mark.parametrize("batch", [sequences, with_turns])
+def test_packed_rows_have_the_gradients_of_padded_ones(tmp_path, kind, batch):
+    assert_packed_like_padded(actor_critic(tmp_path, PACKING[kind](), peft_config=all_linear()), batch())
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_rows_have_the_gradients_of_padded_ones_with_any_critic(tmp_path, critic, recompute):
+    built = actor_critic(tmp_path, critic=critic)
+    if recompute:
+        built.train()
+        built.gradient_checkpointing_enable()
+    assert_packed_like_padded(built, with_turns())
+
+
+@pytest.mark.parametrize("kind", NOT_PACKING)
+def test_models_that_would_mix_packed_rows_get_them_padded(tmp_path, kind):
+    built = actor_critic(tmp_path, NOT_PACKING[kind](), peft_config=all_linear())
+    built.check_logits()
+    assert not built._packs
+    outputs = built(sequences()).logprobs
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+        expected = plain_logprobs(built.policy, prompt, completion)
+        torch.testing.assert_close(outputs[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flash_attention_gets_the_lengths_of_packed_rows(tmp_path):
+    """With a stand-in for its function, which needs a GPU."""
+
+    def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, cu_seq_lens_k=None, **kwargs):
+        if cu_seq_lens_q is None:
+            causal = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+            mask = causal if attention_mask is None else causal & attention_mask.bool()[:, None, None]
+            return sdpa_attention_forward(module, query, key, value, mask)
+        assert attention_mask is None and kwargs["max_length_q"] == kwargs["max_length_k"]
+        assert cu_seq_lens_q is cu_seq_lens_k and cu_seq_lens_q.dtype == torch.int32
+        rows = itertools.pairwise(cu_seq_lens_q.tolist())
+        parts = [[x[:, :, a:b] for x in (query, key, value)] for a, b in rows]
+        return torch.cat([sdpa_attention_forward(module, *part, None)[0] for part in parts], 1), None
+
+    AttentionInterface.register("flash_stand_in", flash)
+    AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+    model = llama()
+    model.config._attn_implementation = "flash_stand_in"
+    assert_packed_like_padded(actor_critic(tmp_path, model), with_turns())
 
 
 def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
@@ -124,12 +242,12 @@ def test_trunk_keeps_only_states_that_the_side_critic_reads(tmp_path, checkpoint
     if checkpointing:
         built.gradient_checkpointing_enable()
     hook = built.trunk.register_forward_hook(
-        lambda _, args, kwargs, outputs: calls.append((kwargs, outputs.hidden_states)), with_kwargs=True
+        lambda _, args, kwargs, outputs: calls.append((args, kwargs, outputs.hidden_states)), with_kwargs=True
     )
     gradients(built, sequences())
     hook.remove()
-    [(kwargs, states)], layers = calls, built.value_head.layers
-    every = built.trunk(**kwargs | {"output_hidden_states": True}).hidden_states
+    [(args, kwargs, states)], layers = calls, built.value_head.layers
+    every = built.trunk(*args, **kwargs | {"output_hidden_states": True}).hidden_states
     assert len(layers) == 4 and [layer for layer, x in enumerate(states) if x is not None] == layers
     assert all(torch.equal(states[layer], every[layer]) for layer in layers)
 

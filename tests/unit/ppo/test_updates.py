@@ -13,6 +13,7 @@ from tiny import config
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.rollouts import cut
 from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_learning_rate
 
 CLIP = {"cliprange": (0.2, 0.3)}
@@ -132,7 +133,7 @@ def test_micro_batches_add_up_to_the_loss_of_their_step(aggregation, sizes):
     batch, settings = rollout(rows=6, kl_coef=0.3), CLIP | {"vf_coef": 0.5, "kl_estimator": "k2"}
     settings["aggregation"] = "sequence_sum" if aggregation == "constant" else aggregation
     scores = token_scores(batch)
-    (denominator,) = loss_denominators(batch.response_mask, torch.arange(6).reshape(1, 1, 6), aggregation, 7, alone)
+    (denominator,) = loss_denominators(batch.response_mask, torch.arange(6)[None], aggregation, 7, alone)
     whole, _ = ppo_loss(scores, batch, denominator, **settings)
     if aggregation != "constant":
         close(whole, ppo_loss(scores, batch, **settings)[0])
@@ -191,7 +192,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]]).bool()
     [("token", [4, 2, 5]), ("sequence_mean", [2, 1, 2]), ("sequence_sum", [2, 1, 2]), ("constant", [20, 10, 20])],
 )
 def test_denominators_count_tokens_or_completions_per_step(aggregation, expected):
-    rows = torch.tensor([[[0], [1]], [[2], [3]], [[3], [0]]])  # three steps of two micro-batches of one row
+    rows = torch.tensor([[0, 1], [2, 3], [3, 0]])  # of three steps
     assert loss_denominators(MASK, rows, aggregation, 10, alone).tolist() == expected
     summed = loss_denominators(MASK, rows, aggregation, 10, lambda x: x + 1)
     assert summed.tolist() == [count + 1 for count in expected]  # over ranks
@@ -216,8 +217,8 @@ def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build
     updates.start(rollout(rows=8), 0)
     again = build(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=3))
     again.load_state_dict(updates.state_dict(1), 1)
-    assert again.rows.shape == (6, 1, 4) and torch.equal(again.rows.flatten(), updates.rows.flatten())
-    with pytest.raises(ValueError, match=r"\(6, 2, 2\) .*, not of \(2, 1, 4\); resume with the saved"):
+    assert again.rows.shape == (6, 4) and torch.equal(again.rows, updates.rows)
+    with pytest.raises(ValueError, match=r"\(6, 4\) .*, not of \(2, 4\); resume with the saved"):
         build(BatchPlan(4, num_mini_batches=2)).load_state_dict(updates.state_dict(1), 1)
 
 
@@ -312,12 +313,11 @@ def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
     updates.start(masked, 0)
     for step in updates.rows:
         parts = []
-        for rows in step:
+        for rows in cut(step, batch.sequences.lengths, 2):
             micro_batch = next(updates.micro_batches)
             width = micro_batch.rollout.response_mask.shape[1]
             parts.append(updates.loss(lambda *_: scores.map(lambda x: x[rows, :width]), micro_batch))  # noqa: B023
-        rows = step.flatten()
-        close(sum(parts), loss_of(scores.map(lambda x: x[rows]), masked_rows(masked, rows))[0])  # noqa: B023
+        close(sum(parts), loss_of(scores.map(lambda x: x[step]), masked_rows(masked, step))[0])  # noqa: B023
     logged, tokens = updates.metrics.compute(alone, alone), batch.response_mask
     value = 0.5 * (scores.values - batch.returns) ** 2
     assert logged["loss/value"] == pytest.approx(value[tokens].mean().item(), rel=1e-5)

@@ -1,0 +1,91 @@
+"""Tokens that a trunk computes for each real one, and seconds of scoring and update: `python benchmarks/padding.py`.
+
+SmolLM2's shape with random weights in bfloat16, 64 completions a rollout of lognormal lengths (median 60, at most 256)
+after prompts of 16 to 40 tokens, micro-batches of 8 rows, one epoch of one or four minibatches. Another checkout of
+this package is measured with PYTHONPATH=checkout. Nothing else should run on the machine.
+"""
+
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+import torch
+from common import LORA, model, shape_of, tokenizer
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl_ppo_ext import PPOConfig, PPOTrainer
+
+ROLLOUT, MICRO_BATCH, LONGEST, ROLLOUTS = 64, 8, 256, 3
+PHASES = "forward", "update"
+
+
+def episodes(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
+    """Token ids of random lengths in place of samples, the same for every checkout."""
+    draw = random.Random(trainer.state.global_step)
+
+    def ids(length: float) -> list[int]:
+        return [draw.randrange(10, 49000) for _ in range(int(length))]
+
+    return {
+        "prompt_ids": [ids(draw.uniform(16, 41)) for _ in prompts],
+        "completion_ids": [ids(min(60 * draw.lognormvariate(0, 0.8), LONGEST) + 1)[:LONGEST] for _ in prompts],
+    }
+
+
+def measure(num_mini_batches: int) -> tuple[float, dict[str, float]]:
+    """Computed over real tokens, and mean seconds of each phase after a first rollout."""
+    shape, tokens, computes = shape_of("smollm2"), Counter[str](), [False]
+    args = PPOConfig(
+        tempfile.mkdtemp(),
+        max_steps=ROLLOUTS * num_mini_batches,
+        num_mini_batches=num_mini_batches,
+        generation_batch_size=ROLLOUT,
+        per_device_train_batch_size=MICRO_BATCH,
+        max_completion_length=LONGEST,
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=num_mini_batches,
+        logging_first_step=False,
+    )
+
+    def played(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
+        output, computes[0] = episodes(prompts, trainer), True
+        tokens["real"] += 2 * sum(map(len, output["prompt_ids"] + output["completion_ids"]))  # scored and learned
+        return output
+
+    trainer = PPOTrainer(
+        model(shape, torch.bfloat16),
+        lambda completions, **kwargs: [float(len(x)) for x in completions],
+        args,
+        Dataset.from_dict({"prompt": ["w1"] * ROLLOUT}),
+        processing_class=tokenizer(shape),
+        peft_config=LoraConfig(**LORA),
+        rollout_func=played,
+    )
+
+    def count(module: torch.nn.Module, inputs: tuple, kwargs: dict) -> None:
+        tokens["computed"] += computes[0] * (inputs[0] if inputs else kwargs["input_ids"]).numel()
+
+    trainer.actor_critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "time/forward" in log][1:]
+    return tokens["computed"] / tokens["real"], {x: mean(log[f"time/{x}"] for log in logs) for x in PHASES}
+
+
+if __name__ == "__main__":
+    for number in (1, 4):
+        ratio, seconds = measure(number)
+        print(
+            f"{number} minibatches: {ratio:.2f} tokens computed for each real one, "
+            + ", ".join(f"{name} {x:.1f} s" for name, x in seconds.items()),
+            flush=True,
+        )
