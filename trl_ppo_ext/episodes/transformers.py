@@ -52,6 +52,10 @@ class Generator(Protocol):
         """Context of a rollout, in which the policy does not change."""
         return nullcontext()
 
+    def constant(self) -> AbstractContextManager[None]:
+        """Context of several `awake`, in which the policy does not change."""
+        return nullcontext()
+
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample completions of at most `max_completion_length` tokens, or fewer."""
 

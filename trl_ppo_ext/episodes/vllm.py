@@ -73,19 +73,33 @@ class VLLMGenerator(Generator):
             self.engine = ColocatedEngine(base, actor_critic.dtype, rank, args, accelerator, settings)
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
+        self.is_constant = self.is_loaded = False
         with self.awake():  # an adapter that vLLM refuses ends the run now
             pass
 
     @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Load the adapter once within a context, in which the policy does not change."""
+        self.is_constant = True
+        try:
+            yield
+        finally:
+            self.is_constant = self.is_loaded = False
+
+    @contextmanager
     def awake(self) -> Iterator[None]:
         """Sample from the policy of this moment within a context."""
-        # 1. Write the adapter beside, then rename: a server never reads half of it.
-        version, last = next(self.versions), self.version
-        on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
+        version, last = str(self.version), None
+        if not self.is_loaded:
+            # 1. Write the adapter beside, then rename: a server never reads half of it.
+            version, last = next(self.versions), self.version
+            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
         try:
-            # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
-            on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
-            self.version = version
+            self.engine.wake()
+            if not self.is_loaded:
+                # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
+                on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
+                self.version, self.is_loaded = version, self.is_constant
             # 3. Forget the one before: every rank has sampled its rollout.
             if last is not None:
                 on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
@@ -235,10 +249,14 @@ class ColocatedEngine:
         self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
-    def load(self, name: str, directory: Path) -> None:
-        """Allocate what `sleep` freed, and load an adapter into memory; its directory is not needed afterwards."""
+    def wake(self) -> None:
+        """Allocate what `sleep` freed."""
         if self.sleep_level is not None and self.requests:
+            torch.cuda.empty_cache()  # what the update no longer uses
             self.llm.wake_up()
+
+    def load(self, name: str, directory: Path) -> None:
+        """Load an adapter into memory; its directory is not needed afterwards."""
         request = self.adapter(name, int(name.rpartition("-")[2]), str(directory))
         try:
             self.llm.llm_engine.add_lora(request)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..modeling import TokenScores
+from ..modeling import ActorCritic, TokenScores
 from ..sequences import Sequences
 from . import math as ppo_math
 from .math import Reduction
@@ -18,6 +19,7 @@ logger = logging.get_logger(__name__)
 
 MAX_SKIPPED_STEPS = 5  # in a row
 ROUNDING, ROUNDING_16_BITS = 0.01, 0.1  # nats per token by which a sampler may differ in the mean of a rollout
+COMPARED = 8  # completions of each rank that are also scored with the adapter of the last rollout
 _NAMES = {"logprobs": "log-probs", "ref_logprobs": "reference log-probs", "kls": "KLs"}
 
 
@@ -92,6 +94,7 @@ class SamplerComparison:
         self.corrects = args.vllm_importance_sampling_correction
         self.limits = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
         self.all_sum = all_sum
+        self.last_policy: dict[str, Tensor] | None = None  # adapter of the last rollout
         self.tolerance = args.vllm_options.max_logp_difference
         # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the
         # entropy, these have at most entropy / −log(x); all but the k likeliest are rarer than 1 / (k + 1).
@@ -130,6 +133,35 @@ class SamplerComparison:
         metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
         metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
         return weights
+
+    @torch.no_grad()
+    def check_version(
+        self,
+        actor_critic: ActorCritic,
+        sequences: Sequences,
+        logprobs: Tensor,
+        sampler_logprobs: Tensor,
+        mask: Tensor,
+        temperature: float,
+    ) -> None:
+        """Raise [`SamplerError`] on all ranks if completions fit the last rollout's adapter better than the policy's.
+
+        If the policy hardly moved in between, both fit as well. A few completions tell.
+        """
+        names = {f"policy.{name}": x for name, x in actor_critic.policy_parameters().items()}
+        last, self.last_policy = self.last_policy, {name: x.detach().clone() for name, x in names.items()}
+        if last is None or self.tolerance is None or actor_critic.is_sharded:
+            return
+        some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
+        rows = (slice(len(some)), slice(some.completion_ids.shape[1]))
+        earlier = functional_call(actor_critic, last, (some, temperature), {"with_values": False}).logprobs
+        errors = torch.stack([logprobs[rows], earlier]) - sampler_logprobs[rows]
+        squares = self.all_sum(errors.masked_fill(~mask[rows], 0).square().sum((1, 2)))
+        if (2 * squares[1] < squares[0]).item():
+            raise SamplerError(
+                "The completions of this rollout fit the adapter of the rollout before better than the policy's: vLLM "
+                "samples with an old adapter. Restart the server, and resume the run."
+            )
 
     def _unexplained(self, logprobs: Tensor, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> float:
         """Mean difference of log-probs, without what filters explain."""

@@ -191,7 +191,12 @@ def sample(
     if roles.sampler is not None and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
-        weights = roles.sampler.weights(tokens, logprobs, completion_mask & valid[:, None], metrics)
+        sampled_by = logprobs, completion_mask & valid[:, None]
+        weights = roles.sampler.weights(tokens, *sampled_by, metrics)
+        if training:
+            with accelerator.autocast():
+                scored_now = sequences, tokens.logprobs
+                roles.sampler.check_version(roles.actor_critic, *scored_now, *sampled_by, args.temperature)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)

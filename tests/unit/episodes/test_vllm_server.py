@@ -14,7 +14,7 @@ from fake_vllm import LOGPROB, serving
 from peft import LoraConfig
 from runs_of_tiny import trainer, weights
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from tiny import llama
+from tiny import llama, prompts
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import vllm_server
@@ -353,6 +353,17 @@ def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_p
     assert list(server.adapters) == loaded[-1:] == [path.name for path in Path(tmp_path, ".vllm").iterdir()]
     used = {body["model"] for path, body, _ in server.asked if path == "/v1/completions"}
     assert used == set(loaded[1:])  # the first one shows that it can be loaded
+
+
+def test_evaluation_of_many_batches_loads_the_adapter_once(server, tmp_path):
+    built = run(server, tmp_path, eval_dataset=prompts(200))
+    server.asked.clear()
+    built.evaluate()
+    loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
+    completions = [body["model"] for path, body, _ in server.asked if path == "/v1/completions"]
+    assert len(loaded) == 1 and set(completions) == set(loaded)
+    built.evaluate()  # the policy may have moved
+    assert sum(path == "/v1/load_lora_adapter" for path, *_ in server.asked) == 2
 
 
 def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, tmp_path):

@@ -12,6 +12,7 @@ from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo import rollouts as rollouts_module
 from trl_ppo_ext.ppo.guards import SamplerComparison, SamplerError
 from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.sequences import Sequences
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
 LOGPROBS = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -1.5, -3.0]])
@@ -101,6 +102,25 @@ def test_error_says_that_the_adapter_is_not_applied(tmp_path):
     reference = LOGPROBS - 0.5
     with pytest.raises(SamplerError, match="It sampled from the reference: the policy's adapter is not applied"):
         compared(tmp_path, reference + 0.001, reference)
+
+
+@pytest.mark.parametrize("noise, step", [(0.0, 1e-5), (0.03, 0.02), (0.03, 0.1)])
+def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_path, noise, step):
+    """Also if they differ by less than rounding in 16 bits."""
+    torch.manual_seed(0)
+    built = trainer(tmp_path).actor_critic
+    comparison = SamplerComparison(config(tmp_path, generation_backend="vllm"), torch.bfloat16, lambda x: x)
+    ids = [[3, 5, 4], [6]] * 6, [[*range(3, 15)], [*range(6, 30)]] * 6
+    batch, rounds = Sequences.from_token_ids(*ids, 0, "cpu"), []
+    for _ in range(50):
+        now = built(batch).logprobs.detach()
+        rounds.append(now + noise * torch.randn_like(now))
+        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask, 1.0)
+        for x in built.policy_parameters().values():
+            x.data += step * torch.randn_like(x)
+    now = built(batch).logprobs.detach()
+    with pytest.raises(SamplerError, match="fit the adapter of the rollout before better than the policy's"):
+        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask, 1.0)
 
 
 def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
