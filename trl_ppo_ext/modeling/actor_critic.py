@@ -12,6 +12,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import output_capturing
 
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Sequences
@@ -19,6 +20,9 @@ from .adapters import adapter_parameters, add_adapter, load_adapter_weights
 from .critics import SideCritic, ValueHead
 from .logprobs import TokenScores, logit_scale_and_cap, token_logprobs
 from .packing import allow_packing
+
+# earlier versions count a list of layers from another one, so all states are kept
+SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
 
 
 class _OutsideAutocast:
@@ -226,7 +230,8 @@ class ActorCritic(nn.Module):
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.starts.device)
             inputs = {"position_ids": packed.position_ids[None], "attention_mask": mask, "packed": packed}
         ids = packed.input_ids[None] if self._packs else packed.pad(packed.input_ids)  # no token reads a later one
-        outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=layers or False)
+        kept = bool(layers) and (layers if SELECTS_STATES else True)
+        outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         return [(x[0] if self._packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 

@@ -93,7 +93,7 @@ class SamplerComparison:
     def __init__(self, args: PPOConfig, dtype: torch.dtype, all_sum: Reduction):
         self.corrects = args.vllm_importance_sampling_correction
         self.limits = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
-        self.all_sum = all_sum
+        self.all_sum, self.temperature = all_sum, args.temperature
         self.last_policy: dict[str, Tensor] | None = None  # adapter of the last rollout
         self.tolerance = args.vllm_options.max_logp_difference
         # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the
@@ -136,13 +136,7 @@ class SamplerComparison:
 
     @torch.no_grad()
     def check_version(
-        self,
-        actor_critic: ActorCritic,
-        sequences: Sequences,
-        logprobs: Tensor,
-        sampler_logprobs: Tensor,
-        mask: Tensor,
-        temperature: float,
+        self, actor_critic: ActorCritic, sequences: Sequences, logprobs: Tensor, sampled: Tensor, mask: Tensor
     ) -> None:
         """Raise [`SamplerError`] on all ranks if completions fit the last rollout's adapter better than the policy's.
 
@@ -154,8 +148,8 @@ class SamplerComparison:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
         rows = (slice(len(some)), slice(some.completion_ids.shape[1]))
-        earlier = functional_call(actor_critic, last, (some, temperature), {"with_values": False}).logprobs
-        errors = torch.stack([logprobs[rows], earlier]) - sampler_logprobs[rows]
+        earlier = functional_call(actor_critic, last, (some, self.temperature), {"with_values": False}).logprobs
+        errors = torch.stack([logprobs[rows], earlier]) - sampled[rows]
         squares = self.all_sum(errors.masked_fill(~mask[rows], 0).square().sum((1, 2)))
         if (2 * squares[1] < squares[0]).item():
             raise SamplerError(

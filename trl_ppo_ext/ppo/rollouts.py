@@ -195,8 +195,7 @@ def sample(
         weights = roles.sampler.weights(tokens, *sampled_by, metrics)
         if training:
             with accelerator.autocast():
-                scored_now = sequences, tokens.logprobs
-                roles.sampler.check_version(roles.actor_critic, *scored_now, *sampled_by, args.temperature)
+                roles.sampler.check_version(roles.actor_critic, sequences, tokens.logprobs, *sampled_by)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)

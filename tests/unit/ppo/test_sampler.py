@@ -115,12 +115,12 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_p
     for _ in range(50):
         now = built(batch).logprobs.detach()
         rounds.append(now + noise * torch.randn_like(now))
-        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask, 1.0)
+        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask)
         for x in built.policy_parameters().values():
             x.data += step * torch.randn_like(x)
     now = built(batch).logprobs.detach()
     with pytest.raises(SamplerError, match="fit the adapter of the rollout before better than the policy's"):
-        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask, 1.0)
+        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask)
 
 
 def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
