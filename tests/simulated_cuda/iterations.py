@@ -72,11 +72,10 @@ def move(trainer, gpu):
     for metrics in trainer._metrics.values():
         metrics.device = DEVICE
 
-    def generate(input_ids, attention_mask, generation_config, *args, **kwargs):
-        width = input_ids.shape[1] + generation_config.max_new_tokens
-        return torch.zeros(len(input_ids), width, dtype=torch.long, device=DEVICE)
+    def sampled(inputs, max_new_tokens, cache=None):
+        return torch.zeros(len(inputs[0]), max_new_tokens, dtype=torch.long, device=DEVICE).tolist()
 
-    trainer.actor_critic.sample = generate
+    trainer.roles.player.generator._generate_batch = sampled
 
 
 def iterations(trainer, gpu):

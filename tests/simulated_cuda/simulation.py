@@ -82,11 +82,12 @@ class SimulatedCuda(TorchDispatchMode):
 
     def wait(self):
         frames = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
+        frames = [frame for frame in frames if not frame.name.startswith("<")]  # no comprehensions
         self.waits[f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "elsewhere"] += 1
 
     def read(self, name, args, kwargs, x):
         """Result of an operation for which the host waits to read numbers of `x`, else `NotImplemented`."""
-        reads = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero")
+        reads = ("aten._local_scalar_dense", "aten.equal", "aten.allclose", "aten.nonzero")
         masks = []
         if name.startswith(("aten.index.Tensor", "aten.index_put")):
             masks = [i for i in tree_leaves(args[1]) if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
@@ -101,8 +102,8 @@ class SimulatedCuda(TorchDispatchMode):
             return args[0] if "put" in name else args[0].new_zeros(0, *args[0].shape[masks[0].ndim :])
         if name.startswith("aten.nonzero"):
             return x.new_zeros((0, x.ndim), dtype=torch.long)
-        is_bool = x.dtype == torch.bool or name.startswith("aten.equal")
-        return name.startswith("aten.equal") if is_bool else 0.0 if x.is_floating_point() else 0
+        compares = name.startswith(("aten.equal", "aten.allclose"))
+        return compares if compares or x.dtype == torch.bool else 0.0 if x.is_floating_point() else 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, str(function)

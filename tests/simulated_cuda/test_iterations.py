@@ -14,7 +14,7 @@ from simulation import compile_guard
 
 # read by the host in every rollout, for what
 ROLLOUT = {
-    "transformers.py:_generate_batch": 1,  # sampled tokens
+    "transformers.py:generate": 1,  # sampled tokens
     "scoring.py:score_all": 1,  # failed rewards over all ranks
     "rollouts.py:sample": 1,  # completions that are not finite
     "metrics.py:log_hacking": 1,  # completions that occurred before
