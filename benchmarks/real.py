@@ -4,14 +4,16 @@
     python benchmarks/real.py reviews PPO --rate 1e-3 --seed 0
     python benchmarks/real.py --table
 
-All have the same base in float32, LoRA of rank 16, prompts, reward, completions and optimizer steps; each takes the
-learning rate of `RATES` with the best mean reward on a seed of its own. One thread each. Writes
+All have the same base, in float32 if nothing else is said, LoRA of rank 16, prompts, reward, completions and optimizer
+steps; each takes the learning rate of `RATES` with the best mean reward on a seed of its own. One thread each. Writes
 benchmarks/results/real.json.
 
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
 - reverse: three words written backwards, by the letters in their place, after a warm start (reverse.py).
+- length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50 characters, with questions of
+  our own, since its dataset is on the Hub; in bfloat16.
 """
 
 import argparse
@@ -70,6 +72,7 @@ class Task(NamedTuple):
     length: int
     rollouts: int
     goal: float
+    dtype: str = "float32"
 
 
 def reviews(seed: int) -> list[dict]:
@@ -79,9 +82,27 @@ def reviews(seed: int) -> list[dict]:
     return [{"prompt": prompt} for prompt in prompts]
 
 
+def questions(seed: int) -> list[dict]:
+    """Questions in the order of a seed."""
+    ways = (
+        "What is a {}?|Tell me about the {}.|Why do people like a {}?|Describe a good {}.|Sum up what a {} is.".split(
+            "|"
+        )
+    )
+    prompts = [way.format(thing) for thing, way in product(THINGS.split(), ways)]
+    random.Random(seed).shuffle(prompts)
+    return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+
+
+def of_50_characters(completions: list[list[dict]], **kwargs) -> list[float]:
+    """Distance from 50 characters, as in the course."""
+    return [-float(abs(50 - len(turns[0]["content"]))) for turns in completions]
+
+
 TASKS = {
     "reviews": Task(base_model, reviews, vader, 24, 20, 0.8),
     "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20, 0.38),
+    "length": Task(base_model, questions, of_50_characters, 96, 20, -15.0, "bfloat16"),
 }
 
 
@@ -120,8 +141,8 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
             "per_device_train_batch_size": ROLLOUT // STEPS,
             "generation_batch_size": ROLLOUT,
             "max_completion_length": task.length,
-            "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on most CPUs
-            "bf16": False,
+            "model_init_kwargs": {"dtype": task.dtype},
+            "bf16": task.dtype == "bfloat16",
             "gradient_checkpointing": False,
             "use_cpu": True,
             "report_to": "none",
