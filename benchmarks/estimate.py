@@ -60,7 +60,7 @@ class Case:
     quantized: bool = False  # NF4 base
     family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
     lora: dict[str, Any] = field(default_factory=dict)
-    same_length: bool = True  # whether prompts have one length, so that no attention mask is needed; else estimated
+    same_length: bool = True  # whether prompts have one length, so that attention needs no padding; else estimated
 
 
 WIDE = Shape(32000, 512, 4, 8, 64, 64)

@@ -77,10 +77,9 @@ class ModelSizes:
         norms = 8 * self.hidden + (4 * (self.query_width + self.kv_width) if self.head_norms else 0)  # in float32
         # inputs of LoRA's A, one per group, and its outputs
         lora = self.hidden * sum(not group.isdisjoint(ranks) for group in (QKV, GATE_UP)) + sum(ranks.values())
-        attention = 4 * self.query_width  # queries, output, and keys and values repeated for all heads
+        attention = 3 * self.query_width + 2 * self.kv_width  # queries, keys, values, output, without padding too
         swiglu = (4 if "down_proj" in ranks else 3) * self.intermediate
-        mask = length  # of rows that differ in length
-        return rows * length * (norms + self.width * (lora + attention + swiglu + mask))
+        return rows * length * (norms + self.width * (lora + attention + swiglu))
 
 
 class AdapterSizes(NamedTuple):

@@ -25,7 +25,8 @@ class Packed(NamedTuple):
     def pad(self, x: Tensor) -> Tensor:
         """Rows padded on the right, `[rows, longest, ...]`, of `[tokens, ...]`."""
         if self.cells is not None:
-            x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.cells, x)
+            # `index_copy` would keep `x` for its backward
+            x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_put((self.cells,), x)
         return x.unflatten(0, (self.rows, self.longest))
 
     def unpad(self, x: Tensor) -> Tensor:

@@ -91,6 +91,16 @@ def test_packed_rows_follow_each_other_and_are_read_before_sampled_tokens():
     assert torch.equal(packed.unpad(padded), packed.input_ids)
 
 
+def test_padding_keeps_only_places_for_its_backward():
+    packed, kept = episodes().packed, []
+    x = torch.randn(len(packed.input_ids), 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        padded = packed.pad(x)
+    assert all(torch.equal(saved, packed.cells) for saved in kept)
+    (gradient,) = torch.autograd.grad(padded.square().sum(), x)
+    assert torch.equal(gradient, 2 * x)
+
+
 def test_tokens_of_the_environment_are_read_and_not_picked():
     mixed, plain = episodes(), sequences()
     assert torch.equal(mixed.attention_mask, plain.attention_mask) and torch.equal(mixed.lengths, plain.lengths)
