@@ -402,7 +402,7 @@ HELD_OUT_VALUES = {"repeat": [task.format(topic) for task in TASKS[4:8] for topi
 
 
 def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
-    """Prompts of one constraint, or of two in a third of them, with their parts, and the names and values."""
+    """Prompts of one constraint, or of two in a third of them, with the names and values of what they ask for."""
     draw, rows, kinds = random.Random(seed), [], list(CONSTRAINTS)
     for place in range(number):
         names = [kinds[place % len(kinds)]]
@@ -416,7 +416,7 @@ def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
             values.append(draw.choice(HELD_OUT_VALUES.get(name, constraint.values) if held_out else constraint.values))
             parts.append((unseen if held_out else draw.choice(shown)).format(values[-1]))
         content = [{"role": "user", "content": " ".join(parts)}]
-        rows.append({"prompt": content, "parts": parts, "names": names, "values": values})
+        rows.append({"prompt": content, "names": names, "values": values})
     draw.shuffle(rows)
     return rows
 

@@ -91,18 +91,3 @@ def test_held_out_requests_share_no_topic_wording_or_sentence_to_repeat(constrai
         kinds = [name for row in rows for name in row["names"]]
         assert set(kinds) == set(constraints.CONSTRAINTS) and 600 < len(kinds) < 680
         assert not any(set(row["names"]) in constraints.CONTRARY for row in rows)
-
-
-def test_answers_are_rewritten_to_fulfil_what_is_asked_for(constraints):
-    import start
-
-    prose = (
-        "Rivers carry rain, snow and sand down into wide valleys. Many people live there! They fish, and trade grain."
-    )
-    for name in start.REWRITTEN:
-        value = {"few words": "15", "ending": "That is all I know.", "postscript": "P.S.", "JSON": ""}.get(name, "2")
-        value = "Tell me something about rivers." if name == "repeat" else value
-        row = {"names": [name], "values": [value], "parts": ["Tell me something about rivers."]}
-        answer = start.rewritten(prose, row)
-        assert answer != prose and constraints.fulfilled(answer, [name], [value]) == [True], name
-        assert start.rewritten("", row) == "" == start.rewritten("no end " * 40, row), name
