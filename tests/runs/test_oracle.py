@@ -85,8 +85,8 @@ class Watch(TrainerCallback):
 
     def forward(self, module, args, kwargs):
         if torch.is_grad_enabled():
-            rows = zip(kwargs["input_ids"], kwargs["attention_mask"].bool())
-            self.forwards.append(tuple(tuple(ids[mask].tolist()) for ids, mask in rows))
+            rows = args[0][0].tensor_split(kwargs["packed"].starts[1:-1].tolist())
+            self.forwards.append(tuple(tuple(ids.tolist()) for ids in rows))
 
     def on_pre_optimizer_step(self, *args, **kwargs):
         # a critic with an adapter has a second forward of the same rows
