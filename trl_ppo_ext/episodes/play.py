@@ -23,7 +23,7 @@ from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
 from .record import ANSWERS, Answer, Place, Record, forget
 from .transformers import Generator, TransformersGenerator
-from .vllm import VLLMGenerator
+from .vllm import OverlappingGenerator, VLLMGenerator
 
 
 class Player:
@@ -288,7 +288,8 @@ def build_player(
     trainer: Any = None,
 ) -> Player:
     """Player of a run, which samples with its `generation_backend`."""
-    kind = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
+    kind: Any = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
+    kind = OverlappingGenerator if args.vllm_options.overlap_rollouts else kind
     generator, bootstraps = kind(actor_critic, tokenizer, args, accelerator), args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:
         return FunctionPlayer(environments.rollout_func, trainer, generator, tokenizer, bootstraps)

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from ..config import PPOConfig
 from ..modeling import ActorCritic
 from ..sequences import Sequences
+from .engine import Ahead
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +42,7 @@ class Generator(Protocol):
     evaluates: bool = False  # then at `eval_temperature`
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
+    ahead: Ahead | None = None  # the next rollout, if it was begun
 
     @property
     def temperature(self) -> float:

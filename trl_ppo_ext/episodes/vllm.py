@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -29,7 +29,7 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
 from ..rewards.scoring import capture_random_state
-from .engine import Request, Sampled, VLLMError
+from .engine import Ahead, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
 if TYPE_CHECKING:
@@ -134,15 +134,51 @@ class VLLMGenerator(Generator):
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
+        requests = self._requests(prompts, max_new_tokens)
+        return self._completions(prompts, self.engine.sample(str(self.version), requests))
+
+    def _requests(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[Request]:
         copies, longest = Counter(map(tuple, prompts)), max_new_tokens or self.limit
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
-        requests = [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
         self.engine.settings["temperature"] = self.temperature
-        sampled = dict(zip(copies, map(iter, self.engine.sample(str(self.version), requests))))
-        completions = [next(sampled[tuple(prompt)]) for prompt in prompts]
+        return [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+
+    def _completions(self, prompts: list[list[int]], sampled: list[list[Sampled]]) -> list[list[int]]:
+        by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(iter, sampled)))
+        completions = [next(by_prompt[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
+
+
+class OverlappingGenerator(VLLMGenerator):
+    """Samples the next rollout on a server while the trainer learns from this one."""
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Request the completions of the next rollout, from the policy of this moment."""
+        self.evaluates = False
+        with super().awake():
+            wait = cast("VLLMServer", self.engine).start(str(self.version), self._requests(prompts))
+            self.ahead = Ahead(prompts, wait)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Wait for a rollout that was begun; otherwise sample from the policy of this moment."""
+        if self.ahead is not None:  # an evaluation, too, would unload its adapter
+            on_every_rank(self.ahead.wait, VLLMError)
+        with super().awake() if self.evaluates or self.ahead is None else nullcontext():
+            yield
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
+        """Completions of a rollout that was begun, or new ones."""
+        ahead = self.ahead
+        if self.evaluates or ahead is None:
+            return super().generate(prompts, max_new_tokens)
+        self.ahead = None
+        if any(gather_object([ahead.prompts != prompts])):  # it was resumed with other prompts
+            with super().awake():
+                return super().generate(prompts, max_new_tokens)
+        return self._completions(prompts, ahead.wait())
 
 
 def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
