@@ -16,9 +16,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..distributed import on_every_rank, unsharded_optimizer_state
+from ..distributed import OtherRankError, on_every_rank, unsharded_optimizer_state
 from ..episodes import record
-from ..ppo.guards import NonFiniteError
+from ..ppo.guards import NonFiniteError, SamplerError
 from ..rewards import RewardError
 from . import files, resume
 from .atomic import STAGING, publish, verify
@@ -110,7 +110,8 @@ def save_after_error(trainer: Any, error: BaseException) -> None:
     """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
     return_to_step, trainer._return_to_step = trainer._return_to_step, None
     # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
-    together = trainer.accelerator.num_processes == 1 or isinstance(error, RewardError | NonFiniteError)
+    everywhere = isinstance(error, RewardError | NonFiniteError | SamplerError | OtherRankError)
+    together = trainer.accelerator.num_processes == 1 or everywhere or hasattr(error, "is_on_every_rank")
     if return_to_step is None or not together or isinstance(error, files.CheckpointError):
         return
     try:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..concurrency import called, finished, started
 from ..config import PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
+from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, seeded
 from .chat import CHARACTERS
@@ -38,8 +39,9 @@ class Player:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
         self.generator.evaluates = evaluates
+        failures = (Exception,) if self.generator.samples_alone else ()
         with self.generator.awake():
-            self._sample(episodes, rows, seeds, step)
+            on_every_rank(partial(self._sample, episodes, rows, seeds, step), *failures)
         decode(episodes, self.tokenizer)
         return episodes
 

@@ -43,6 +43,7 @@ class Generator(Protocol):
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
     ahead: Ahead | None = None  # the next rollout, if it was begun
+    samples_alone: bool = True  # or in step with other ranks, which an error on one of them leaves waiting
 
     @property
     def temperature(self) -> float:
@@ -156,7 +157,7 @@ class TransformersGenerator(Generator):
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
         self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
-        self.batch_size = args.per_device_generation_batch_size
+        self.batch_size, self.samples_alone = args.per_device_generation_batch_size, not actor_critic.is_sharded
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
