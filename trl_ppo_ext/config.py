@@ -172,7 +172,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
-    """Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context."""
+    """Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context, or
+    what fits."""
     vllm_enable_sleep_mode: bool = False
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool | None = None

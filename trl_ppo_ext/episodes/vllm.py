@@ -99,7 +99,8 @@ class VLLMGenerator(Generator):
             if not self.is_loaded:
                 # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
                 on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
-                self.version, self.is_loaded = version, self.is_constant
+                # vLLM may lose it when its base leaves the GPU
+                self.version, self.is_loaded = version, self.is_constant and not self.args.vllm_options.sleep_level
             # 3. Forget the one before: every rank has sampled its rollout.
             if last is not None:
                 on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
@@ -253,7 +254,7 @@ class ColocatedEngine:
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_len": args.vllm_max_model_length,
+            "max_model_len": args.vllm_max_model_length or -1,  # what fits
             "trust_remote_code": args.trust_remote_code,
             "enable_sleep_mode": sleeps,
         }
@@ -266,6 +267,10 @@ class ColocatedEngine:
             import vllm
             from vllm.lora.request import LoRARequest
 
+            if sleeps and not hasattr(vllm.LLM, "release_kv_cache_memory"):
+                raise ImportError(
+                    f"`vllm_enable_sleep_mode` needs vLLM 0.31 or later, got {vllm.__version__}; update it."
+                )
             self.llm = vllm.LLM(
                 base,
                 **defaults | cast(dict, args.generation_kwargs or {}),

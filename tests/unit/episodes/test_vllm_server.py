@@ -22,6 +22,7 @@ from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import vllm_server
 from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.episodes.vllm_server import VLLMServer
+from trl_ppo_ext.rewards import RewardError
 
 BASE, KEY = "org/base", "tok-0123456789abcdef"
 SETTINGS = {"temperature": 0.7, "stop_token_ids": [1], "logprobs": 0}
@@ -443,6 +444,27 @@ def test_overlapped_run_that_was_killed_resumes_bit_for_bit(server, tmp_path, st
         resumed.train(resume_from_checkpoint=True)
         expected = weights(whole)
         assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
+
+
+def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_path):
+    rare = OVERLAP | {"save_steps": 100}
+    whole = run(server, tmp_path / "whole", **rare)
+    whole.train()
+    failing = run(server, tmp_path / "run", **rare)
+    score = failing.roles.rewards[0].score
+
+    def fails(batch):
+        if failing.state.global_step == 4:
+            raise RuntimeError("killed")
+        return score(batch)
+
+    failing.roles.rewards[0].score = fails
+    with pytest.raises(RewardError, match="killed"):
+        failing.train()
+    resumed = run(server, tmp_path / "run", **rare)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    expected = weights(whole)
+    assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
 
 
 def test_checkpoint_of_a_run_whose_server_is_gone_omits_the_next_rollout(server, tmp_path, monkeypatch):
