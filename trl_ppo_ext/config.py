@@ -172,21 +172,18 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
-    """Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context, or
-    what fits."""
+    """Longest prompt with completion of a colocated vLLM. Default: the model's context, or what fits in its memory."""
     vllm_enable_sleep_mode: bool = False
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool | None = None
-    """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels.
-    Default with `overlap_rollouts`."""
+    """Whether advantages are weighted by the ratio of policy and sampler. Default with `overlap_rollouts`."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
     """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
     limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
-    """Further settings of vLLM: `base_model`, `sleep_level`, `overlap_rollouts`,
-    `max_logp_difference`. See docs/fields.md."""
+    """Further settings: `base_model`, `sleep_level`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
     """Maximum number of turns of an episode that tools or an environment answer. Unlimited by default."""

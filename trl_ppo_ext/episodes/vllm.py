@@ -268,9 +268,7 @@ class ColocatedEngine:
             from vllm.lora.request import LoRARequest
 
             if sleeps and not hasattr(vllm.LLM, "release_kv_cache_memory"):
-                raise ImportError(
-                    f"`vllm_enable_sleep_mode` needs vLLM 0.31 or later, got {vllm.__version__}; update it."
-                )
+                raise ImportError(f"`vllm_enable_sleep_mode` needs vLLM 0.31, got {vllm.__version__}; update it.")
             self.llm = vllm.LLM(
                 base,
                 **defaults | cast(dict, args.generation_kwargs or {}),

@@ -111,8 +111,7 @@ class SamplerComparison:
     ) -> Tensor | None:
         """Weights of the advantages, `[batch, response]`; `None` without a correction.
 
-        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding, unless the policy has moved
-        since.
+        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding, unless it was sampled ahead.
         """
         differences = (tokens.logprobs - sampler_logprobs).abs()
         metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)

@@ -1,5 +1,6 @@
 """What vLLM could not sample with is refused before it starts; tests/with_vllm has the tests that start it."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,20 @@ def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):
         trainer(tmp_path / "run", base, use_vllm=True)
+
+
+def test_sleep_mode_needs_a_version_that_frees_the_cache(tmp_path, base, monkeypatch):
+    request = SimpleNamespace(LoRARequest=None)
+    stubs = {
+        "vllm": SimpleNamespace(LLM=object, __version__="0.30.0"),
+        "vllm.lora": request,
+        "vllm.lora.request": request,
+    }
+    for name, module in stubs.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    with pytest.raises(ImportError, match=r"`vllm_enable_sleep_mode` needs vLLM 0\.31, got 0\.30\.0"):
+        trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True)
 
 
 @pytest.mark.parametrize("ranks, reserved", [({"r": 1}, 1), ({}, 8), ({"rank_pattern": {"q_proj": 12}}, 16)])
