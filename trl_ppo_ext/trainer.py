@@ -395,8 +395,8 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        seed, constant = self.args.seed + self.accelerator.process_index, self.roles.player.generator.constant()
-        with fixed_seed(seed, self.accelerator.device), constant:
+        seed, awake = self.args.seed + self.accelerator.process_index, self.roles.player.generator.awake()
+        with awake, fixed_seed(seed, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})

@@ -52,11 +52,7 @@ class Generator(Protocol):
         return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context of a rollout, in which the policy does not change."""
-        return nullcontext()
-
-    def constant(self) -> AbstractContextManager[None]:
-        """Context of several `awake`, in which the policy does not change."""
+        """Context of a rollout or an evaluation, in which the policy does not change."""
         return nullcontext()
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:

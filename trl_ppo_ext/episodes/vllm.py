@@ -22,6 +22,7 @@ from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..config import LOCK, PPOConfig
@@ -73,46 +74,46 @@ class VLLMGenerator(Generator):
             self.engine = ColocatedEngine(base, actor_critic.dtype, rank, args, accelerator, settings)
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
-        self.is_constant = self.is_loaded = False
+        self.served: dict[str, Tensor] | None = None  # weights of the version
+        self.is_awake = False
         with self.awake():  # an adapter that vLLM refuses ends the run now
             pass
 
     @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Load the adapter once within a context, in which the policy does not change."""
-        self.is_constant = True
-        try:
-            yield
-        finally:
-            self.is_constant = self.is_loaded = False
-
-    @contextmanager
     def awake(self) -> Iterator[None]:
-        """Sample from the policy of this moment within a context."""
-        version, last = str(self.version), None
-        if not self.is_loaded:
-            # 1. Write the adapter beside, then rename: a server never reads half of it.
-            version, last = next(self.versions), self.version
-            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
+        """Sample from the policy of this moment within a context; one inside another changes nothing."""
+        if self.is_awake:
+            yield
+            return
         try:
-            self.engine.wake()
-            if not self.is_loaded:
-                # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
-                on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
-                # vLLM may lose it when its base leaves the GPU
-                self.version, self.is_loaded = version, self.is_constant and not self.args.vllm_options.sleep_level
-            # 3. Forget the one before: every rank has sampled its rollout.
-            if last is not None:
-                on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
+            # an adapter that has not moved, e.g. since an evaluation, is still there
+            is_loaded, served = self.engine.wake(), self.served
+            parameters = self.actor_critic.policy_parameters()
+            weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
+            if not is_loaded or served is None or any(not x.equal(served[name]) for name, x in weights.items()):
+                self._load(weights)
+            self.is_awake = True
             yield
         finally:
+            self.is_awake = False
             self.engine.sleep()
 
-    def _write(self, version: str) -> None:
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        # 1. Write the adapter beside, then rename: a server never reads half of it.
+        version, last = next(self.versions), self.version
+        on_every_rank(partial(self._write, version, weights), OSError, ValueError, runs=self.writes)
+        # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
+        on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
+        self.version, self.served = version, weights
+        # 3. Forget the one before: every rank has sampled its rollout.
+        if last is not None:
+            on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
+
+    def _write(self, version: str, weights: dict[str, Tensor]) -> None:
         policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
         aside = self.folder / f"{version}.tmp"
         try:
-            save_adapter(policy, name, str(aside), dict(self.actor_critic.policy_parameters()))
+            save_adapter(policy, name, str(aside), weights)
             aside.rename(self.folder / version)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -288,11 +289,12 @@ class ColocatedEngine:
         self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
-    def wake(self) -> None:
-        """Allocate what `sleep` freed."""
+    def wake(self) -> bool:
+        """Allocate what `sleep` freed; return whether an adapter that was loaded still is."""
         if self.sleep_level is not None and self.requests:
             torch.cuda.empty_cache()  # what the update no longer uses
             self.llm.wake_up()
+        return self.sleep_level != 1  # vLLM may lose it when its base leaves the GPU
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter into memory; its directory is not needed afterwards."""

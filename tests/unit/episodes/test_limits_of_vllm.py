@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from peft import LoraConfig
@@ -35,6 +36,21 @@ def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):
         trainer(tmp_path / "run", base, use_vllm=True)
+
+
+@pytest.mark.parametrize("level, loads", [(0, 1), (1, 3)])
+def test_adapter_that_has_not_moved_is_loaded_again_after_deep_sleep_only(tmp_path, base, monkeypatch, level, loads):
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    run = trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True, vllm_sleep_level=level)
+    generator = run.roles.player.generator
+    for _ in range(2):
+        with generator.awake(), generator.awake():
+            pass
+    llm = generator.engine.llm
+    assert llm.llm_engine.add_lora.call_count == loads
+    assert llm.sleep.call_count == 3 and llm.wake_up.call_count == 2
 
 
 def test_sleep_mode_needs_a_version_that_frees_the_cache(tmp_path, base, monkeypatch):
