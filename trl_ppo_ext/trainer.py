@@ -191,6 +191,7 @@ class PPOTrainer(Trainer):
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
+        player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
         self.roles = Roles(actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler)
@@ -265,8 +266,6 @@ class PPOTrainer(Trainer):
         rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
-        if self.args.vllm_options.overlap_rollouts:
-            self._begin_next()
         sequences = samples.sequences
         lengths = torch.tensor([int(sequences.prompt_lengths.sum()), len(sequences.positions)])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
@@ -280,7 +279,7 @@ class PPOTrainer(Trainer):
         return [rows[number] for number in numbers]
 
     def _begin_next(self) -> None:
-        """Sample the next rollout while the updates of this one run."""
+        """Sample the next rollout while this one is scored and learned."""
         step = self.state.global_step + self.plan.optimizer_steps
         if step < self.state.max_steps:
             size, generator = self.plan.completions_per_process, cast(Any, self.roles.player.generator)

@@ -34,6 +34,7 @@ class Player:
         self.generator, self.tokenizer = generator, tokenizer
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
+        self.begin_next: Callable[[], None] | None = None  # called when a rollout is sampled, before it is scored
 
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
@@ -42,6 +43,8 @@ class Player:
         failures = (Exception,) if self.generator.samples_alone else ()
         with self.generator.awake():
             on_every_rank(partial(self._sample, episodes, rows, seeds, step), *failures)
+        if self.begin_next is not None and step is not None:
+            self.begin_next()
         decode(episodes, self.tokenizer)
         return episodes
 

@@ -393,21 +393,21 @@ def interrupted(built, step):
         built.train()
 
 
-def test_next_rollout_is_requested_while_the_last_one_is_learned(server, tmp_path):
+def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path):
     server.delay = 0.05
     built, begun = run(server, tmp_path, **OVERLAP), []
-    loss = built.updates.loss
+    score = built.roles.rewards[0].score
 
-    def waiting(model, micro_batch):
+    def waiting(batch):
         expected, end = min(8 * (built.state.global_step // 2 + 2), 32), time.monotonic() + 5
         while len(completions(server)) < expected and time.monotonic() < end:
             time.sleep(0.005)
         begun.append(len(completions(server)) >= expected)
-        return loss(model, micro_batch)
+        return score(batch)
 
-    built.updates.loss = waiting
+    built.roles.rewards[0].score = waiting
     built.train()
-    assert all(begun) and len(completions(server)) == 32  # the last rollout begins no other
+    assert begun == [True] * 4 and len(completions(server)) == 32  # the last rollout begins no other
     models = [body["model"] for body in completions(server)]
     assert [len(set(models[n : n + 8])) for n in range(0, 32, 8)] == [1, 1, 1, 1]
     assert len(set(models)) == 3  # the first two rollouts are those of the first policy
