@@ -91,11 +91,12 @@ class FakeVLLM:
         return self.recorded("unloaded" if known else "unloaded already", fits=body["lora_name"])
 
     def completions(self, body):
-        """Completions that depend on the seed and the prompt, as those of the real server do in float32."""
+        """Completions that depend on adapter, seed and prompt, as those of the real server do in float32."""
         if body["model"] not in self.adapters:
             return self.recorded("not loaded", nowhere=body["model"])
         answer, choices = json.loads(self.recorded("completed").body), []
-        draw = random.Random(f"{body['seed']} {body['prompt']}")
+        adapter = Path(self.adapters[body["model"]], "adapter_model.safetensors").read_bytes()
+        draw = random.Random(f"{body['seed']} {body['prompt']}".encode() + adapter)
         for index in range(body["n"]):
             ids = draw.choices(VOCABULARY, k=draw.randint(1, body["max_tokens"]))
             choice = answer["choices"][0] | {"index": index, "token_ids": ids}

@@ -75,6 +75,9 @@ def check_trainer_arguments(
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:
             raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
+    if args.vllm_options.overlap_rollouts and environments:
+        wrong = "does not work with tools or environments, whose answers the trainer waits for; remove it"
+        raise ValueError(f"`vllm_kwargs['overlap_rollouts']` {wrong}.")
     if not (args.critic == "adapter" and args.critic_options.prompt is None):
         for name in {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, "hidden_state")}:
             needed = "`hidden_state` of %s needs `critic='adapter'` without `critic_kwargs['prompt']`; it is not read."

@@ -71,6 +71,8 @@ class VLLMOptions:
     """Base that vLLM serves, if not `model`. Its weights must be the same."""
     sleep_level: Literal[0, 1] = 0
     """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
+    overlap_rollouts: bool = False
+    """Whether a server samples the next rollout while this one is learned, from the policy before its updates."""
     max_logp_difference: float | None = number(None, above=0)
     """End the run when log-probs of policy and sampler differ by more than this in the mean of a rollout: then vLLM
     samples from other weights. What `top_p`, `top_k` and `min_p` explain does not count. Default: 0.1 nats, 0.01 in
@@ -170,18 +172,18 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
-    """Longest prompt with completion for which a colocated vLLM reserves memory. Default: the model's context."""
+    """Longest prompt with completion of a colocated vLLM. Default: the model's context, or what fits in its memory."""
     vllm_enable_sleep_mode: bool = False
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
-    vllm_importance_sampling_correction: bool = False
-    """Whether advantages are weighted by the ratio of policy and sampler, which compute with different kernels."""
+    vllm_importance_sampling_correction: bool | None = None
+    """Whether advantages are weighted by the ratio of policy and sampler. Default with `overlap_rollouts`."""
     vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
     """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
     limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
-    """Further settings of vLLM: `base_model`, `sleep_level`, `max_logp_difference`. See docs/fields.md."""
+    """Further settings: `base_model`, `sleep_level`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
     """Maximum number of turns of an episode that tools or an environment answer. Unlimited by default."""
@@ -486,6 +488,11 @@ class PPOConfig(TRLFields, TrainingArguments):
 
         # 4. Sampling
         names, uses_vllm = set(self.generation_kwargs or {}), self.generation_backend == "vllm"
+        overlaps = self.vllm_options.overlap_rollouts
+        if overlaps and not (uses_vllm and self.vllm_mode == "server"):
+            raise ValueError("`vllm_kwargs['overlap_rollouts']` needs `use_vllm=True, vllm_mode='server'`; set both.")
+        if self.vllm_importance_sampling_correction is None:
+            self.vllm_importance_sampling_correction = overlaps
         for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
             why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")

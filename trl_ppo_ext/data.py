@@ -401,6 +401,12 @@ class RolloutSampler(Sampler[int]):
             order += rows.tolist()
         return order[:wanted]
 
+    def rollout(self, step: int) -> list[int]:
+        """Row numbers of the rollout that begins at an optimizer step, repeated for completions."""
+        epoch, number = divmod(step // self.plan.optimizer_steps, self.rollouts)
+        prompts = self.order(epoch)[number * self.plan.prompts :][: self.plan.prompts]
+        return [row for row in prompts for _ in range(self.plan.num_generations)]
+
     def __iter__(self) -> Iterator[int]:
         global_step, max_steps = self.steps()
         if 0 < max_steps <= global_step:

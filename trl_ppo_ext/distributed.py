@@ -53,6 +53,7 @@ def on_every_rank(action: Callable[[], T], *failures: type[Exception], runs: boo
         error = caught
     messages = gather_object([None if error is None else f"{type(error).__name__}: {shortened(error)}"])
     if error is not None:
+        error.is_on_every_rank = True  # type: ignore[attr-defined]
         raise error
     for rank, message in enumerate(messages):
         if message is not None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,7 @@ from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .concurrency import FAILURES
 from .config import PPOConfig
-from .data import RolloutSampler, Rows, StreamedRows
+from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import SamplerComparison, count_skipped
@@ -191,6 +191,7 @@ class PPOTrainer(Trainer):
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
+        player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
         self.roles = Roles(actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler)
@@ -209,6 +210,7 @@ class PPOTrainer(Trainer):
         self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
         self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
         self.add_callback(self.run_log)
+        self._next_rows: list[dict] = []  # of a rollout that was begun
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step, self._begun, self._last_step, self._save_is_due = True, False, 0, True
         self._skipped = 0  # optimizer steps in a row
@@ -258,11 +260,9 @@ class PPOTrainer(Trainer):
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _collect(self, row_numbers: Rows) -> None:
-        unique = sorted(set(row_numbers))
-        rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
+        prompts, self._next_rows = self._next_rows or self._read(row_numbers), []
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        prompts = [rows[number] for number in row_numbers]
         rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
@@ -272,6 +272,20 @@ class PPOTrainer(Trainer):
         prompt_tokens, completion_tokens = self.roles.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
+
+    def _read(self, numbers: Sequence[int]) -> list[dict]:
+        unique = sorted(set(numbers))
+        rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
+        return [rows[number] for number in numbers]
+
+    def _begin_next(self) -> None:
+        """Sample the next rollout while this one is scored and learned."""
+        step = self.state.global_step + self.plan.optimizer_steps
+        if step < self.state.max_steps:
+            size, generator = self.plan.completions_per_process, cast(Any, self.roles.player.generator)
+            numbers = self._sampler.rollout(step)[self.accelerator.process_index * size :][:size]
+            self._next_rows = self._read(numbers)  # a stream returns them only once
+            generator.begin([row[PROMPT_IDS] for row in self._next_rows])
 
     def compute_loss(self, model: nn.Module, inputs: MicroBatch, *args: Any, **kwargs: Any) -> Tensor:
         """PPO's loss of a micro-batch: its share of the optimizer step's loss, times the number of ranks."""
@@ -346,7 +360,8 @@ class PPOTrainer(Trainer):
             copies = range(self.args.num_generations_eval or 1)
             dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
             return super()._get_dataloader(dataset, description, **kwargs)
-        self.updates.reset()  # drop the unfinished rollout of an earlier `train()`
+        self.updates.reset()  # drop the unfinished rollouts of an earlier `train()`
+        self.roles.player.generator.ahead, self._next_rows = None, []
         self._tokens_since_log, self._last_log = 0, time.perf_counter()
 
         def steps() -> tuple[int, int]:
@@ -361,7 +376,7 @@ class PPOTrainer(Trainer):
         else:
             self._train_rows, numbers = dataset, range(len(dataset))
         shuffles = self.args.shuffle_dataset and not isinstance(dataset, IterableDataset)
-        sampler = RolloutSampler(len(numbers), self.plan, shuffles, self.args.prompt_seed, steps)
+        self._sampler = sampler = RolloutSampler(len(numbers), self.plan, shuffles, self.args.prompt_seed, steps)
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
         return super()._get_dataloader(cast(Dataset, numbers), description, is_training=True, **kwargs)
 
@@ -379,8 +394,8 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        seed, constant = self.args.seed + self.accelerator.process_index, self.roles.player.generator.constant()
-        with fixed_seed(seed, self.accelerator.device), constant:
+        seed, awake = self.args.seed + self.accelerator.process_index, self.roles.player.generator.awake()
+        with awake, fixed_seed(seed, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -497,11 +512,13 @@ class PPOTrainer(Trainer):
         restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
         metrics, run_state, skipped = self._metrics["train"].state_dict(), self.run_state, self._skipped
         stopped_early, tokens = self.updates.stopped_early, state.num_input_tokens_seen
+        ahead = self.roles.player.generator.ahead
 
         def return_to_step() -> None:
             restore_random_state()
             self._tr_loss, self.run_state, self._skipped = loss, run_state, skipped
             self.updates.stopped_early, self.state.num_input_tokens_seen = stopped_early, tokens
+            self.roles.player.generator.ahead = ahead
             self._metrics["train"].load_state_dict(metrics)
 
         self._return_to_step = return_to_step

@@ -1,9 +1,11 @@
 """An error that ends a run leaves a checkpoint of the last optimizer step, from which the run resumes bit for bit."""
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
+from processes import finished, start
 from runs_of_tiny import trainer, weights
 from tiny import length_reward, prompts
 from transformers import TrainerCallback
@@ -117,6 +119,30 @@ def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
     again = trainer(tmp_path, reward_funcs=Reward(), **SETTINGS)
     again.train(resume_from_checkpoint=True)
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
+def test_error_in_sampling_on_one_rank_ends_all_with_a_checkpoint(tmp_path):
+    def fail():
+        built = trainer(tmp_path, max_steps=8)
+        generate = built.roles.player.generator.generate
+
+        def failing(prompts, *args):
+            if built.state.global_step == 4 and built.accelerator.process_index == 1:
+                raise FaultError("no memory")
+            return generate(prompts, *args)
+
+        built.roles.player.generator.generate = failing
+        try:
+            built.train()
+        except Exception as error:
+            Path(tmp_path, f"error-{built.accelerator.process_index}").write_text(f"{error} {error.__notes__}")
+            raise SystemExit(3) from error
+
+    assert finished(start(fail, 2), bound=60) == [3, 3]
+    verify(tmp_path / "checkpoint-4")
+    for rank, cause in enumerate(["on rank 1: FaultError: no memory", "no memory"]):
+        text = (tmp_path / f"error-{rank}").read_text()
+        assert text.startswith(cause) and "holds all optimizer steps so far" in text
 
 
 def test_error_in_the_optimizer_leaves_no_inexact_checkpoint(tmp_path):

@@ -144,6 +144,7 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
     settings = {name: values[name] for name in sorted(own | TRAINER_SETTINGS) if name in values}
     settings["num_processes"] = args.world_size
+    settings["overlap_rollouts"] = args.vllm_options.overlap_rollouts or None
     settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage
     settings["fsdp_version"] = 2 if uses_fsdp(args) else None
     return json.loads(json.dumps(settings, default=str))

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..config import LOCK
 from ..distributed import on_every_rank
+from ..episodes.engine import Ahead
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
 from .files import CheckpointError, check_settings, load_state, run_settings
 
@@ -177,7 +178,7 @@ def load_rates(trainer: Any, load: Callable[[], None]) -> None:
 
 def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     """Restore this rank's progress from the tensors that `write_checkpoint` saved for it."""
-    parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "metrics": {}, "trainer": {}}
+    parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "ahead": {}, "metrics": {}, "trainer": {}}
     for key, x in tensors.items():
         part, _, name = key.partition(".")
         parts[part][name] = x
@@ -189,4 +190,6 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
         with trainer.accelerator.autocast():
             trainer.actor_critic.check_logits()  # the rest of the rollout is packed as its beginning was
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
+    if parts["ahead"]:
+        trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
     trainer._metrics["train"].load_state_dict(parts["metrics"])

@@ -16,9 +16,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..distributed import on_every_rank, unsharded_optimizer_state
+from ..distributed import OtherRankError, on_every_rank, unsharded_optimizer_state
 from ..episodes import record
-from ..ppo.guards import NonFiniteError
+from ..ppo.guards import NonFiniteError, SamplerError
 from ..rewards import RewardError
 from . import files, resume
 from .atomic import STAGING, publish, verify
@@ -43,6 +43,8 @@ def write_checkpoint(trainer: Any) -> Path | None:
         return None
     if state.best_global_step == state.global_step and trainer._save_is_due:  # no interruption may choose the best
         state.best_model_checkpoint = str(final)
+    ahead = trainer.roles.player.generator.ahead
+    sampled = {} if ahead is None else ahead.state_dict()
     fsdp_state = unsharded_optimizer_state(trainer.optimizer) if trainer.is_fsdp_enabled else None
 
     def make_empty() -> None:
@@ -66,7 +68,7 @@ def write_checkpoint(trainer: Any) -> Path | None:
             state.save_to_json(str(staged / TRAINER_STATE_NAME))
         trainer._save_scaler(str(staged))
         trainer._save_rng_state(str(staged))
-        save_file(_run_state(trainer), staged / resume.RUN_STATE.format(rank=rank))
+        save_file(_run_state(trainer, sampled), staged / resume.RUN_STATE.format(rank=rank))
 
     # 2. write aside on all ranks, and rename when all are done
     try:
@@ -91,11 +93,12 @@ def write_checkpoint(trainer: Any) -> Path | None:
     return final
 
 
-def _run_state(trainer: Any) -> dict[str, Tensor]:
+def _run_state(trainer: Any, ahead: dict[str, Tensor]) -> dict[str, Tensor]:
     """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the last log."""
     numbers = [trainer._tr_loss.item(), trainer._globalstep_last_logged, trainer._skipped]
     parts = {
         "rollout": trainer.updates.state_dict(trainer.state.global_step),
+        "ahead": ahead,
         "metrics": trainer._metrics["train"].state_dict(),
         "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
     }
@@ -107,7 +110,8 @@ def save_after_error(trainer: Any, error: BaseException) -> None:
     """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it in a note."""
     return_to_step, trainer._return_to_step = trainer._return_to_step, None
     # ranks save together, and a rank that failed alone would wait: only these errors are raised by all ranks
-    together = trainer.accelerator.num_processes == 1 or isinstance(error, RewardError | NonFiniteError)
+    everywhere = isinstance(error, RewardError | NonFiniteError | SamplerError | OtherRankError)
+    together = trainer.accelerator.num_processes == 1 or everywhere or hasattr(error, "is_on_every_rank")
     if return_to_step is None or not together or isinstance(error, files.CheckpointError):
         return
     try:

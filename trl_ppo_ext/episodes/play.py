@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..concurrency import called, finished, started
 from ..config import PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
+from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, seeded
 from .chat import CHARACTERS
@@ -23,7 +24,7 @@ from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
 from .record import ANSWERS, Answer, Place, Record, forget
 from .transformers import Generator, TransformersGenerator
-from .vllm import VLLMGenerator
+from .vllm import OverlappingGenerator, VLLMGenerator
 
 
 class Player:
@@ -33,13 +34,17 @@ class Player:
         self.generator, self.tokenizer = generator, tokenizer
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
+        self.begin_next: Callable[[], None] | None = None  # called when a rollout is sampled, before it is scored
 
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
         self.generator.evaluates = evaluates
+        failures = (Exception,) if self.generator.samples_alone else ()
         with self.generator.awake():
-            self._sample(episodes, rows, seeds, step)
+            on_every_rank(partial(self._sample, episodes, rows, seeds, step), *failures)
+        if self.begin_next is not None and step is not None:
+            self.begin_next()
         decode(episodes, self.tokenizer)
         return episodes
 
@@ -288,7 +293,8 @@ def build_player(
     trainer: Any = None,
 ) -> Player:
     """Player of a run, which samples with its `generation_backend`."""
-    kind = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
+    kind: Any = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
+    kind = OverlappingGenerator if args.vllm_options.overlap_rollouts else kind
     generator, bootstraps = kind(actor_critic, tokenizer, args, accelerator), args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:
         return FunctionPlayer(environments.rollout_func, trainer, generator, tokenizer, bootstraps)

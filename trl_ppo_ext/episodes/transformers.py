@@ -24,6 +24,7 @@ from transformers.utils import logging
 from ..config import PPOConfig
 from ..modeling import ActorCritic
 from ..sequences import Sequences
+from .engine import Ahead
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +42,8 @@ class Generator(Protocol):
     evaluates: bool = False  # then at `eval_temperature`
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
+    ahead: Ahead | None = None  # the next rollout, if it was begun
+    samples_alone: bool = True  # or in step with other ranks, which an error on one of them leaves waiting
 
     @property
     def temperature(self) -> float:
@@ -49,11 +52,7 @@ class Generator(Protocol):
         return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context of a rollout, in which the policy does not change."""
-        return nullcontext()
-
-    def constant(self) -> AbstractContextManager[None]:
-        """Context of several `awake`, in which the policy does not change."""
+        """Context of a rollout or an evaluation, in which the policy does not change."""
         return nullcontext()
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
@@ -154,7 +153,7 @@ class TransformersGenerator(Generator):
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
         self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
-        self.batch_size = args.per_device_generation_batch_size
+        self.batch_size, self.samples_alone = args.per_device_generation_batch_size, not actor_critic.is_sharded
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,

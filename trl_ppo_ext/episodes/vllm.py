@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..config import LOCK, PPOConfig
@@ -29,7 +30,7 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
 from ..rewards.scoring import capture_random_state
-from .engine import Request, Sampled, VLLMError
+from .engine import Ahead, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
 if TYPE_CHECKING:
@@ -73,45 +74,46 @@ class VLLMGenerator(Generator):
             self.engine = ColocatedEngine(base, actor_critic.dtype, rank, args, accelerator, settings)
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
-        self.is_constant = self.is_loaded = False
+        self.served: dict[str, Tensor] | None = None  # weights of the version
+        self.is_awake = False
         with self.awake():  # an adapter that vLLM refuses ends the run now
             pass
 
     @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Load the adapter once within a context, in which the policy does not change."""
-        self.is_constant = True
-        try:
-            yield
-        finally:
-            self.is_constant = self.is_loaded = False
-
-    @contextmanager
     def awake(self) -> Iterator[None]:
-        """Sample from the policy of this moment within a context."""
-        version, last = str(self.version), None
-        if not self.is_loaded:
-            # 1. Write the adapter beside, then rename: a server never reads half of it.
-            version, last = next(self.versions), self.version
-            on_every_rank(partial(self._write, version), OSError, ValueError, runs=self.writes)
+        """Sample from the policy of this moment within a context; one inside another changes nothing."""
+        if self.is_awake:
+            yield
+            return
         try:
-            self.engine.wake()
-            if not self.is_loaded:
-                # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
-                on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
-                self.version, self.is_loaded = version, self.is_constant
-            # 3. Forget the one before: every rank has sampled its rollout.
-            if last is not None:
-                on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
+            # an adapter that has not moved, e.g. since an evaluation, is still there
+            is_loaded, served = self.engine.wake(), self.served
+            parameters = self.actor_critic.policy_parameters()
+            weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
+            if not is_loaded or served is None or any(not x.equal(served[name]) for name, x in weights.items()):
+                self._load(weights)
+            self.is_awake = True
             yield
         finally:
+            self.is_awake = False
             self.engine.sleep()
 
-    def _write(self, version: str) -> None:
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        # 1. Write the adapter beside, then rename: a server never reads half of it.
+        version, last = next(self.versions), self.version
+        on_every_rank(partial(self._write, version, weights), OSError, ValueError, runs=self.writes)
+        # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
+        on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
+        self.version, self.served = version, weights
+        # 3. Forget the one before: every rank has sampled its rollout.
+        if last is not None:
+            on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
+
+    def _write(self, version: str, weights: dict[str, Tensor]) -> None:
         policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
         aside = self.folder / f"{version}.tmp"
         try:
-            save_adapter(policy, name, str(aside), dict(self.actor_critic.policy_parameters()))
+            save_adapter(policy, name, str(aside), weights)
             aside.rename(self.folder / version)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -134,15 +136,51 @@ class VLLMGenerator(Generator):
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
         """Sample a completion for each prompt."""
+        requests = self._requests(prompts, max_new_tokens)
+        return self._completions(prompts, self.engine.sample(str(self.version), requests))
+
+    def _requests(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[Request]:
         copies, longest = Counter(map(tuple, prompts)), max_new_tokens or self.limit
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
-        requests = [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
         self.engine.settings["temperature"] = self.temperature
-        sampled = dict(zip(copies, map(iter, self.engine.sample(str(self.version), requests))))
-        completions = [next(sampled[tuple(prompt)]) for prompt in prompts]
+        return [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+
+    def _completions(self, prompts: list[list[int]], sampled: list[list[Sampled]]) -> list[list[int]]:
+        by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(iter, sampled)))
+        completions = [next(by_prompt[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
+
+
+class OverlappingGenerator(VLLMGenerator):
+    """Samples the next rollout on a server while the trainer learns from this one."""
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Request the completions of the next rollout, from the policy of this moment."""
+        self.evaluates = False
+        with super().awake():
+            wait = cast("VLLMServer", self.engine).start(str(self.version), self._requests(prompts))
+            self.ahead = Ahead(prompts, wait)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Wait for a rollout that was begun; otherwise sample from the policy of this moment."""
+        if self.ahead is not None:  # an evaluation, too, would unload its adapter
+            on_every_rank(self.ahead.wait, VLLMError)
+        with super().awake() if self.evaluates or self.ahead is None else nullcontext():
+            yield
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
+        """Completions of a rollout that was begun, or new ones."""
+        ahead = self.ahead
+        if self.evaluates or ahead is None:
+            return super().generate(prompts, max_new_tokens)
+        self.ahead = None
+        if any(gather_object([ahead.prompts != prompts])):  # it was resumed with other prompts
+            with super().awake():
+                return super().generate(prompts, max_new_tokens)
+        return self._completions(prompts, ahead.wait())
 
 
 def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
@@ -217,7 +255,7 @@ class ColocatedEngine:
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_len": args.vllm_max_model_length,
+            "max_model_len": args.vllm_max_model_length or -1,  # what fits
             "trust_remote_code": args.trust_remote_code,
             "enable_sleep_mode": sleeps,
         }
@@ -230,6 +268,8 @@ class ColocatedEngine:
             import vllm
             from vllm.lora.request import LoRARequest
 
+            if sleeps and not hasattr(vllm.LLM, "release_kv_cache_memory"):
+                raise ImportError(f"`vllm_enable_sleep_mode` needs vLLM 0.31, got {vllm.__version__}; update it.")
             self.llm = vllm.LLM(
                 base,
                 **defaults | cast(dict, args.generation_kwargs or {}),
@@ -249,11 +289,12 @@ class ColocatedEngine:
         self.sleep_level = args.vllm_options.sleep_level if sleeps else None
         self.requests, self.device = dict[str, Any](), accelerator.device
 
-    def wake(self) -> None:
-        """Allocate what `sleep` freed."""
+    def wake(self) -> bool:
+        """Allocate what `sleep` freed; return whether an adapter that was loaded still is."""
         if self.sleep_level is not None and self.requests:
             torch.cuda.empty_cache()  # what the update no longer uses
             self.llm.wake_up()
+        return self.sleep_level != 1  # vLLM may lose it when its base leaves the GPU
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter into memory; its directory is not needed afterwards."""

@@ -4,8 +4,9 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,8 +50,9 @@ class VLLMServer:
                 f"with `{self.command}`, or set `vllm_kwargs['base_model']` to what it serves (of the same weights)."
             )
 
-    def wake(self) -> None:
-        """Do nothing: it never sleeps."""
+    def wake(self) -> bool:
+        """Return true: a server that was restarted gets its adapter again with the next request."""
+        return True
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""
@@ -72,12 +74,16 @@ class VLLMServer:
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
+        return self.start(name, requests)()
+
+    def start(self, name: str, requests: Sequence[Request]) -> Callable[[], list[list[Sampled]]]:
+        """Send requests; the returned function waits for their completions."""
 
         async def sample(client: httpx2.AsyncClient) -> list[list[Sampled]]:
             slots = asyncio.Semaphore(CONCURRENCY)
             return await asyncio.gather(*[self._complete(client, slots, name, x) for x in requests])
 
-        return self._run(sample)
+        return partial(finished, self._started(sample))
 
     async def _complete(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, name: str, request: Request
@@ -105,6 +111,9 @@ class VLLMServer:
         """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
+        return finished(self._started(action))
+
+    def _started(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> "Future[T]":
         key = read_key(KEY, self.url) if os.environ.get(KEY) else None
 
         async def run() -> T:
@@ -118,7 +127,7 @@ class VLLMServer:
             ) as client:
                 return await action(client)
 
-        return finished(started(run()))
+        return started(run())
 
     async def _answer(
         self, client: httpx2.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None

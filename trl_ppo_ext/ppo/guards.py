@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,8 @@ class SamplerComparison:
         self.corrects = args.vllm_importance_sampling_correction
         self.limits = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
         self.all_sum, self.temperature = all_sum, args.temperature
-        self.last_policy: dict[str, Tensor] | None = None  # adapter of the last rollout
+        self.policies: list[dict[str, Tensor]] = []  # adapters of the last rollouts, the latest first
+        self.kept = 2 if args.vllm_options.overlap_rollouts else 1
         self.tolerance = args.vllm_options.max_logp_difference
         # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the
         # entropy, these have at most entropy / −log(x); all but the k likeliest are rarer than 1 / (k + 1).
@@ -104,14 +106,27 @@ class SamplerComparison:
             in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
             self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
 
-    def weights(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor | None:
+    def weights(
+        self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics, is_ahead: bool = False
+    ) -> Tensor | None:
         """Weights of the advantages, `[batch, response]`; `None` without a correction.
 
-        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding.
+        Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding, unless it was sampled ahead.
         """
         differences = (tokens.logprobs - sampler_logprobs).abs()
         metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
         metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
+        if not is_ahead:
+            self._check_rounding(tokens, sampler_logprobs, mask)
+        if not self.corrects:
+            return None
+        weights = ppo_math.sampler_weights(tokens.logprobs, sampler_logprobs, mask, *self.limits)
+        metrics.mean("sampling/importance_sampling_ratio/mean", weights, mask)
+        metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
+        metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
+        return weights
+
+    def _check_rounding(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> None:
         mean = self._unexplained(tokens.logprobs, tokens, sampler_logprobs, mask)
         if self.tolerance is not None and not mean <= self.tolerance:  # also NaN
             cause = (
@@ -126,36 +141,42 @@ class SamplerComparison:
                 f"what filters explain; rounding explains {self.tolerance:g}. {cause} A larger "
                 "`vllm_kwargs['max_logp_difference']` accepts the difference."
             )
-        if not self.corrects:
-            return None
-        weights = ppo_math.sampler_weights(tokens.logprobs, sampler_logprobs, mask, *self.limits)
-        metrics.mean("sampling/importance_sampling_ratio/mean", weights, mask)
-        metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
-        metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
-        return weights
 
     @torch.no_grad()
     def check_version(
-        self, actor_critic: ActorCritic, sequences: Sequences, logprobs: Tensor, sampled: Tensor, mask: Tensor
+        self,
+        actor_critic: ActorCritic,
+        sequences: Sequences,
+        tokens: TokenScores,
+        sampled: Tensor,
+        mask: Tensor,
+        is_ahead: bool = False,
     ) -> None:
-        """Raise [`SamplerError`] on all ranks if completions fit the last rollout's adapter better than the policy's.
+        """Raise [`SamplerError`] on all ranks if completions fit an older adapter better than the one that vLLM has.
 
-        If the policy hardly moved in between, both fit as well. A few completions tell.
+        That is the policy's or, for a rollout that was sampled ahead, the last rollout's. If the policy hardly moved
+        in between, both fit as well. A few completions tell.
         """
-        names = {f"policy.{name}": x for name, x in actor_critic.policy_parameters().items()}
-        last, self.last_policy = self.last_policy, {name: x.detach().clone() for name, x in names.items()}
-        if last is None or self.tolerance is None or actor_critic.is_sharded:
+        now = {f"policy.{name}": x.detach().clone() for name, x in actor_critic.policy_parameters().items()}
+        policies, self.policies = self.policies, [now, *self.policies][: self.kept]
+        if not policies or self.tolerance is None or actor_critic.is_sharded:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
         rows = (slice(len(some)), slice(some.completion_ids.shape[1]))
-        earlier = functional_call(actor_critic, last, (some, self.temperature), {"with_values": False}).logprobs
-        errors = torch.stack([logprobs[rows], earlier]) - sampled[rows]
-        squares = self.all_sum(errors.masked_fill(~mask[rows], 0).square().sum((1, 2)))
-        if (2 * squares[1] < squares[0]).item():
-            raise SamplerError(
-                "The completions of this rollout fit the adapter of the rollout before better than the policy's: vLLM "
-                "samples with an old adapter. Restart the server, and resume the run."
-            )
+        few, sampled, mask = tokens.map(lambda x: x[rows]), sampled[rows], mask[rows]
+        settings: Any = (some, self.temperature), {"with_values": False}
+        if is_ahead:
+            few = few._replace(logprobs=functional_call(actor_critic, policies[0], *settings).logprobs)
+            self._check_rounding(few, sampled, mask)
+        for older in policies[is_ahead:][:1]:
+            earlier = functional_call(actor_critic, older, *settings).logprobs
+            errors = torch.stack([few.logprobs, earlier]) - sampled
+            squares = self.all_sum(errors.masked_fill(~mask, 0).square().sum((1, 2)))
+            if (2 * squares[1] < squares[0]).item():
+                raise SamplerError(
+                    "The completions of this rollout fit the adapter of the rollout before better than the policy's: "
+                    "vLLM samples with an old adapter. Restart the server, and resume the run."
+                )
 
     def _unexplained(self, logprobs: Tensor, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> float:
         """Mean difference of log-probs, without what filters explain."""

@@ -147,6 +147,7 @@ def sample(
         roles.actor_critic.check_logits()
 
     # 1. Play an episode for each row: a completion, or several turns.
+    is_ahead = training and roles.player.generator.ahead is not None
     seeds = seeds_of_episodes(roles, len(rows), state, training)
     with timed("generate", metrics), roles.actor_critic.adapter(roles.actor_critic.policy_adapter):
         episodes = roles.player.play(rows, seeds, state.global_step if training else None, not training)
@@ -192,10 +193,10 @@ def sample(
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         sampled_by = logprobs, completion_mask & valid[:, None]
-        weights = roles.sampler.weights(tokens, *sampled_by, metrics)
+        weights = roles.sampler.weights(tokens, *sampled_by, metrics, is_ahead)
         if training:
             with accelerator.autocast():
-                roles.sampler.check_version(roles.actor_critic, sequences, tokens.logprobs, *sampled_by)
+                roles.sampler.check_version(roles.actor_critic, sequences, tokens, *sampled_by, is_ahead)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)

@@ -1,6 +1,8 @@
 """What vLLM could not sample with is refused before it starts; tests/with_vllm has the tests that start it."""
 
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from peft import LoraConfig
@@ -34,6 +36,35 @@ def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):
         trainer(tmp_path / "run", base, use_vllm=True)
+
+
+@pytest.mark.parametrize("level, loads", [(0, 1), (1, 3)])
+def test_adapter_that_has_not_moved_is_loaded_again_after_deep_sleep_only(tmp_path, base, monkeypatch, level, loads):
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    run = trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True, vllm_sleep_level=level)
+    generator = run.roles.player.generator
+    for _ in range(2):
+        with generator.awake(), generator.awake():
+            pass
+    llm = generator.engine.llm
+    assert llm.llm_engine.add_lora.call_count == loads
+    assert llm.sleep.call_count == 3 and llm.wake_up.call_count == 2
+
+
+def test_sleep_mode_needs_a_version_that_frees_the_cache(tmp_path, base, monkeypatch):
+    request = SimpleNamespace(LoRARequest=None)
+    stubs = {
+        "vllm": SimpleNamespace(LLM=object, __version__="0.30.0"),
+        "vllm.lora": request,
+        "vllm.lora.request": request,
+    }
+    for name, module in stubs.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    with pytest.raises(ImportError, match=r"`vllm_enable_sleep_mode` needs vLLM 0\.31, got 0\.30\.0"):
+        trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True)
 
 
 @pytest.mark.parametrize("ranks, reserved", [({"r": 1}, 1), ({}, 8), ({"rank_pattern": {"q_proj": 12}}, 16)])

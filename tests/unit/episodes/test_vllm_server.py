@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import threading
 import time
 from itertools import count
@@ -14,12 +15,14 @@ from fake_vllm import LOGPROB, serving
 from peft import LoraConfig
 from runs_of_tiny import trainer, weights
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from tiny import llama, prompts
+from tiny import config, llama, prompts
+from transformers import TrainerCallback
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import vllm_server
 from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.episodes.vllm_server import VLLMServer
+from trl_ppo_ext.rewards import RewardError
 
 BASE, KEY = "org/base", "tok-0123456789abcdef"
 SETTINGS = {"temperature": 0.7, "stop_token_ids": [1], "logprobs": 0}
@@ -349,21 +352,162 @@ def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_p
     built.train()
     loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
     unloaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/unload_lora_adapter"]
-    assert len(set(loaded)) == 3 and unloaded == loaded[:-1]
+    assert len(set(loaded)) == 2 and unloaded == loaded[:-1]
     assert list(server.adapters) == loaded[-1:] == [path.name for path in Path(tmp_path, ".vllm").iterdir()]
     used = {body["model"] for path, body, _ in server.asked if path == "/v1/completions"}
-    assert used == set(loaded[1:])  # the first one shows that it can be loaded
+    assert used == set(loaded)
 
 
-def test_evaluation_of_many_batches_loads_the_adapter_once(server, tmp_path):
+def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(server, tmp_path):
     built = run(server, tmp_path, eval_dataset=prompts(200))
-    server.asked.clear()
     built.evaluate()
+    assert paths(server).count("/v1/load_lora_adapter") == 1  # by the constructor
+    for x in built.actor_critic.policy_parameters().values():
+        x.data += 0.01
+    for _ in range(2):
+        built.evaluate()
     loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
-    completions = [body["model"] for path, body, _ in server.asked if path == "/v1/completions"]
-    assert len(loaded) == 1 and set(completions) == set(loaded)
-    built.evaluate()  # the policy may have moved
-    assert sum(path == "/v1/load_lora_adapter" for path, *_ in server.asked) == 2
+    used = [body["model"] for path, body, _ in server.asked if path == "/v1/completions"]
+    assert len(loaded) == 2 and used == [loaded[0]] * 200 + [loaded[1]] * 400
+
+
+# ---- overlap ----
+
+OVERLAP = {"overlap_rollouts": True, "save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1}
+
+
+def completions(server):
+    return [body for path, body, _ in server.asked if path == "/v1/completions"]
+
+
+def interrupted(built, step):
+    """Train until an error after an optimizer step; its checkpoint is that of the step."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step + 1:
+                raise RuntimeError("killed")
+
+    built.add_callback(Stop())
+    with pytest.raises(RuntimeError, match="killed"):
+        built.train()
+
+
+def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path):
+    server.delay = 0.05
+    built, begun = run(server, tmp_path, **OVERLAP), []
+    score = built.roles.rewards[0].score
+
+    def waiting(batch):
+        expected, end = min(8 * (built.state.global_step // 2 + 2), 32), time.monotonic() + 5
+        while len(completions(server)) < expected and time.monotonic() < end:
+            time.sleep(0.005)
+        begun.append(len(completions(server)) >= expected)
+        return score(batch)
+
+    built.roles.rewards[0].score = waiting
+    built.train()
+    assert begun == [True] * 4 and len(completions(server)) == 32  # the last rollout begins no other
+    models = [body["model"] for body in completions(server)]
+    assert [len(set(models[n : n + 8])) for n in range(0, 32, 8)] == [1, 1, 1, 1]
+    assert len(set(models)) == 3  # the first two rollouts are those of the first policy
+
+
+def test_overlapped_run_repeats_whatever_the_delay_and_evaluations(server, tmp_path):
+    results = []
+    for number, settings in enumerate(({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)})):
+        built = run(server, tmp_path / str(number), **OVERLAP, **settings)
+        server.delay = 0.02 * number
+        built.train()
+        results.append(weights(built))
+    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
+
+
+def test_overlapped_run_takes_the_same_rows_as_another(server, tmp_path):
+    asked = []
+    for overlap in (False, True):
+        server.asked.clear()
+        run(server, tmp_path / str(overlap), dataset=prompts(40), **OVERLAP | {"overlap_rollouts": overlap}).train()
+        asked.append([body["prompt"] for body in completions(server)])
+    plain, overlapped = ([sorted(prompts[n : n + 8]) for n in range(0, 32, 8)] for prompts in asked)
+    assert plain == overlapped
+
+
+@pytest.mark.parametrize("stream, steps", [(False, [1, 4, 7]), (True, [2])])
+def test_overlapped_run_that_was_killed_resumes_bit_for_bit(server, tmp_path, stream, steps):
+    def dataset():
+        return prompts(40).to_iterable_dataset() if stream else prompts(40)
+
+    whole = run(server, tmp_path / "whole", dataset=dataset(), **OVERLAP)
+    whole.train()
+    for step in steps:
+        interrupted(run(server, tmp_path / str(step), dataset=dataset(), **OVERLAP), step)
+        shutil.rmtree(tmp_path / str(step) / f"checkpoint-{step + 1}", ignore_errors=True)
+        resumed = run(server, tmp_path / str(step), dataset=dataset(), **OVERLAP)
+        resumed.train(resume_from_checkpoint=True)
+        expected = weights(whole)
+        assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
+
+
+def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_path):
+    rare = OVERLAP | {"save_steps": 100}
+    whole = run(server, tmp_path / "whole", **rare)
+    whole.train()
+    failing = run(server, tmp_path / "run", **rare)
+    score = failing.roles.rewards[0].score
+
+    def fails(batch):
+        if failing.state.global_step == 4:
+            raise RuntimeError("killed")
+        return score(batch)
+
+    failing.roles.rewards[0].score = fails
+    with pytest.raises(RewardError, match="killed"):
+        failing.train()
+    resumed = run(server, tmp_path / "run", **rare)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    expected = weights(whole)
+    assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
+
+
+def test_checkpoint_of_a_run_whose_server_is_gone_omits_the_next_rollout(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+    built = run(server, tmp_path, vllm_server_timeout=0.3, **OVERLAP)
+    begin = built.roles.player.generator.begin
+
+    def begun(prompts):
+        if built.state.global_step == 2:
+            server.failures = {"/v1/completions": [503] * 1000}
+        begin(prompts)
+
+    built.roles.player.generator.begin = begun
+    with pytest.raises(VLLMError, match="No answer"):
+        built.train()
+    assert (tmp_path / "checkpoint-4").exists()
+    server.failures = {}
+    resumed = run(server, tmp_path, **OVERLAP)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+
+
+class Silent:
+    def reset(self, **kwargs):
+        pass
+
+    def step(self, text: str):
+        """End the episode.
+
+        Args:
+            text: A turn.
+        """
+        return "", 0.0, True
+
+
+def test_overlap_is_refused_without_a_server_and_with_tools(server, tmp_path):
+    with pytest.raises(ValueError, match=r"overlap_rollouts'\]` needs `use_vllm=True, vllm_mode='server'`"):
+        config(tmp_path, overlap_rollouts=True, use_vllm=True)
+    with pytest.raises(ValueError, match="does not work with tools or environments"):
+        run(server, tmp_path, environment_factory=Silent, overlap_rollouts=True)
 
 
 def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, tmp_path):

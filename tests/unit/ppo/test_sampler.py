@@ -104,23 +104,50 @@ def test_error_says_that_the_adapter_is_not_applied(tmp_path):
         compared(tmp_path, reference + 0.001, reference)
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("noise, step", [(0.0, 1e-5), (0.03, 0.02), (0.03, 0.1)])
-def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_path, noise, step):
-    """Also if they differ by less than rounding in 16 bits."""
+def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_path, noise, step, is_ahead):
+    """Also if they differ by less than rounding in 16 bits; with overlap, both are a rollout older."""
     torch.manual_seed(0)
     built = trainer(tmp_path).actor_critic
-    comparison = SamplerComparison(config(tmp_path, generation_backend="vllm"), torch.bfloat16, lambda x: x)
+    args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=is_ahead)
+    comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
     ids = [[3, 5, 4], [6]] * 6, [[*range(3, 15)], [*range(6, 30)]] * 6
     batch, rounds = Sequences.from_token_ids(*ids, 0, "cpu"), []
+
+    def check(age):
+        now = built(batch, with_entropy=True).map(torch.Tensor.detach)
+        rounds.append(now.logprobs + noise * torch.randn_like(now.logprobs))
+        sampled = rounds[-1 - age] if age < len(rounds) else rounds[0]
+        comparison.check_version(built, batch, now, sampled, batch.completion_mask, is_ahead and len(rounds) > 1)
+
     for _ in range(50):
-        now = built(batch).logprobs.detach()
-        rounds.append(now + noise * torch.randn_like(now))
-        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask)
+        check(int(is_ahead))
         for x in built.policy_parameters().values():
             x.data += step * torch.randn_like(x)
-    now = built(batch).logprobs.detach()
-    with pytest.raises(SamplerError, match="fit the adapter of the rollout before better than the policy's"):
-        comparison.check_version(built, batch, now, rounds[-1], batch.completion_mask)
+    with pytest.raises(SamplerError, match=r"fit the adapter of the rollout before|samples with an older adapter"):
+        check(1 + is_ahead)
+
+
+def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tmp_path):
+    built = trainer(tmp_path).actor_critic
+    args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=True)
+    comparison = SamplerComparison(args, torch.float32, lambda x: x)
+    batch = Sequences.from_token_ids([[3, 5, 4], [6]], [[*range(3, 15)], [*range(6, 30)]], 0, "cpu")
+    mask, before = batch.completion_mask, built(batch, with_entropy=True).map(torch.Tensor.detach)
+    comparison.check_version(built, batch, before, before.logprobs, mask)
+    for x in built.policy_parameters().values():
+        x.data += 0.3 * torch.randn_like(x)
+    now = built(batch, with_entropy=True).map(torch.Tensor.detach)
+    with pytest.raises(SamplerError, match="nats per token in this rollout"):
+        comparison.weights(now, before.logprobs, mask, Metrics())
+    ratio = comparison.weights(now, before.logprobs, mask, Metrics(), is_ahead=True)
+    assert (ratio[mask] != 1).all()  # the correction is on
+    saved = [*comparison.policies]
+    comparison.check_version(built, batch, now, before.logprobs, mask, is_ahead=True)
+    comparison.policies = saved
+    with pytest.raises(SamplerError, match="nats per token in this rollout"):
+        comparison.check_version(built, batch, now, before.logprobs - 0.1, mask, is_ahead=True)
 
 
 def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):

@@ -1,0 +1,118 @@
+"""Completions per second with and without `overlap_rollouts`: `python benchmarks/overlap.py`.
+
+SmolLM2-135M-Instruct learns positive reviews, with `vllm serve` on one core (the first of `--cores 0,1`) and the
+trainer on the other, as on two devices: for each seed a run without and one with overlap. Prints completions per
+second of whole runs, and the mean reward of their last quarter. Needs `make test-vllm`, and its environment.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / name) for name in ("", "recipes/smollm2", "tests/with_vllm")]
+RESULTS = HERE / "results" / "overlap.json"
+
+
+def train(options: argparse.Namespace) -> dict[str, float]:
+    """Train once, in this process."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from reviews import THINGS, openings, vader
+    from smollm2 import base_model
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        args = PPOConfig(
+            directory,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=options.url,
+            vllm_kwargs={"overlap_rollouts": options.overlaps},
+            max_steps=options.rollouts * 2,
+            num_mini_batches=2,
+            per_device_train_batch_size=options.completions // 2,
+            max_completion_length=options.tokens,
+            learning_rate=5e-4,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            seed=options.seed,
+            model_init_kwargs={"dtype": options.dtype},
+            bf16=options.dtype == "bfloat16",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        data = Dataset.from_dict({"prompt": openings(THINGS)})
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = PPOTrainer(base_model(), vader, args, data, peft_config=lora)
+        start = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - start
+        logs = [x for x in trainer.state.log_history if "reward" in x]
+    names = "time/generate time/forward time/update sampling/sampling_logp_difference/mean".split()
+    means = {name: sum(x[name] for x in logs) / len(logs) for name in names}
+    rewards = [x["reward"] for x in logs][-max(options.rollouts // 4, 1) :]
+    rate = options.rollouts * options.completions / seconds
+    return {"completions/s": rate, "reward": sum(rewards) / len(rewards), **means}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", default="0,1")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--completions", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="float32")
+    for name, kind in {"url": str, "seed": int, "overlaps": int}.items():  # of one run
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.url:
+        options.overlaps = bool(options.overlaps)
+        print("RESULT" + json.dumps(train(options)))
+        return
+    from smollm2 import base_model
+    from vllm_servers import ADAPTERS, Server
+
+    results: dict[str, list] = {"with": [], "without": []}
+    cores = options.cores.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(base_model(), f"{folder}/log", (*ADAPTERS, "--dtype", options.dtype, "--max-model-len", "512"))
+        server.command[:0] = ["taskset", "-c", cores[0]]
+        server.start()
+        try:
+            server.wait()
+            for run in range(-1, 2 * options.seeds):  # the first, a short one, warms the server up
+                seed, overlaps = max(run, 0) // 2, run % 2
+                own = {"url": server.url, "seed": seed, "overlaps": overlaps} | ({"rollouts": 2} if run < 0 else {})
+                command = ["taskset", "-c", cores[1], sys.executable, __file__, *sys.argv[1:]]
+                command += [f"--{name}={x}" for name, x in own.items()]
+                environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+                done = subprocess.run(command, capture_output=True, text=True, env=environment)
+                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+                if not lines:
+                    raise SystemExit(done.stderr[-3000:])
+                result = json.loads(lines[0].removeprefix("RESULT"))
+                if run >= 0:
+                    results["with" if overlaps else "without"].append(result)
+                    print(f"seed {seed}, {'with' if overlaps else 'without'} overlap:", result, flush=True)
+        finally:
+            server.kill()
+    rates = {name: sum(x["completions/s"] for x in runs) / len(runs) for name, runs in results.items()}
+    print(f"with overlap {rates['with'] / rates['without']:.2f} times the completions per second")
+    RESULTS.write_text(json.dumps({"settings": vars(options), **results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
