@@ -108,6 +108,11 @@ class Sequences:
         return self.prompt_lengths + self.completion_lengths
 
     @property
+    def longest_lengths(self) -> Tensor:
+        """Tokens of each row in the role that reads most, `[batch]`, on the CPU."""
+        return torch.maximum(self.lengths, self.for_critic.lengths)
+
+    @property
     def _turns(self) -> Tensor:
         if self.sampled is not None:
             return self.sampled

@@ -165,7 +165,6 @@ class PPOTrainer(Trainer):
         if args.use_liger_kernel:  # for layers only: log-probs are fused already
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
-            args.use_liger_kernel = False  # the Trainer would apply them to the actor-critic, in vain
         with distributed.loading_unsharded():
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
@@ -458,6 +457,8 @@ class PPOTrainer(Trainer):
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
+            # the Trainer would apply the kernels to the actor-critic, in vain
+            uses_liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
@@ -466,6 +467,8 @@ class PPOTrainer(Trainer):
                         record.void_errors(output_dir, self.accelerator.process_index)
                     save.save_after_error(self, error)
                     raise
+                finally:
+                    self.args.use_liger_kernel = uses_liger
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 self.end()  # otherwise a rank that exits may abort the others, and change their exit code

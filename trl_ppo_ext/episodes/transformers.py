@@ -290,7 +290,8 @@ def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
     base = actor_critic.policy.get_base_model()
     # `generate` creates a cache that the user configured, some processors read the ids of earlier turns, which a cache
     # does not have, and remote code may use one differently
-    unfit = ("cache_implementation", "prefill_chunk_size", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias")
+    unfit = "cache_implementation prefill_chunk_size no_repeat_ngram_size bad_words_ids sequence_bias".split()
+    unfit += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
     if not config.use_cache or config.repetition_penalty not in (None, 1) or any(getattr(config, x) for x in unfit):
         return False
     if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:

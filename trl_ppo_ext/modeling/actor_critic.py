@@ -315,8 +315,8 @@ class ActorCritic(nn.Module):
 
         self._packs = allow_packing(base)
         self._packs &= not differs(self._hidden_states(rows)[2:])
-        if differs(padded):
-            wrong = "does not ignore padding on the left; use a model that reads the attention mask"
+        if differs(padded) or differs(self._hidden_states(rows)[2:]):  # also padded on the right, if not packed
+            wrong = "does not ignore padding; use a causal model that reads the attention mask"
             raise ValueError(f"{type(base).__name__} {wrong}.")
         self._is_checked = True
 

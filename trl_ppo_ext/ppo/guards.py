@@ -50,7 +50,8 @@ def report_nonfinite(tokens: TokenScores, valid: Tensor, all_sum: Reduction, ran
 def stand_ins(sequences: Sequences, excluded: Tensor, gather: Reduction) -> Sequences:
     """Sequences to train on; each excluded one is replaced by the first two tokens of a finite one.
 
-    A mask of 0 is not enough: 0 · inf is NaN. No later token influences these two, so they are finite, too.
+    A mask of 0 is not enough: 0 · inf is NaN. No later token influences these two, so they are finite, too. Rows then
+    have other lengths, so micro-batches may be cut as they were not scored, and first ratios are 1 up to rounding.
     """
     row = int((~excluded).long().argmax())
     ids = sequences.rows(torch.tensor([row])).packed.input_ids[:2]
@@ -98,6 +99,7 @@ class SamplerComparison:
         self.policies: list[dict[str, Tensor]] = []  # adapters of the last rollouts, the latest first
         self.kept = 2 if args.vllm_options.overlap_rollouts else 1
         self.tolerance = args.vllm_options.max_logp_difference
+        self.checks_version = self.tolerance is None  # who sets a limit has decided what is accepted
         # Filters raise log-probs by −log(1 − removed mass). As each token rarer than x adds its mass · −log(x) to the
         # entropy, these have at most entropy / −log(x); all but the k likeliest are rarer than 1 / (k + 1).
         rarest = [x for x in (args.top_k and 1 / (args.top_k + 1), args.min_p) if x]
@@ -155,11 +157,11 @@ class SamplerComparison:
         """Raise [`SamplerError`] on all ranks if completions fit an older adapter better than the one that vLLM has.
 
         That is the policy's or, for a rollout that was sampled ahead, the last rollout's. If the policy hardly moved
-        in between, both fit as well. A few completions tell.
+        in between, both fit as well. A few completions tell, if the older fits better over many of their tokens.
         """
         now = {f"policy.{name}": x.detach().clone() for name, x in actor_critic.policy_parameters().items()}
         policies, self.policies = self.policies, [now, *self.policies][: self.kept]
-        if not policies or self.tolerance is None or actor_critic.is_sharded:
+        if not policies or not self.checks_version or self.tolerance is None or actor_critic.is_sharded:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
         rows = (slice(len(some)), slice(some.completion_ids.shape[1]))
@@ -170,9 +172,11 @@ class SamplerComparison:
             self._check_rounding(few, sampled, mask)
         for older in policies[is_ahead:][:1]:
             earlier = functional_call(actor_critic, older, *settings).logprobs
-            errors = torch.stack([few.logprobs, earlier]) - sampled
-            squares = self.all_sum(errors.masked_fill(~mask, 0).square().sum((1, 2)))
-            if (2 * squares[1] < squares[0]).item():
+            # squared errors, and by how much they are smaller with the older adapter
+            errors = (few.logprobs - sampled).masked_fill(~mask, 0).square()
+            gains = errors - (earlier - sampled).masked_fill(~mask, 0).square()
+            error, gain, deviation = self.all_sum(torch.stack([errors.sum(), gains.sum(), gains.square().sum()]))
+            if (gain > 0.5 * error and gain > 4 * deviation.sqrt()).item():
                 raise SamplerError(
                     "The completions of this rollout fit the adapter of the rollout before better than the policy's: "
                     "vLLM samples with an old adapter. Restart the server, and resume the run."

@@ -372,7 +372,7 @@ def micro_batches(args: PPOConfig, sequences: Sequences) -> list[Tensor]:
     """Rows of each micro-batch, in the order in which they are scored."""
     size = args.per_device_train_batch_size
     minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
-    return [part for rows in minibatches for part in cut(rows, sequences.lengths, -(-len(rows) // size))]
+    return [part for rows in minibatches for part in cut(rows, sequences.longest_lengths, -(-len(rows) // size))]
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ class Updates:
         self.micro_batches = (
             MicroBatch(rollout.rows(index).to(self.device), step, denominators[step], value_denominators[step])
             for step in range(global_step % self.plan.optimizer_steps, len(rows))
-            for index in cut(rows[step], rollout.sequences.lengths, self.plan.gradient_accumulation_steps)
+            for index in cut(rows[step], rollout.sequences.longest_lengths, self.plan.gradient_accumulation_steps)
         )
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:

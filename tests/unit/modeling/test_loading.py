@@ -205,3 +205,4 @@ def test_liger_gets_the_base_once_and_not_its_loss(tmp_path, monkeypatch, caplog
     assert kwargs.pop("model") is built.actor_critic.policy.get_base_model()
     assert kwargs == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
     assert "No liger kernels" not in caplog.text
+    assert args.use_liger_kernel  # for the next trainer

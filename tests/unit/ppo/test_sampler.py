@@ -1,6 +1,7 @@
 """A sampler that is not the policy is noticed in the first rollout."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,28 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_p
             x.data += step * torch.randn_like(x)
     with pytest.raises(SamplerError, match=r"fit the adapter of the rollout before|samples with an older adapter"):
         check(1 + is_ahead)
+
+
+@pytest.mark.parametrize("settings, ends", [({}, True), ({"vllm_max_logp_difference": 1.0}, False)])
+def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_path, settings, ends):
+    torch.manual_seed(0)
+    built = trainer(tmp_path).actor_critic
+    args = config(tmp_path, generation_backend="vllm", **settings)
+    comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
+    ids = [[3, 5, 4], [6]] * 4, [[*range(3, 15)], [*range(6, 30)]] * 4
+    batch = Sequences.from_token_ids(*ids, 0, "cpu")
+    mask, before = batch.completion_mask, built(batch, with_entropy=True).map(torch.Tensor.detach)
+    comparison.check_version(built, batch, before, before.logprobs, mask)
+    first = comparison.policies
+    for x in built.policy_parameters().values():
+        x.data += 0.1 * torch.randn_like(x)
+    now = built(batch, with_entropy=True).map(torch.Tensor.detach)
+    sampled = now.logprobs.clone()
+    sampled[1, 3] = before.logprobs[1, 3]  # of one token, by chance
+    comparison.check_version(built, batch, now, sampled, mask)
+    comparison.policies = first
+    with pytest.raises(SamplerError, match="fit the adapter of the rollout before") if ends else nullcontext():
+        comparison.check_version(built, batch, now, before.logprobs, mask)
 
 
 def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tmp_path):
