@@ -145,7 +145,7 @@ def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
         pytest.param({"dtype": "fp32", "fields": {"critic": "adapter"}}, marks=pytest.mark.slow),
         {"dtype": "bf16", "fields": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
         pytest.param(
-            {"dtype": "bf16", "same_length": False, "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
+            {"dtype": "bf16", "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
             marks=pytest.mark.slow,
         ),
         {"dtype": "bf16", "fields": {"critic": "side"}},
