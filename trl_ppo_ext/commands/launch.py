@@ -116,7 +116,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(
-    command: str,
+    program: str,
     argv: Sequence[str],
     description: str,
     config_class: type[PPOConfig] = PPOConfig,
@@ -129,8 +129,8 @@ def parse(
     chosen, argv = files.parse_known_args(["--config", *argv] if argv and argv[0][:1] != "-" else argv)
     parser = trl.TrlParser(
         types,
-        prog=f"trl-ppo {command}",
-        usage=f"trl-ppo {command} [[--config] FILE.yaml] [--ARGUMENT VALUE ...]",
+        prog=program,
+        usage=f"{program} [[--config] FILE.yaml] [--ARGUMENT VALUE ...]",
         description=f"{description} The command line wins over the YAML file.",
         epilog=f"Also fields of TRL's configs, and of TrainingArguments: {', '.join(INHERITED)}.",
         formatter_class=partial(_Help, max_help_position=32),

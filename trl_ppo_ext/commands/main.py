@@ -12,14 +12,13 @@ from ..redaction import printable, redacted
 
 COMMANDS = {
     "estimate": "estimate the memory of a run, and settings that would make it fit",
-    "pretrain-critic": "train a critic on rollouts of a frozen policy",
     "probe": "measure whether a critic pays on a task, before training",
     "replay": "print an episode or completion of a run, turn by turn",
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
 # each has a module in this folder: TRL's parser reads its arguments, and a config file
-LAUNCHERS = {"estimate", "pretrain-critic", "probe", "train"}
+LAUNCHERS = {"estimate", "probe", "train"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argv[0] if argv else None
     try:
         if command in LAUNCHERS:
-            import_module(f"trl_ppo_ext.commands.{command.replace('-', '_')}").main(argv[1:])
+            import_module(f"trl_ppo_ext.commands.{command}").main(argv[1:])
         else:
             options = vars(parser().parse_args(argv))
             run = options.pop("run")

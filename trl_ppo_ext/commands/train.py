@@ -52,7 +52,7 @@ class TrainConfig(PPOConfig):
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
     description = "Train a policy with PPO, and save it in output_dir."
-    script, args, model = parse("train", argv, description, TrainConfig, TrainScriptArguments)
+    script, args, model = parse("trl-ppo train", argv, description, TrainConfig, TrainScriptArguments)
     if cast(TrainScriptArguments, script).dry_run:
         dry_run(script, args, model)
         return

@@ -180,7 +180,7 @@ def read_critic(
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
     if head_file is not None:
-        # 1. a critic of a checkpoint, or of `pretrain-critic`
+        # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py`
         head = read_weights(head_file)
         kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
