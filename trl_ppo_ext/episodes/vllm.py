@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
-from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
+from ..modeling.adapters import save_adapter
 from ..rewards.scoring import capture_random_state
 from .engine import Ahead, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
@@ -192,12 +192,6 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
             "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `recipes/dequantize.py` "
             "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
-        )
-    written = dequantized_from(path) if path and is_quantized else None
-    if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
-        raise ValueError(
-            f"`vllm_kwargs['base_model']` was written from other 4-bit weights (of `{written['base_model']}`) than "
-            "the policy's; write it again with this run's base and quantization."
         )
     if not base:
         raise ValueError(
