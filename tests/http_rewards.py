@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiny import CHAT_TEMPLATE, tokenizer
 
-from trl_ppo_ext.concurrency import finished, started
+from trl_ppo_ext.concurrency import started
 from trl_ppo_ext.rewards.http import Judge, RemoteReward
 
 KEY = "sk-test-0123456789abcdef"
@@ -34,7 +34,7 @@ def serving(port=0):
 
 def scored(reward, batch):
     """Scores of a batch, which a run awaits."""
-    return finished(started(reward.score(batch)))
+    return started(reward.score(batch)).result()
 
 
 def judge(port, mode, part=None, **kwargs):

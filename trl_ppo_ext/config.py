@@ -202,8 +202,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
     """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
-    reward_timeout: float | None = number(None, above=0)
-    """Seconds after which a reward function fails for the rollout. Functions then run in a thread."""
     normalize_rewards: bool = False
     """Whether to normalize scores by their running mean and standard deviation."""
     missing_eos_penalty: float | None = number(None, at_least=0)

@@ -37,7 +37,7 @@ def needs_target(completions, target, **kwargs):
 NAN = float("nan")
 OUT_OF_RANGE = {
     "temperature": (0, -1.0),
-    **dict.fromkeys(["repetition_penalty", "cliprange", "cliprange_value", "reward_timeout"], (0.0,)),
+    **dict.fromkeys(["repetition_penalty", "cliprange", "cliprange_value"], (0.0,)),
     **dict.fromkeys(["kl_coef", "vf_coef", "missing_eos_penalty"], (-0.1,)),
     "top_k": (-1,),
     "top_p": (0.0, 1.1),

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import re
-import threading
 import time
 
 import numpy
@@ -88,57 +87,16 @@ def test_judge_inside_an_asynchronous_reward_does_not_wait_for_itself():
     assert collect_scores([FunctionReward(outer)], batch())[0].totals.tolist() == [2.0] * 3
 
 
-def blocking(**kwargs):
-    time.sleep(1)
-
-
-async def waiting(**kwargs):
-    await asyncio.sleep(1)
-
-
-async def blocking_the_loop(**kwargs):
-    time.sleep(0.3)
-
-
-@pytest.mark.parametrize("function", [blocking, waiting, blocking_the_loop])
-def test_reward_that_hangs_fails_after_its_timeout(function):
-    start = time.perf_counter()
-    (scores,) = collect_scores([FunctionReward(function, timeout=0.1)], batch())
-    assert time.perf_counter() - start < 0.25
-    assert re.search(
-        rf"`{function.__name__}` failed with TimeoutError: .*reward_timeout=0.1 s", str(scores.failures[2])
-    )
-
-
-def test_reward_that_blocks_the_loop_fails_no_later_one():
-    free = threading.Event()
-
-    async def blocks(**kwargs):
-        free.wait(20)
-
-    async def later(**kwargs):
-        await asyncio.sleep(0.01)
-        return [1.0] * 3
-
-    (scores,) = collect_scores([FunctionReward(blocks, timeout=0.1)], batch())
-    assert len(scores.failures) == 3
-    for _ in range(2):
-        (scores,) = collect_scores([FunctionReward(later, timeout=5.0)], batch())
-        assert scores.totals.tolist() == [1.0] * 3
-    free.set()
-
-
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])  # of `exit()` in the code of a completion
-@pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_reward_that_exits_fails_as_with_an_error(is_async, timeout, error):
+def test_reward_that_exits_fails_as_with_an_error(is_async, error):
     def exits(**kwargs):
         raise error
 
     async def exits_later(**kwargs):
         raise error
 
-    reward = FunctionReward(exits_later if is_async else exits, timeout)
+    reward = FunctionReward(exits_later if is_async else exits)
     for _ in range(2):  # the event loop still runs
         (scores,) = collect_scores([reward], batch())
         assert len(scores.failures) == 3 and error.__name__ in str(scores.failures[0])

@@ -133,7 +133,7 @@ def build_rewards(
         elif _is_reward(entry):
             rewards.append(cast(Reward, entry))
         else:
-            rewards.append(FunctionReward(cast(Callable, entry), args.reward_timeout))
+            rewards.append(FunctionReward(cast(Callable, entry)))
     for index, reward in enumerate(rewards):
         while reward.name in [other.name for other in rewards[:index]]:  # metrics need distinct names
             reward.name = f"{reward.name}_{index}"

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
-from ..concurrency import FAILURES, finished, in_thread, started
+from ..concurrency import FAILURES, started
 from ..config import LARGEST_SCORE
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
@@ -67,25 +67,19 @@ class Reward(Protocol):
 class FunctionReward:
     """Function with the signature of TRL's reward functions. It may be asynchronous."""
 
-    def __init__(self, function: Callable[..., Any], timeout: float | None = None):
-        self.function = function
-        self.name = function_name(function)
-        self.timeout = timeout  # seconds
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.name = function, function_name(function)
 
     def score(self, batch: ScoringBatch) -> Any:
-        """Call the function, with a timeout in a thread of its own."""
+        """Call the function with what TRL passes."""
         passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and the log share
         copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL
-
-        def call() -> Any:
-            result = self.function(**copies)
-            return list(result) if isinstance(result, Iterator) else result
-
-        return call() if self.timeout is None else finished(in_thread(call), self.timeout)
+        result = self.function(**copies)
+        return list(result) if isinstance(result, Iterator) else result
 
 
 def function_name(function: Callable) -> str:
@@ -195,10 +189,10 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
             results.append(error)
     waits = [getattr(reward, "only_waits", False) for reward in rewards]
     results = [started(x, only) if inspect.isawaitable(x) else x for x, only in zip(results, waits)]
-    for index, (reward, result) in enumerate(zip(rewards, results)):
+    for index, result in enumerate(results):
         if isinstance(result, Future):
             try:
-                results[index] = finished(result, reward.timeout if isinstance(reward, FunctionReward) else None)
+                results[index] = result.result()
             except Exception as error:
                 results[index] = error
     lengths = [len(ids) for ids in batch.completion_ids]
