@@ -4,21 +4,16 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
-from datasets import Dataset
 from peft import PeftModel
-from pyarrow import compute
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..data import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
+from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import load_config
-from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
-from .scoring import FunctionReward, Reward, RewardError, function_name
-
-logger = logging.get_logger(__name__)
+from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .scoring import FunctionReward, Reward, function_name
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
@@ -89,24 +84,6 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, o
     passed = [column for column in columns or () if column not in {"prompt", *TOKEN_COLUMNS}]
     for function in filter(_is_function, reward_funcs if columns else ()):
         check_signature(function, [*passed, *others], f"`{name}`")
-
-
-def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
-    """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
-    scorers = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
-    if not scorers or not isinstance(dataset, Dataset):
-        return
-    lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
-    prompt = dataset[int(lengths.to_numpy().argmax())]["prompt"]
-    empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
-    for scorer in scorers:
-        length, context = len(scorer.encode([prompt], [empty])[0]), scorer.context_length
-        problem = f"The longest prompt has {length} tokens; the reward model `{scorer.name}` takes {context}"
-        remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
-        if length >= context:
-            raise RewardError(f"{problem}. {remedy}")
-        if length + max_completion_length > context:
-            logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
 
 
 def build_rewards(

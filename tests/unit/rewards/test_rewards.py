@@ -9,12 +9,11 @@ import bitsandbytes as bnb
 import numpy
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, length_reward, llama, tokenizer
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
-from transformers.utils import logging
 
-from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.rewards import (
     ClassifierReward,
     FunctionReward,
@@ -344,25 +343,6 @@ def test_label_of_a_classifier_is_chosen_by_its_name():
     assert ClassifierReward(model, tokenizer(), label="good").label == 1
     with pytest.raises(RewardError, match=r"has 2 labels.*got fine"):
         ClassifierReward(model, tokenizer(), label="fine")
-
-
-def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-
-    def build(context):
-        classifier = llama(classifier=True)
-        classifier.config.max_position_embeddings = context
-        arguments = {"processing_class": tokenizer(), "reward_processing_classes": tokenizer()}
-        PPOTrainer(llama(), classifier, config(tmp_path), prompts(), **arguments)  # up to 5 tokens, and EOS
-
-    build(14)
-    assert "would not fit" not in caplog.text
-    build(13)
-    assert (
-        "longest prompt has 6 tokens" in caplog.text and "takes 13, so a completion of 8 would not fit" in caplog.text
-    )
-    with pytest.raises(RewardError, match=r"longest prompt has 6 tokens.*takes 6\. Set `max_prompt_length`"):
-        build(6)
 
 
 def test_text_that_is_too_long_fails_only_itself():
