@@ -126,8 +126,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Keyword arguments of the chat template, for conversational prompts."""
     max_prompt_length: int | None = number(None, at_least=1)
     """Maximum length of a prompt. Default: what the model's context leaves."""
-    overlong_prompts: Literal["error", "truncate", "drop"] = "error"
-    """A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it."""
+    overlong_prompts: Literal["error", "truncate"] = "error"
+    """A prompt that is longer is an `"error"`, or `"truncate"` keeps its end."""
     pad_token: str | None = None
     """Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked."""
     num_generations: int = number(1, at_least=1)

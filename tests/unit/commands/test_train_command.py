@@ -204,8 +204,11 @@ def test_dry_run_prints_a_preview(there, capsys):
 def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
     monkeypatch.setattr("trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list)
     refused = [
-        ({"overlong_prompts": "drop", "max_prompt_length": 1}, "12 of 12 prompts", "`overlong_prompts='truncate'`"),
-        ({"max_prompt_length": 1}, "Row 0 of `train_dataset`: The prompt has 2 tokens", "Set `overlong_prompts` to"),
+        (
+            {"max_prompt_length": 1},
+            "Row 0 of `train_dataset`: The prompt has 2 tokens",
+            "Set `overlong_prompts='truncate'`",
+        ),
         ({"report_to": "wandb"}, "`report_to` names 'wandb'", "not installed"),
         ({"output_dir": "policy"}, "`output_dir` must not be the base model's own directory", "use another"),
     ]
