@@ -18,24 +18,20 @@ from .scoring import FunctionReward, Reward, function_name
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
 
-def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
-    """Check that a function can be called with these columns, or with some columns if there are none."""
+def check_signature(function: Callable, columns: Iterable[str], dataset: str = "the dataset") -> None:
+    """Check that a function can be called with these columns."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none
         return
-    available = "" if columns is None else f" ({', '.join(f'`{name}`' for name in columns) or 'none'})"
-    if columns is None:
-        collects = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = signature.parameters.values()
-        columns = [x.name for x in parameters if x.default is x.empty and x.kind not in collects]
     try:
         signature.bind(**dict.fromkeys([*REWARD_ARGUMENTS, *columns]))
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
+        available = ", ".join(f"`{name}`" for name in columns) or "none"
         raise ValueError(
             f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
-            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset}{available}, all by keyword; end its "
+            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset} ({available}), all by keyword; end its "
             "parameters with `**kwargs`, and add a missing column, or rename the parameter."
         ) from None
 
@@ -59,9 +55,7 @@ def check_reward_arguments(
     if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
         raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
     for reward in rewards:
-        if _is_function(reward):
-            check_signature(reward)
-        elif not (isinstance(reward, models) or _is_reward(reward)):
+        if not (_is_function(reward) or isinstance(reward, models) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
                 f"object with `name` and `score` such as `Judge`, got {reward!r}."

@@ -138,7 +138,7 @@ def takes_places(prompts, /, **kwargs):
     [
         (needs_target, ["answer"], "`target`.*`answer`.*add a missing column"),
         (takes_no_columns, ["target"], r"`target`.*`\*\*kwargs`"),
-        (takes_places, None, "`takes_places`.*`prompts`"),
+        (takes_places, [], "`takes_places`.*`prompts`"),
         (functools.partial(needs_target, completions=[]), [], "`needs_target`.*`target`"),
     ],
 )
@@ -146,13 +146,12 @@ def test_signature_that_does_not_fit_raises(function, columns, message):
     with pytest.raises(ValueError, match=message):
         check_signature(function, columns)
     with pytest.raises(TypeError):  # and indeed it cannot
-        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns or []}))
+        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns}))
 
 
 @pytest.mark.parametrize(
     ("function", "columns"),
     [
-        (needs_target, None),  # which may be a column
         (needs_target, ["target", "answer"]),
         (takes_no_columns, []),
         (lambda completions, target=None, **kwargs: [1.0], []),
@@ -160,7 +159,7 @@ def test_signature_that_does_not_fit_raises(function, columns, message):
 )
 def test_signature_that_fits_passes(function, columns):
     check_signature(function, columns)
-    given = {name: [1.0] for name in (["target"] if columns is None else columns)}
+    given = {name: [1.0] for name in columns}
     assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
 
 
