@@ -159,7 +159,7 @@ def held_out_rollouts(
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
         for number in range(rounds):
             start = (process * rounds + number) * size
-            # rewards draw their noise by the step; equal scores are no news from step 1 on
+            # rewards draw their noise by the step
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
             part = rows[start : start + size]
             rollout, _, samples = collect(roles, part, trainer.run_state, Metrics(device), state)

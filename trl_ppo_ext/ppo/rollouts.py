@@ -227,7 +227,6 @@ def collect(
         policy_mask = response_mask & samples.stopped[:, None]
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
-        warn_about_equal_scores(roles, scored)
         check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
@@ -419,15 +418,6 @@ def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
     ordered = roles.accelerator.gather(padded).sort(descending=True).values
     last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
     return entropies >= ordered[last] if len(ordered) else mask
-
-
-def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
-    """Warn if all scores of the first rollout are equal."""
-    first = Moments().add(scored.totals, scored.usable, roles.all_sum)
-    is_equal = first.squares <= first.weight * (1e-6 * first.mean) ** 2  # up to rounding
-    if roles.accelerator.is_main_process and first.weight >= 8 and is_equal:
-        found = "All %d scores of the first rollout are %.3g, which teaches nothing; check the reward, or the task."
-        logger.warning(found, first.weight, first.mean)
 
 
 def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: Tensor) -> None:
