@@ -10,12 +10,13 @@ import traceback
 import pytest
 import torch
 import yaml
+from http_rewards import RemoteReward
 from peft import LoraConfig
 from rich.console import Console
 from runs_of_tiny import trainer
 from tiny import config, length_reward, prompts, run_with_a_card
 
-from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
+from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, distributed, redaction
 from trl_ppo_ext.checkpoints.hub import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
