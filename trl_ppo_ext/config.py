@@ -69,8 +69,6 @@ class VLLMOptions:
 
     base_model: str | None = None
     """Base that vLLM serves, if not `model`. Its weights must be the same."""
-    sleep_level: Literal[0, 1] = 0
-    """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
     overlap_rollouts: bool = False
     """Whether a server samples the next rollout while this one is learned, from the policy before its updates."""
     max_logp_difference: float | None = number(None, above=0)
@@ -183,7 +181,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
-    """Further settings: `base_model`, `sleep_level`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
+    """Further settings: `base_model`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
     """Maximum number of turns of an episode that tools or an environment answer. Unlimited by default."""

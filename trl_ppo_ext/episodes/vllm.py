@@ -86,11 +86,11 @@ class VLLMGenerator(Generator):
             yield
             return
         try:
+            self.engine.wake()
             # an adapter that has not moved, e.g. since an evaluation, is still there
-            is_loaded, served = self.engine.wake(), self.served
-            parameters = self.actor_critic.policy_parameters()
+            served, parameters = self.served, self.actor_critic.policy_parameters()
             weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
-            if not is_loaded or served is None or any(not x.equal(served[name]) for name, x in weights.items()):
+            if served is None or any(not x.equal(served[name]) for name, x in weights.items()):
                 self._load(weights)
             self.is_awake = True
             yield
@@ -280,15 +280,13 @@ class ColocatedEngine:
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False), LoRARequest
         self.settings = settings
-        self.sleep_level = args.vllm_options.sleep_level if sleeps else None
-        self.requests, self.device = dict[str, Any](), accelerator.device
+        self.sleeps, self.requests, self.device = sleeps, dict[str, Any](), accelerator.device
 
-    def wake(self) -> bool:
-        """Allocate what `sleep` freed; return whether an adapter that was loaded still is."""
-        if self.sleep_level is not None and self.requests:
+    def wake(self) -> None:
+        """Allocate what `sleep` freed."""
+        if self.sleeps and self.requests:
             torch.cuda.empty_cache()  # what the update no longer uses
             self.llm.wake_up()
-        return self.sleep_level != 1  # vLLM may lose it when its base leaves the GPU
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter into memory; its directory is not needed afterwards."""
@@ -313,10 +311,9 @@ class ColocatedEngine:
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self) -> None:
-        """Free keys and values. Base and adapter stay on the GPU, unless the level is 1."""
-        if self.sleep_level is not None:
-            self.llm.sleep(level=self.sleep_level)
-        if self.sleep_level == 0:
+        """Free keys and values. Base and adapter stay on the GPU."""
+        if self.sleeps:
+            self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
 
 

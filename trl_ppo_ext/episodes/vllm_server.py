@@ -50,9 +50,8 @@ class VLLMServer:
                 f"with `{self.command}`, or set `vllm_kwargs['base_model']` to what it serves (of the same weights)."
             )
 
-    def wake(self) -> bool:
-        """Return true: a server that was restarted gets its adapter again with the next request."""
-        return True
+    def wake(self) -> None:
+        """Do nothing: a server that was restarted gets its adapter again with the next request."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""

@@ -250,7 +250,7 @@ WRONG = [
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a reward, or an environment"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
     ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
-    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`prompts`", r"end its .*`\*\*kwargs`"),
+    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
     ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"\(none\).*add a missing column"),
     ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "they must match"),
