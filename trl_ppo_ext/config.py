@@ -34,7 +34,6 @@ logger = logging.get_logger(__name__)
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 NUM_MINI_BATCHES = 4  # by default
-LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 
 def number(default: Any, **limits: float) -> Any:
@@ -196,8 +195,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Completions per forward of a reward model."""
     reward_label: int | str | None = None
     """Label that is the reward, for reward models with several: its name, or its number counted from 0."""
-    reward_on_error: str = "raise"
-    """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
+    reward_on_error: Literal["raise", "skip"] = "raise"
+    """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
     """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
     normalize_rewards: bool = False
@@ -440,14 +439,6 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
-        if self.reward_on_error not in ("raise", "skip"):
-            score = math.nan
-            with suppress(ValueError, OverflowError):
-                score = float(self.reward_on_error)
-            if not abs(score) <= LARGEST_SCORE:
-                needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
-                raise ValueError(f"`reward_on_error` must be {needed}, got {shown('', self.reward_on_error)}.")
-            self.reward_on_error = str(score)  # text, as on a command line
 
         # 2. KL
         if self.kl_placement == "both" and self.kl_estimator != "exact":
@@ -586,7 +577,6 @@ _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
     "max_completion_length": int | None,
-    "reward_on_error": str | float,
     "scale_rewards": str | bool | None,
     "resume_from_checkpoint": str | bool | None,
     "accelerator_config": AcceleratorConfig | dict | str | None,

@@ -45,7 +45,7 @@ OUT_OF_RANGE = {
     "gamma": (-0.1, 1.5),
     "lam": (1.5, NAN),
     "reward_weights": ([1.0, NAN],),
-    "reward_on_error": (1e20, True),
+    "reward_on_error": ("0.0", True),
     "kl_estimator": ("k4",),
     "reward_quantization": ("int4",),
     **dict.fromkeys(["num_ppo_epochs", "num_mini_batches", "num_generations", "generation_batch_size"], (0, 1.5)),

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..concurrency import FAILURES, started
-from ..config import LARGEST_SCORE
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
 
 CPU = torch.device("cpu")
+LARGEST_SCORE = 1e9  # sums of squares of larger ones, in statistics and losses, may overflow float32
 _SHARED: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _OWN = ContextVar("_OWN", default=_SHARED)  # generator from which the functions of `random` draw
 
@@ -206,7 +206,7 @@ def score_all(
     rewards: Sequence[Reward],
     batch: ScoringBatch,
     weights: Sequence[float] | None,
-    on_error: str | float,
+    on_error: str,
     max_failures: float,
     all_sum: Callable[[Tensor], Tensor],
     device: torch.device,
@@ -231,22 +231,13 @@ def score_all(
                 f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
 
-    # 2. Skip failed completions, or replace their scores.
-    usable = ~failed.any(1)
-    if on_error not in ("raise", "skip"):
-        usable = torch.ones_like(usable)
-        for scores in all_scores:
-            for index in scores.failures:
-                length = len(batch.completion_ids[index])
-                scores.tokens[index] = _at_tokens(float(on_error), length, scores.tokens.shape[1])
-
-    # 3. Sum the scores, and skip completions without any.
+    # 2. Sum the scores, and skip completions without any, or with a failed one.
     totals = torch.stack([scores.totals for scores in all_scores], 1)
     unscored = totals.isnan().all(1)
     if unscored.all() and not any(scores.failures for scores in all_scores):
         logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
     weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
-    usable = usable & ~unscored
+    usable = ~(failed.any(1) | unscored)
     scored = Scored(totals, torch.stack(weighted).sum(0) * usable[:, None], usable, failed)
     return Scored(*(x.to(device, non_blocking=True) for x in scored))
 

@@ -161,7 +161,7 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
         model_init_kwargs={"token": SECRET, "proxies": {"https": f"http://user:{password}@proxy:3128"}},
         report_to="tensorboard",
         log_completions=True,
-        reward_on_error="0.0",
+        reward_on_error="skip",
         max_reward_failures=1.0,
         save_strategy="steps",
         save_steps=2,
