@@ -93,6 +93,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     `logging_steps` count optimizer steps.
     """
 
+    _argument_group_name = "training (fields of PPOConfig)"
     _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS + (
         "model_init_kwargs chat_template_kwargs generation_kwargs critic_kwargs vllm_kwargs".split()
     )

@@ -264,7 +264,6 @@ WRONG = [
     ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
     ({"max_steps": 2.5}, "max_steps", "2.5", "must be int"),
-    ({"hub_model_id": "me/x"}, "`hub_model_id`", "`push_to_hub`", "set it to true"),
     ({"reward_label": 1}, "`reward_label=", "1", "needs a reward model"),
     ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type='SEQ_CLS'`", "causal language model", "omit it"),
     ({"ignore_bias_buffers": True}, "`ignore_bias_buffers`", "without adapters", "omit it"),

@@ -20,7 +20,7 @@ from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, distributed, redaction
 from trl_ppo_ext.checkpoints.hub import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
-from trl_ppo_ext.commands.train import TrainConfig
+from trl_ppo_ext.commands.probe import ProbeConfig
 from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
@@ -43,7 +43,7 @@ SECRET = "hf_aVerySecretToken1234"
 
 
 def test_a_config_shows_no_token_however_it_is_written_down(tmp_path):
-    for of in (PPOConfig, TrainConfig):
+    for of in (PPOConfig, ProbeConfig):
         given = {"hub_token": SECRET, "model_init_kwargs": {"token": SECRET, "revision": "main"}}
         args = of(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
         for shown in (repr(args), str(args), args.to_dict(), args.to_json_string(), args.to_sanitized_dict()):
