@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 from trl_ppo_ext.checkpoints.atomic import STAGING, publish
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.memory import on_meta
-from trl_ppo_ext.modeling.adapters import DEQUANTIZED, public_name, quantized_weights
+from trl_ppo_ext.modeling.adapters import public_name
 from trl_ppo_ext.modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
 
 FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer, generation config, code
@@ -89,7 +89,7 @@ def write(options: argparse.Namespace, directory: Path) -> None:
             shutil.copyfile(file, directory / file.name)
     record = {"base_model": public_name(model), "revision": None if is_local else source.name, "dtype": dtype}
     record |= {"quant_type": config.bnb_4bit_quant_type, "double_quant": config.bnb_4bit_use_double_quant}
-    (directory / DEQUANTIZED).write_text(json.dumps(record | {"weights": quantized_weights(base)}, indent=1))
+    (directory / "dequantized.json").write_text(json.dumps(record, indent=1))
 
     # 3. Load the files as a server does, and compare.
     written = load_base(str(directory), args, None, torch.device("cpu"))

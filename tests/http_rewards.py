@@ -12,8 +12,11 @@ from pathlib import Path
 
 from tiny import CHAT_TEMPLATE, tokenizer
 
-from trl_ppo_ext.concurrency import finished, started
-from trl_ppo_ext.rewards.http import Judge, RemoteReward
+from trl_ppo_ext.concurrency import started
+from trl_ppo_ext.rewards.http import Judge
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "chat_multi_gpu"))
+from remote_reward import RemoteReward
 
 KEY = "sk-test-0123456789abcdef"
 TEMPLATE = "Rate what follows.\nPROMPT {prompt}\nCOMPLETION {completion}"
@@ -34,7 +37,7 @@ def serving(port=0):
 
 def scored(reward, batch):
     """Scores of a batch, which a run awaits."""
-    return finished(started(reward.score(batch)))
+    return started(reward.score(batch)).result()
 
 
 def judge(port, mode, part=None, **kwargs):

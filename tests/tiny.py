@@ -130,7 +130,6 @@ KEYS = {
     "bootstrap_truncated": ("critic_kwargs", "bootstrap_truncated"),
     "vllm_base_model": ("vllm_kwargs", "base_model"),
     "overlap_rollouts": ("vllm_kwargs", "overlap_rollouts"),
-    "vllm_sleep_level": ("vllm_kwargs", "sleep_level"),
     "vllm_max_logp_difference": ("vllm_kwargs", "max_logp_difference"),
 }
 

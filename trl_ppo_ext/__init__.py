@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .rewards import RewardAdapter as RewardAdapter
     from .rewards import RewardError as RewardError
     from .rewards.http import Judge as Judge
-    from .rewards.http import RemoteReward as RemoteReward
     from .trainer import PPOTrainer as PPOTrainer
 
 # public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
@@ -30,7 +29,6 @@ _MODULES = {
     "Judge": "rewards.http",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
-    "RemoteReward": "rewards.http",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
     "StepResult": "episodes",

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -74,12 +74,3 @@ def leave_blocked_loops(timeout: float) -> None:
         loop.call_soon_threadsafe(answered.set)
         if not answered.wait(min(1.0, timeout / 2)) and _loops.get(number) is loop:
             del _loops[number]
-
-
-def finished(future: "Future[T]", timeout: float | None = None) -> T:
-    """Wait for a result. After the timeout a thread continues, because it cannot be ended."""
-    if not wait([future], timeout).done and timeout is not None:
-        future.cancel()
-        leave_blocked_loops(timeout)
-        raise TimeoutError(f"no result within reward_timeout={timeout:g} s")
-    return future.result()

@@ -34,7 +34,6 @@ logger = logging.get_logger(__name__)
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 NUM_MINI_BATCHES = 4  # by default
-LARGEST_SCORE = 1e9  # of a reward: sums of squares of larger ones, in statistics and losses, may overflow float32
 
 
 def number(default: Any, **limits: float) -> Any:
@@ -69,8 +68,6 @@ class VLLMOptions:
 
     base_model: str | None = None
     """Base that vLLM serves, if not `model`. Its weights must be the same."""
-    sleep_level: Literal[0, 1] = 0
-    """1 moves the base of `vllm_enable_sleep_mode` to CPU memory meanwhile, too."""
     overlap_rollouts: bool = False
     """Whether a server samples the next rollout while this one is learned, from the policy before its updates."""
     max_logp_difference: float | None = number(None, above=0)
@@ -96,6 +93,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     `logging_steps` count optimizer steps.
     """
 
+    _argument_group_name = "training (fields of PPOConfig)"
     _VALID_DICT_FIELDS = TrainingArguments._VALID_DICT_FIELDS + (
         "model_init_kwargs chat_template_kwargs generation_kwargs critic_kwargs vllm_kwargs".split()
     )
@@ -126,8 +124,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Keyword arguments of the chat template, for conversational prompts."""
     max_prompt_length: int | None = number(None, at_least=1)
     """Maximum length of a prompt. Default: what the model's context leaves."""
-    overlong_prompts: Literal["error", "truncate", "drop"] = "error"
-    """A prompt that is longer is an `"error"`, or `"truncate"` keeps its end, or `"drop"` skips it."""
+    overlong_prompts: Literal["error", "truncate"] = "error"
+    """A prompt that is longer is an `"error"`, or `"truncate"` keeps its end."""
     pad_token: str | None = None
     """Padding token. Defaults to the tokenizer's, else to EOS. Padding is masked."""
     num_generations: int = number(1, at_least=1)
@@ -183,7 +181,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
-    """Further settings: `base_model`, `sleep_level`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
+    """Further settings: `base_model`, `overlap_rollouts`, `max_logp_difference`. See docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
     """Maximum number of turns of an episode that tools or an environment answer. Unlimited by default."""
@@ -198,12 +196,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Completions per forward of a reward model."""
     reward_label: int | str | None = None
     """Label that is the reward, for reward models with several: its name, or its number counted from 0."""
-    reward_on_error: str = "raise"
-    """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion, a number is its score."""
+    reward_on_error: Literal["raise", "skip"] = "raise"
+    """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
     """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
-    reward_timeout: float | None = number(None, above=0)
-    """Seconds after which a reward function fails for the rollout. Functions then run in a thread."""
     normalize_rewards: bool = False
     """Whether to normalize scores by their running mean and standard deviation."""
     missing_eos_penalty: float | None = number(None, at_least=0)
@@ -444,14 +440,6 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
-        if self.reward_on_error not in ("raise", "skip"):
-            score = math.nan
-            with suppress(ValueError, OverflowError):
-                score = float(self.reward_on_error)
-            if not abs(score) <= LARGEST_SCORE:
-                needed = f"'raise', 'skip' or a finite number within ±{LARGEST_SCORE:g}"
-                raise ValueError(f"`reward_on_error` must be {needed}, got {shown('', self.reward_on_error)}.")
-            self.reward_on_error = str(score)  # text, as on a command line
 
         # 2. KL
         if self.kl_placement == "both" and self.kl_estimator != "exact":
@@ -590,7 +578,6 @@ _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _TYPES: dict[str, Any] = {
     "max_grad_norm": float | None,
     "max_completion_length": int | None,
-    "reward_on_error": str | float,
     "scale_rewards": str | bool | None,
     "resume_from_checkpoint": str | bool | None,
     "accelerator_config": AcceleratorConfig | dict | str | None,

@@ -315,7 +315,6 @@ def tokenize_prompts(
     room_for_critic = prompt_limit(max_completion_length, context_length, None)
     kinds: set[type] = set()  # of the prompts so far
 
-    # 1. Encode every row.
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
         ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
@@ -326,7 +325,7 @@ def tokenize_prompts(
         if len(kinds) > 1:  # completions are all text or all messages
             raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")
         if len(ids) > limit and overlong == "error":
-            remedy = "Set `overlong_prompts` to 'truncate' or 'drop', or shorten it."
+            remedy = "Set `overlong_prompts='truncate'`, or drop it (`dataset.filter`)."
             raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
         encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
         if critic_prompt is not None:
@@ -345,19 +344,7 @@ def tokenize_prompts(
             raise PromptError(f"Row {index} of `{name}`: {error}") from error.__cause__
 
     with PartialState().main_process_first():  # one process fills the cache, the others read it
-        rows = dataset.map(encode_numbered, with_indices=True)
-    if overlong != "drop":
-        return rows
-
-    # 2. Drop what does not fit.
-    with PartialState().main_process_first():
-        kept = rows.filter(lambda row: len(row[PROMPT_IDS]) <= limit)
-    if isinstance(dataset, Dataset) and len(kept) < len(dataset):
-        dropped = f"{len(dataset) - len(kept)} of {len(dataset)} prompts of `{name}` have more than {limit} tokens"
-        if not len(kept):
-            raise PromptError(f"{dropped}, so none is left; set `overlong_prompts='truncate'`.")
-        logger.warning("%s and are dropped.", dropped)
-    return kept
+        return dataset.map(encode_numbered, with_indices=True)
 
 
 # ---- rollouts of prompts ----

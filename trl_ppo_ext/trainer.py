@@ -45,7 +45,7 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards
 from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
@@ -173,7 +173,6 @@ class PPOTrainer(Trainer):
         check_optimizers(*optimizers, actor_critic)
         if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
-        check_contexts([*rewards, *monitors], train_dataset, args.max_completion_length)
         self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
 
         # 4. Set up the Trainer.

@@ -2,7 +2,7 @@
 
 import os
 
-from trl_ppo_ext import RemoteReward
+from remote_reward import RemoteReward
 
 reward = RemoteReward(
     os.environ.get("REWARD_SERVER", "http://127.0.0.1:8001/classify"),

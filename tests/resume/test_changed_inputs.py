@@ -105,8 +105,8 @@ def test_changed_rates_and_length_continue_the_run(run, tmp_path, caplog, monkey
     assert groups[-1]["initial_lr"] == changes.get("critic_learning_rate", 1e-3)
 
 
-def test_changed_timeouts_continue_the_run(run, tmp_path):
-    again = trainer(tmp_path, environment_timeout=60.0, reward_timeout=60.0)
+def test_changed_timeout_continues_the_run(run, tmp_path):
+    again = trainer(tmp_path, environment_timeout=60.0)
     again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert again.state.global_step == 2
 

@@ -37,7 +37,7 @@ def needs_target(completions, target, **kwargs):
 NAN = float("nan")
 OUT_OF_RANGE = {
     "temperature": (0, -1.0),
-    **dict.fromkeys(["repetition_penalty", "cliprange", "cliprange_value", "reward_timeout"], (0.0,)),
+    **dict.fromkeys(["repetition_penalty", "cliprange", "cliprange_value"], (0.0,)),
     **dict.fromkeys(["kl_coef", "vf_coef", "missing_eos_penalty"], (-0.1,)),
     "top_k": (-1,),
     "top_p": (0.0, 1.1),
@@ -45,7 +45,7 @@ OUT_OF_RANGE = {
     "gamma": (-0.1, 1.5),
     "lam": (1.5, NAN),
     "reward_weights": ([1.0, NAN],),
-    "reward_on_error": (1e20, True),
+    "reward_on_error": ("0.0", True),
     "kl_estimator": ("k4",),
     "reward_quantization": ("int4",),
     **dict.fromkeys(["num_ppo_epochs", "num_mini_batches", "num_generations", "generation_batch_size"], (0, 1.5)),

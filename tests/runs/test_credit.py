@@ -1,6 +1,8 @@
 """Credit in whole runs: values after limits, and baselines of episodes."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,7 @@ from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.commands import pretrain_critic as pretrain_critic_module
-from trl_ppo_ext.commands.pretrain_critic import explained_variance, held_out_rollouts, pretrain_critic
-from trl_ppo_ext.commands.probe import probe
+from trl_ppo_ext.commands.probe import held_out_rollouts, probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
 from trl_ppo_ext.modeling import ActorCritic
@@ -19,6 +19,9 @@ from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import pretrain_critic as recipe
 
 GAMMA = 0.9
 VALUE = 1 / (1 - GAMMA)  # of a reward of 1 per step, for ever
@@ -232,7 +235,7 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
 
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, level):
-    monkeypatch.setattr(pretrain_critic_module, "HELD_OUT", 64)
+    monkeypatch.setattr(recipe, "HELD_OUT", 64)
     settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 40, "num_ppo_epochs": 4}
     settings |= {"advantage_level": level, "critic_learning_rate": 2e-3, "kl_coef": 0.0}
     run = episodes_run(tmp_path, Ending, **settings)
@@ -241,7 +244,7 @@ def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, le
     left = (starts.flip(1).cumsum(1).flip(1) * starts)[rollout.response_mask & starts]  # turns, each of which pays 1
     assert torch.equal(samples.returns[rollout.response_mask & starts], left.float()) and left.max() == 4
     assert not (tmp_path / ANSWERS).exists()
-    numbers = pretrain_critic(run)
+    numbers = recipe.pretrain_critic(run)
     assert numbers["explained_variance_before"] < 0.1 and numbers["explained_variance_after"] > 0.2
 
 
@@ -255,7 +258,7 @@ def test_explained_variance_of_turns_is_at_their_first_tokens(tmp_path):
     assert first.sum() < rollout.response_mask.sum()
     errors, returns = (samples.returns - samples.values)[first], samples.returns[first]
     expected = 1 - errors.var() / returns.var()
-    assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected.item(), abs=1e-4)
+    assert recipe.explained_variance(run, [(rollout, samples)]) == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_probe_measures_episodes(tmp_path):

@@ -128,7 +128,7 @@ def test_fields_refuse_values_of_other_types_by_name(capsys, value):
         "True": lambda hint: "bool" in str(hint),
         "{'a': {'b': [None]}}": lambda hint: "dict" in str(hint),
     }.get(repr(value), lambda hint: False)
-    assert all(fitting(hints[name]) or name in ("reward_on_error", "scale_rewards") for name in accepted), accepted
+    assert all(fitting(hints[name]) or name == "scale_rewards" for name in accepted), accepted
 
 
 @pytest.mark.parametrize(

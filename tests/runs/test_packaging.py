@@ -166,7 +166,7 @@ def test_package_imports_without_optional_dependencies(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert 'pip install "trl_ppo_ext[report]"' in done.stderr
-    assert "pretrain-critic" in done.stdout
+    assert "probe" in done.stdout
 
 
 # ---- the wheel ----

@@ -251,7 +251,7 @@ def test_text_gets_one_bos_and_no_eos():
 
 
 @both_kinds
-def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
+def test_overlong_prompts_are_truncated_from_the_left(kind):
     rows = kind(dataset("w0 w1 w2", "w3", "w4 w5 w6", "w7 w8", target=[0, 1, 2, 3]))
 
     def rest(overlong, max_prompt_length=2, context=None):
@@ -260,21 +260,10 @@ def test_overlong_prompts_are_truncated_from_the_left_or_dropped(kind):
         return [(row["target"], row[PROMPT_IDS]) for row in tokenized]
 
     assert rest("truncate") == [(0, [5, 6]), (1, [7]), (2, [9, 10]), (3, [11, 12])]
-    assert rest("drop") == [(1, [7]), (3, [11, 12])]
-    assert rest("drop", None, 6) == rest("drop")  # what the context leaves
+    assert rest("truncate", None, 6) == rest("truncate")  # what the context leaves
     assert len(rest("error", 3)) == 4
-    with pytest.raises(PromptError, match=r"Row 0 .*3 tokens, but max_prompt_length=2.*'truncate' or 'drop'"):
+    with pytest.raises(PromptError, match=r"Row 0 .*3 tokens, but max_prompt_length=2.*`overlong_prompts='truncate'`"):
         rest("error")
-
-
-def test_dropped_prompts_are_counted(caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    drop = {"overlong_prompts": "drop"}
-    rows = dataset("w0 w1 w2", "w3", "w4 w5 w6")
-    tokenize_prompts(rows, tokenizer(), "train_dataset", 4, max_prompt_length=2, **drop)
-    assert "2 of 3 prompts of `train_dataset` have more than 2 tokens and are dropped" in caplog.text
-    with pytest.raises(PromptError, match=r"3 of 3 prompts .*none is left; set `overlong_prompts='truncate'`"):
-        tokenize_prompts(dataset(*["w1 w2"] * 3), tokenizer(), "train_dataset", 4, max_prompt_length=1, **drop)
 
 
 # ---- rollouts of prompts ----

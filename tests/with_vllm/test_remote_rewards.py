@@ -3,11 +3,11 @@
 import httpx2
 import pytest
 import torch
-from http_rewards import scored
+from http_rewards import RemoteReward, scored
 from tiny import CHAT_TEMPLATE, WORDS, llama, tokenizer
 from vllm_servers import VLLM, served
 
-from trl_ppo_ext import RemoteReward, RewardError
+from trl_ppo_ext import RewardError
 from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch, load_classifier
 
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM, see `make test-vllm`")

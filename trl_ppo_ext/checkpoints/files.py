@@ -121,7 +121,7 @@ TRAINER_SETTINGS = CUT | TUNABLE | {"bf16", "data_seed", "fp16", "optim", "optim
 NOT_COMPARED = set(
     "chat_template_kwargs critic_init environment_timeout eval_temperature generation_batch_size log_completions "
     "max_reward_failures model_init_kwargs num_completions_to_print num_generations_eval offload_rewards "
-    "per_device_reward_batch_size resume_with_changed_settings reward_timeout trust_remote_code "
+    "per_device_reward_batch_size resume_with_changed_settings trust_remote_code "
     "vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url vllm_server_timeout".split()
 )
 # rollout shares and random states are per rank, and the optimizer's files differ per backend

@@ -40,7 +40,7 @@ class EstimateConfig(PPOConfig):
 def main(argv: Sequence[str]) -> None:
     """Print the estimate; exit with status 1 if the run does not fit."""
     description = "Estimate the memory of a run, and settings that make it fit. Status 1 if it does not fit."
-    script, config, model = parse("estimate", argv, description, EstimateConfig)
+    script, config, model = parse("trl-ppo estimate", argv, description, EstimateConfig)
     config = cast(EstimateConfig, config)
     run = model_arguments(script, config, model)
     estimate = estimate_memory(**run, prompt_length=config.prompt_length, device=config.target)

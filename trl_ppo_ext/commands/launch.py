@@ -116,7 +116,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(
-    command: str,
+    program: str,
     argv: Sequence[str],
     description: str,
     config_class: type[PPOConfig] = PPOConfig,
@@ -129,41 +129,29 @@ def parse(
     chosen, argv = files.parse_known_args(["--config", *argv] if argv and argv[0][:1] != "-" else argv)
     parser = trl.TrlParser(
         types,
-        prog=f"trl-ppo {command}",
-        usage=f"trl-ppo {command} [[--config] FILE.yaml] [--ARGUMENT VALUE ...]",
+        prog=program,
+        usage=f"{program} [[--config] FILE.yaml] [--ARGUMENT VALUE ...]",
         description=f"{description} The command line wins over the YAML file.",
         epilog=f"Also fields of TRL's configs, and of TrainingArguments: {', '.join(INHERITED)}.",
         formatter_class=partial(_Help, max_help_position=32),
         allow_abbrev=False,  # a misspelt name must not pass as the beginning of another
         exit_on_error=False,
     )
-    parsed, problems, dropped, in_line = tuple[Any, ...](), list[str](), set[str](), list[str]()
     try:
         in_file = parser.set_defaults_with_config(**{} if chosen.config is None else _read_config(chosen.config))
-        while not parsed:
-            try:
-                namespace, in_line = parser.parse_known_args(argv)
-                values = {name: value for name, value in vars(namespace).items() if name not in dropped}
-                parsed = parser.parse_dict(values, allow_extra_keys=True)
-            except (argparse.ArgumentError, ValueError) as error:  # drop the argument that it names, to find others
-                words = re.findall(r"\w+", str(error).removeprefix("argument ")) or [""]
-                if dropped.isdisjoint(words):  # else it may follow from the drop
-                    problems.append(str(error))
-                if words[0] in dropped:
-                    break
-                dropped.add(words[0])
-                parser.set_defaults(**{words[0]: None})
-    except (yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
+        namespace, in_line = parser.parse_known_args(argv)
+        names = [text for text in in_line if text.startswith("--")] or in_line[:1]
+        problems = []
+        for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
+            for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
+                matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
+                remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
+                problems.append(f"Unknown argument `{name}` {place}; {remedy}")
+        if problems:
+            raise ValueError("\n- ".join(problems))
+        model, script, args = cast(tuple, parser.parse_dict(vars(namespace), allow_extra_keys=True))
+    except (argparse.ArgumentError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
-    names = [text for text in in_line if text.startswith("--")] or in_line[:1]
-    for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
-        for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
-            matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
-            remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-            problems.append(f"Unknown argument `{name}` {place}; {remedy}")
-    if problems:
-        raise ValueError("\n- ".join([*["Several arguments are wrong:"][: len(problems) - 1], *problems]))
-    model, script, args = parsed
     script.directory = chosen.config and os.path.dirname(os.path.abspath(chosen.config))
     return script, args, model
 

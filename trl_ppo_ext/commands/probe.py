@@ -2,21 +2,27 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
+from ..data import RolloutSampler
+from ..episodes import Episode
 from ..modeling.critics import COSINES
 from ..ppo import math as ppo_math
-from ..ppo.rollouts import Rollout
+from ..ppo.batch_plan import BatchPlan
+from ..ppo.metrics import Metrics
+from ..ppo.rollouts import Rollout, Samples, collect
 from ..trainer import PPOTrainer
-from .launch import build_trainer, load_datasets, parse
-from .pretrain_critic import held_out_rollouts
+from .launch import build_trainer, load_datasets, parse, spread_rows
 
 COMPLETIONS = 256
 GENERATIONS = 8  # per prompt, for a run with one
@@ -121,6 +127,55 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return result
+
+
+def held_out_rollouts(
+    trainer: PPOTrainer, completions: int, num_generations: int = 1, **changes: Any
+) -> list[tuple[Rollout, Samples]]:
+    """Collect rollouts that are not trained on; the state that each leaves is dropped, and the run's noise restored.
+
+    A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
+    """
+    args, plan, accelerator = copy(trainer.args), trainer.plan, trainer.accelerator
+    # Monte Carlo returns: with another λ they would depend on the critic
+    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
+    start = 0
+
+    def play(rows: list[dict], *_: Any) -> list[Episode]:
+        """Play without the record of answers, which is the run's; environments of a prompt have one seed."""
+        seeds = [hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))]
+        return trainer.roles.player.play(rows, seeds)
+
+    # monitored rewards and the comparison with a sampler are for the log of a run
+    player: Any = SimpleNamespace(play=play, generator=trainer.roles.player.generator)
+    roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
+    device, process = accelerator.device, accelerator.process_index
+    size, rounds = plan.completions_per_process, -(-completions // plan.completions)
+    prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
+    rows = [row for row in prompts for _ in range(num_generations)]
+    trainer.actor_critic.eval()
+    rollouts = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
+        for number in range(rounds):
+            start = (process * rounds + number) * size
+            # rewards draw their noise by the step
+            state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
+            part = rows[start : start + size]
+            rollout, _, samples = collect(roles, part, trainer.run_state, Metrics(device), state)
+            rollouts.append((rollout, samples))
+    return rollouts
+
+
+def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
+    """Rows of the evaluation sets, or else those that training reaches last."""
+    args, sets, train = trainer.args, trainer.eval_dataset, trainer.train_dataset
+    if sets is None and not isinstance(train, IterableDataset):
+        order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, args.prompt_seed).order(epoch=0)
+        train = train.select(order[::-1][:count])
+    sets = list(sets.values()) if isinstance(sets, dict) else [train if sets is None else sets]
+    rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]
+    return [rows[index % len(rows)] for index in range(count)]
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -255,7 +310,7 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
 def main(argv: Sequence[str]) -> None:
     """Probe a task, and print the table and the verdict."""
     description = "Measure on completions of the frozen policy whether a critic pays, before anything is trained."
-    script, args, model = parse("probe", argv, description, ProbeConfig)
+    script, args, model = parse("trl-ppo probe", argv, description, ProbeConfig)
     trainer = build_trainer(script, args, model, load_datasets(script))
     result = probe(trainer, cast(ProbeConfig, args).completions)
     print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")

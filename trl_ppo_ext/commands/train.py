@@ -37,22 +37,10 @@ class TrainScriptArguments(PPOScriptArguments):
     )
 
 
-@dataclass(repr=False)
-class TrainConfig(PPOConfig):
-    """[`PPOConfig`] from a YAML file."""
-
-    _argument_group_name = "training (fields of PPOConfig)"
-
-    def __post_init__(self):
-        if self.hub_model_id is not None and not self.push_to_hub:
-            raise ValueError("`hub_model_id` needs `push_to_hub`; set it to true, or omit `hub_model_id`.")
-        super().__post_init__()
-
-
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
     description = "Train a policy with PPO, and save it in output_dir."
-    script, args, model = parse("train", argv, description, TrainConfig, TrainScriptArguments)
+    script, args, model = parse("trl-ppo train", argv, description, script_class=TrainScriptArguments)
     if cast(TrainScriptArguments, script).dry_run:
         dry_run(script, args, model)
         return

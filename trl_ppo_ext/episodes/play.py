@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import called, finished, started
+from ..concurrency import called, started
 from ..config import PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
 from ..distributed import on_every_rank
@@ -158,7 +158,7 @@ class EnvironmentPlayer(Player):
             return []
         own_seed = hash((seed, self.rank, episodes[0].turns)) % 2**31
         with guarded(own_seed, self.device):
-            answers = finished(started(together(), waits=True))
+            answers = started(together(), waits=True).result()
         for episode, answer in zip(episodes, answers):
             episode.error = answer if isinstance(answer, BaseException) else None
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
-from ..modeling.adapters import dequantized_from, quantized_weights, save_adapter
+from ..modeling.adapters import save_adapter
 from ..rewards.scoring import capture_random_state
 from .engine import Ahead, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
@@ -86,11 +86,11 @@ class VLLMGenerator(Generator):
             yield
             return
         try:
+            self.engine.wake()
             # an adapter that has not moved, e.g. since an evaluation, is still there
-            is_loaded, served = self.engine.wake(), self.served
-            parameters = self.actor_critic.policy_parameters()
+            served, parameters = self.served, self.actor_critic.policy_parameters()
             weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
-            if not is_loaded or served is None or any(not x.equal(served[name]) for name, x in weights.items()):
+            if served is None or any(not x.equal(served[name]) for name, x in weights.items()):
                 self._load(weights)
             self.is_awake = True
             yield
@@ -193,12 +193,6 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
             "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `recipes/dequantize.py` "
             "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
-    written = dequantized_from(path) if path and is_quantized else None
-    if written is not None and written["weights"] != quantized_weights(actor_critic.policy):
-        raise ValueError(
-            f"`vllm_kwargs['base_model']` was written from other 4-bit weights (of `{written['base_model']}`) than "
-            "the policy's; write it again with this run's base and quantization."
-        )
     if not base:
         raise ValueError(
             "`model` has no name or path that vLLM could load; save it, or set `vllm_kwargs={'base_model': ...}`."
@@ -286,15 +280,13 @@ class ColocatedEngine:
             finalizer.detach()
         self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False), LoRARequest
         self.settings = settings
-        self.sleep_level = args.vllm_options.sleep_level if sleeps else None
-        self.requests, self.device = dict[str, Any](), accelerator.device
+        self.sleeps, self.requests, self.device = sleeps, dict[str, Any](), accelerator.device
 
-    def wake(self) -> bool:
-        """Allocate what `sleep` freed; return whether an adapter that was loaded still is."""
-        if self.sleep_level is not None and self.requests:
+    def wake(self) -> None:
+        """Allocate what `sleep` freed."""
+        if self.sleeps and self.requests:
             torch.cuda.empty_cache()  # what the update no longer uses
             self.llm.wake_up()
-        return self.sleep_level != 1  # vLLM may lose it when its base leaves the GPU
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter into memory; its directory is not needed afterwards."""
@@ -319,10 +311,9 @@ class ColocatedEngine:
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self) -> None:
-        """Free keys and values. Base and adapter stay on the GPU, unless the level is 1."""
-        if self.sleep_level is not None:
-            self.llm.sleep(level=self.sleep_level)
-        if self.sleep_level == 0:
+        """Free keys and values. Base and adapter stay on the GPU."""
+        if self.sleeps:
+            self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
 
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..concurrency import finished, started
+from ..concurrency import started
 from ..redaction import is_local, read_key, redacted, without_key
 from .engine import Request, Sampled, VLLMError
 
@@ -50,9 +50,8 @@ class VLLMServer:
                 f"with `{self.command}`, or set `vllm_kwargs['base_model']` to what it serves (of the same weights)."
             )
 
-    def wake(self) -> bool:
-        """Return true: a server that was restarted gets its adapter again with the next request."""
-        return True
+    def wake(self) -> None:
+        """Do nothing: a server that was restarted gets its adapter again with the next request."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, unless another rank has."""
@@ -83,7 +82,7 @@ class VLLMServer:
             slots = asyncio.Semaphore(CONCURRENCY)
             return await asyncio.gather(*[self._complete(client, slots, name, x) for x in requests])
 
-        return partial(finished, self._started(sample))
+        return self._started(sample).result
 
     async def _complete(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, name: str, request: Request
@@ -111,7 +110,7 @@ class VLLMServer:
         """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        return finished(self._started(action))
+        return self._started(action).result()
 
     def _started(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> "Future[T]":
         key = read_key(KEY, self.url) if os.environ.get(KEY) else None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -23,7 +23,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
-DEQUANTIZED = "dequantized.json"  # in a base that was dequantized: what it was made from
 SAMPLED_WEIGHTS = 16  # per tensor, in a digest
 SCORE_HEADS = ("score", "classifier")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
@@ -89,12 +88,6 @@ def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: 
 def public_name(base: str) -> str:
     """Name of a base model for a shared file: only the last part of a path."""
     return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
-
-
-def dequantized_from(path: str) -> dict[str, Any] | None:
-    """Base and quantization of a directory that `recipes/dequantize.py` wrote; `None` for others."""
-    file = Path(path, DEQUANTIZED)
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 class AdapterFiles(NamedTuple):
@@ -180,7 +173,7 @@ def read_critic(
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
     if head_file is not None:
-        # 1. a critic of a checkpoint, or of `pretrain-critic`
+        # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py`
         head = read_weights(head_file)
         kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
@@ -239,9 +232,3 @@ def digest_of_weights(tensors: Iterable[Tensor]) -> str:
             sample = x.detach().flatten()[:: max(x.numel() // SAMPLED_WEIGHTS, 1)]
             digest.update(sample.cpu().contiguous().view(uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def quantized_weights(model: nn.Module) -> str:
-    """Digest of weights in 4 bits and their scales: the same for a base, and for adapters on it."""
-    quantized: Any = (x for x in model.parameters() if getattr(x, "quant_state", None) is not None)
-    return digest_of_weights(tensor for x in quantized for tensor in (x, x.quant_state.absmax))

@@ -4,43 +4,34 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
-from datasets import Dataset
 from peft import PeftModel
-from pyarrow import compute
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..data import PROMPT_IDS, REWARD_ARGUMENTS, TOKEN_COLUMNS
+from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import load_config
-from .model import AdapterReward, ClassifierReward, RewardAdapter, SequenceScorer, checked_label, load_classifier
-from .scoring import FunctionReward, Reward, RewardError, function_name
-
-logger = logging.get_logger(__name__)
+from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .scoring import FunctionReward, Reward, function_name
 
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
 
 
-def check_signature(function: Callable, columns: Iterable[str] | None = None, dataset: str = "the dataset") -> None:
-    """Check that a function can be called with these columns, or with some columns if there are none."""
+def check_signature(function: Callable, columns: Iterable[str], dataset: str = "the dataset") -> None:
+    """Check that a function can be called with these columns."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have none
         return
-    available = "" if columns is None else f" ({', '.join(f'`{name}`' for name in columns) or 'none'})"
-    if columns is None:
-        collects = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = signature.parameters.values()
-        columns = [x.name for x in parameters if x.default is x.empty and x.kind not in collects]
     try:
         signature.bind(**dict.fromkeys([*REWARD_ARGUMENTS, *columns]))
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
+        available = ", ".join(f"`{name}`" for name in columns) or "none"
         raise ValueError(
             f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
-            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset}{available}, all by keyword; end its "
+            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset} ({available}), all by keyword; end its "
             "parameters with `**kwargs`, and add a missing column, or rename the parameter."
         ) from None
 
@@ -64,9 +55,7 @@ def check_reward_arguments(
     if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
         raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
     for reward in rewards:
-        if _is_function(reward):
-            check_signature(reward)
-        elif not (isinstance(reward, models) or _is_reward(reward)):
+        if not (_is_function(reward) or isinstance(reward, models) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
                 f"object with `name` and `score` such as `Judge`, got {reward!r}."
@@ -89,24 +78,6 @@ def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, o
     passed = [column for column in columns or () if column not in {"prompt", *TOKEN_COLUMNS}]
     for function in filter(_is_function, reward_funcs if columns else ()):
         check_signature(function, [*passed, *others], f"`{name}`")
-
-
-def check_contexts(rewards: Sequence[Reward], dataset: Any, max_completion_length: int) -> None:
-    """Check that the longest prompt fits into the context of every reward model; a stream is not read."""
-    scorers = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
-    if not scorers or not isinstance(dataset, Dataset):
-        return
-    lengths = compute.list_value_length(dataset.with_format("arrow")[PROMPT_IDS][:])
-    prompt = dataset[int(lengths.to_numpy().argmax())]["prompt"]
-    empty: Any = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
-    for scorer in scorers:
-        length, context = len(scorer.encode([prompt], [empty])[0]), scorer.context_length
-        problem = f"The longest prompt has {length} tokens; the reward model `{scorer.name}` takes {context}"
-        remedy = "Set `max_prompt_length` with `overlong_prompts='drop'`, or lower `max_completion_length`."
-        if length >= context:
-            raise RewardError(f"{problem}. {remedy}")
-        if length + max_completion_length > context:
-            logger.warning("%s, so a completion of %d would not fit. %s", problem, max_completion_length, remedy)
 
 
 def build_rewards(
@@ -133,7 +104,7 @@ def build_rewards(
         elif _is_reward(entry):
             rewards.append(cast(Reward, entry))
         else:
-            rewards.append(FunctionReward(cast(Callable, entry), args.reward_timeout))
+            rewards.append(FunctionReward(cast(Callable, entry)))
     for index, reward in enumerate(rewards):
         while reward.name in [other.name for other in rewards[:index]]:  # metrics need distinct names
             reward.name = f"{reward.name}_{index}"

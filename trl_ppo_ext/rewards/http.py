@@ -1,4 +1,4 @@
-"""Rewards over HTTP: judges, and classifiers behind `vllm serve`; imported only when needed."""
+"""Rewards over HTTP, such as judges; imported only when needed."""
 
 import asyncio
 import re
@@ -8,11 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 from json import JSONDecodeError
 from typing import Any, ClassVar
 
-from transformers import AutoTokenizer
-
 from ..data import as_text
 from ..redaction import is_local, read_key, without_key
-from .model import joined
 from .scoring import RewardError, ScoringBatch
 
 try:
@@ -150,35 +147,3 @@ class Judge(HttpReward):
         if self.score_range is not None and not self.score_range[0] <= score <= self.score_range[1]:
             raise ValueError(f"its answer's score {score:g} is outside `score_range` {self.score_range}")
         return score
-
-
-@dataclass(eq=False, repr=False)
-class RemoteReward(HttpReward):
-    """Sequence classifier behind `/classify` of `vllm serve`.
-
-    It gets the text that a classifier in the run would get, and its raw output is the score.
-
-    Args:
-        url (`str`): Address of the server, e.g. `http://localhost:8001`.
-        model (`str`): Model id or path of the classifier, whose tokenizer writes chat messages as text.
-        label (`int`, *optional*): Output of a model with several.
-        name, api_key_env, concurrency, timeout, max_retries: As those of [`Judge`].
-    """
-
-    label: int | None = None
-
-    def __post_init__(self):
-        self.url = self.url.rstrip("/").removesuffix("/classify") + "/classify"
-        super().__post_init__()
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
-
-    def _body(self, batch: ScoringBatch, row: int) -> dict[str, Any]:
-        texts, special = joined([batch.prompts[row]], [batch.completions[row]], self.tokenizer)
-        return {"input": texts, "use_activation": False, "add_special_tokens": special}
-
-    def _read(self, answer: Any) -> float:
-        outputs = answer["data"][0]["probs"]
-        label = 0 if self.label is None and len(outputs) == 1 else self.label
-        if label not in range(len(outputs)):
-            raise ValueError(f"`label` must be one of its {len(outputs)} outputs, got {self.label}")
-        return float(outputs[label])

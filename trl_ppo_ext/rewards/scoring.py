@@ -18,14 +18,14 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
-from ..concurrency import FAILURES, finished, in_thread, started
-from ..config import LARGEST_SCORE
+from ..concurrency import FAILURES, started
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
 
 CPU = torch.device("cpu")
+LARGEST_SCORE = 1e9  # sums of squares of larger ones, in statistics and losses, may overflow float32
 _SHARED: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _OWN = ContextVar("_OWN", default=_SHARED)  # generator from which the functions of `random` draw
 
@@ -67,25 +67,19 @@ class Reward(Protocol):
 class FunctionReward:
     """Function with the signature of TRL's reward functions. It may be asynchronous."""
 
-    def __init__(self, function: Callable[..., Any], timeout: float | None = None):
-        self.function = function
-        self.name = function_name(function)
-        self.timeout = timeout  # seconds
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.name = function, function_name(function)
 
     def score(self, batch: ScoringBatch) -> Any:
-        """Call the function, with a timeout in a thread of its own."""
+        """Call the function with what TRL passes."""
         passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and the log share
         copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL
-
-        def call() -> Any:
-            result = self.function(**copies)
-            return list(result) if isinstance(result, Iterator) else result
-
-        return call() if self.timeout is None else finished(in_thread(call), self.timeout)
+        result = self.function(**copies)
+        return list(result) if isinstance(result, Iterator) else result
 
 
 def function_name(function: Callable) -> str:
@@ -195,10 +189,10 @@ def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Score
             results.append(error)
     waits = [getattr(reward, "only_waits", False) for reward in rewards]
     results = [started(x, only) if inspect.isawaitable(x) else x for x, only in zip(results, waits)]
-    for index, (reward, result) in enumerate(zip(rewards, results)):
+    for index, result in enumerate(results):
         if isinstance(result, Future):
             try:
-                results[index] = finished(result, reward.timeout if isinstance(reward, FunctionReward) else None)
+                results[index] = result.result()
             except Exception as error:
                 results[index] = error
     lengths = [len(ids) for ids in batch.completion_ids]
@@ -212,7 +206,7 @@ def score_all(
     rewards: Sequence[Reward],
     batch: ScoringBatch,
     weights: Sequence[float] | None,
-    on_error: str | float,
+    on_error: str,
     max_failures: float,
     all_sum: Callable[[Tensor], Tensor],
     device: torch.device,
@@ -237,22 +231,13 @@ def score_all(
                 f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
 
-    # 2. Skip failed completions, or replace their scores.
-    usable = ~failed.any(1)
-    if on_error not in ("raise", "skip"):
-        usable = torch.ones_like(usable)
-        for scores in all_scores:
-            for index in scores.failures:
-                length = len(batch.completion_ids[index])
-                scores.tokens[index] = _at_tokens(float(on_error), length, scores.tokens.shape[1])
-
-    # 3. Sum the scores, and skip completions without any.
+    # 2. Sum the scores, and skip completions without any, or with a failed one.
     totals = torch.stack([scores.totals for scores in all_scores], 1)
     unscored = totals.isnan().all(1)
     if unscored.all() and not any(scores.failures for scores in all_scores):
         logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
     weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
-    usable = usable & ~unscored
+    usable = ~(failed.any(1) | unscored)
     scored = Scored(totals, torch.stack(weighted).sum(0) * usable[:, None], usable, failed)
     return Scored(*(x.to(device, non_blocking=True) for x in scored))
 

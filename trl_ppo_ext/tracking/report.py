@@ -44,7 +44,6 @@ NOT_DRAWN = re.compile(
     r"|train_loss|train_tokens_per_second|total_flos|num_tokens|num_input_tokens_seen"
 )
 FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
-MOST_DRAWN = 1_000  # points per curve
 MOST_SHEETS = 12  # of up to 60, so that the page stays small
 # the palette of Okabe and Ito, which color-blind readers can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
@@ -59,14 +58,6 @@ def _trained(name: str, names: Iterable[str]) -> str:
     """The training metric that an evaluation metric belongs to."""
     evaluated = name.startswith("eval_")
     return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
-
-
-def thinned(curve: Series, most: int = MOST_DRAWN) -> Series:
-    """The smallest and the largest value of each of `most // 2` stretches, so that every peak stays."""
-    if len(curve) <= most:
-        return curve
-    peaks = curve.groupby(np.arange(len(curve)) * (most // 2) // len(curve)).agg(["idxmin", "idxmax"])
-    return curve.loc[np.unique(peaks)]
 
 
 def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
@@ -90,8 +81,7 @@ def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
         dash = "dashed" if name.startswith("eval_") else "solid"
         legend.append((name, color, dash))
         curve, tooltips = curves[name], [("step", "@step"), (name, "@y")]
-        drawn, smoothed = thinned(curve), smooth(curve) if len(curve) > FEW_POINTS else curve
-        columns = {"step": drawn.index, "y": drawn, "smooth": smoothed.loc[drawn.index]}
+        columns = {"step": curve.index, "y": curve, "smooth": smooth(curve) if len(curve) > FEW_POINTS else curve}
         source = ColumnDataSource({key: np.asarray(x, np.float32) for key, x in columns.items()})
         style: dict[str, Any] = {"source": source, "line_color": color, "line_dash": dash}
         if len(curve) > FEW_POINTS:

@@ -57,8 +57,8 @@ def test_interrupted_command_exits_with_130(monkeypatch):
     def interrupt(run_dir):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trl_ppo_ext.tracking.reading.read_run", interrupt)
-    assert cli.main(["replay", "run"]) == 130
+    monkeypatch.setattr("trl_ppo_ext.tracking.report.read_run", interrupt)
+    assert cli.main(["report", "run"]) == 130
 
 
 def test_import_hides_noise_of_other_packages():

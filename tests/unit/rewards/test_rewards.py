@@ -9,12 +9,11 @@ import bitsandbytes as bnb
 import numpy
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, length_reward, llama, tokenizer
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
-from transformers.utils import logging
 
-from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.rewards import (
     ClassifierReward,
     FunctionReward,
@@ -139,7 +138,7 @@ def takes_places(prompts, /, **kwargs):
     [
         (needs_target, ["answer"], "`target`.*`answer`.*add a missing column"),
         (takes_no_columns, ["target"], r"`target`.*`\*\*kwargs`"),
-        (takes_places, None, "`takes_places`.*`prompts`"),
+        (takes_places, [], "`takes_places`.*`prompts`"),
         (functools.partial(needs_target, completions=[]), [], "`needs_target`.*`target`"),
     ],
 )
@@ -147,13 +146,12 @@ def test_signature_that_does_not_fit_raises(function, columns, message):
     with pytest.raises(ValueError, match=message):
         check_signature(function, columns)
     with pytest.raises(TypeError):  # and indeed it cannot
-        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns or []}))
+        FunctionReward(function).score(batch(("p", "c"), columns={name: [1.0] for name in columns}))
 
 
 @pytest.mark.parametrize(
     ("function", "columns"),
     [
-        (needs_target, None),  # which may be a column
         (needs_target, ["target", "answer"]),
         (takes_no_columns, []),
         (lambda completions, target=None, **kwargs: [1.0], []),
@@ -161,7 +159,7 @@ def test_signature_that_does_not_fit_raises(function, columns, message):
 )
 def test_signature_that_fits_passes(function, columns):
     check_signature(function, columns)
-    given = {name: [1.0] for name in (["target"] if columns is None else columns)}
+    given = {name: [1.0] for name in columns}
     assert FunctionReward(function).score(batch(("p", "c"), columns=given)) in ([0.0], [1.0])
 
 
@@ -344,25 +342,6 @@ def test_label_of_a_classifier_is_chosen_by_its_name():
     assert ClassifierReward(model, tokenizer(), label="good").label == 1
     with pytest.raises(RewardError, match=r"has 2 labels.*got fine"):
         ClassifierReward(model, tokenizer(), label="fine")
-
-
-def test_longest_prompt_is_checked_against_the_context_of_a_reward_model(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-
-    def build(context):
-        classifier = llama(classifier=True)
-        classifier.config.max_position_embeddings = context
-        arguments = {"processing_class": tokenizer(), "reward_processing_classes": tokenizer()}
-        PPOTrainer(llama(), classifier, config(tmp_path), prompts(), **arguments)  # up to 5 tokens, and EOS
-
-    build(14)
-    assert "would not fit" not in caplog.text
-    build(13)
-    assert (
-        "longest prompt has 6 tokens" in caplog.text and "takes 13, so a completion of 8 would not fit" in caplog.text
-    )
-    with pytest.raises(RewardError, match=r"longest prompt has 6 tokens.*takes 6\. Set `max_prompt_length`"):
-        build(6)
 
 
 def test_text_that_is_too_long_fails_only_itself():

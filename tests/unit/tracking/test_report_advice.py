@@ -12,18 +12,8 @@ from tiny import config, llama, prompts, tokenizer
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.tracking.advice import CONDITIONS, RULES, Trend, judge, number
 from trl_ppo_ext.tracking.reading import Run, read_run
-from trl_ppo_ext.tracking.report import thinned
 
 # ---- curves ----
-
-
-def test_thinning_keeps_every_peak():
-    values = np.sin(np.arange(10_000) / 500)
-    values[[123, 7_777]] = 50, -50
-    thin = thinned(Series(values), 1_000)
-    assert len(thin) <= 1_000 and thin.index.is_monotonic_increasing and thin.index.is_unique
-    assert thin.max() == 50 and thin.min() == -50
-    assert np.array_equal(thin.values, values[thin.index])
 
 
 def test_noise_neither_rises_nor_falls_nor_turns():

@@ -10,16 +10,17 @@ import traceback
 import pytest
 import torch
 import yaml
+from http_rewards import RemoteReward
 from peft import LoraConfig
 from rich.console import Console
 from runs_of_tiny import trainer
 from tiny import config, length_reward, prompts, run_with_a_card
 
-from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, RemoteReward, distributed, redaction
+from trl_ppo_ext import Judge, PPOConfig, PPOTrainer, distributed, redaction
 from trl_ppo_ext.checkpoints.hub import BASE_COPY, model_card
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.launch import parse
-from trl_ppo_ext.commands.pretrain_critic import PretrainCriticConfig
+from trl_ppo_ext.commands.probe import ProbeConfig
 from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
@@ -42,7 +43,7 @@ SECRET = "hf_aVerySecretToken1234"
 
 
 def test_a_config_shows_no_token_however_it_is_written_down(tmp_path):
-    for of in (PPOConfig, PretrainCriticConfig):
+    for of in (PPOConfig, ProbeConfig):
         given = {"hub_token": SECRET, "model_init_kwargs": {"token": SECRET, "revision": "main"}}
         args = of(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
         for shown in (repr(args), str(args), args.to_dict(), args.to_json_string(), args.to_sanitized_dict()):
@@ -160,7 +161,7 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
         model_init_kwargs={"token": SECRET, "proxies": {"https": f"http://user:{password}@proxy:3128"}},
         report_to="tensorboard",
         log_completions=True,
-        reward_on_error="0.0",
+        reward_on_error="skip",
         max_reward_failures=1.0,
         save_strategy="steps",
         save_steps=2,

@@ -1,0 +1,42 @@
+"""A sequence classifier behind `vllm serve MODEL --runner pooling` as a reward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from trl_ppo_ext.rewards import ScoringBatch
+from trl_ppo_ext.rewards.http import HttpReward
+from trl_ppo_ext.rewards.model import joined
+
+
+@dataclass(eq=False, repr=False)
+class RemoteReward(HttpReward):
+    """Sequence classifier behind `/classify` of `vllm serve`.
+
+    It gets the text that a classifier in the run would get, and its raw output is the score.
+
+    Args:
+        url (`str`): Address of the server, e.g. `http://localhost:8001`.
+        model (`str`): Model id or path of the classifier, whose tokenizer writes chat messages as text.
+        label (`int`, *optional*): Output of a model with several.
+        name, api_key_env, concurrency, timeout, max_retries: As those of [`~trl_ppo_ext.Judge`].
+    """
+
+    label: int | None = None
+
+    def __post_init__(self):
+        self.url = self.url.rstrip("/").removesuffix("/classify") + "/classify"
+        super().__post_init__()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+
+    def _body(self, batch: ScoringBatch, row: int) -> dict[str, Any]:
+        texts, special = joined([batch.prompts[row]], [batch.completions[row]], self.tokenizer)
+        return {"input": texts, "use_activation": False, "add_special_tokens": special}
+
+    def _read(self, answer: Any) -> float:
+        outputs = answer["data"][0]["probs"]
+        label = 0 if self.label is None and len(outputs) == 1 else self.label
+        if label not in range(len(outputs)):
+            raise ValueError(f"`label` must be one of its {len(outputs)} outputs, got {self.label}")
+        return float(outputs[label])
