@@ -45,7 +45,7 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, check_contexts, no_reward
 from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
@@ -167,6 +167,7 @@ class PPOTrainer(Trainer):
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
             args.use_liger_kernel = False  # the Trainer would apply them to the actor-critic, in vain
         with distributed.loading_unsharded():
+            reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)

@@ -425,7 +425,7 @@ def warn_about_equal_scores(roles: Roles, scored: Scored) -> None:
     """Warn if all scores of the first rollout are equal."""
     first = Moments().add(scored.totals, scored.usable, roles.all_sum)
     is_equal = first.squares <= first.weight * (1e-6 * first.mean) ** 2  # up to rounding
-    if roles.accelerator.is_main_process and first.weight >= 8 and is_equal:
+    if roles.accelerator.is_main_process and first.weight >= 8 and is_equal and not roles.args.reference_prompt:
         found = "All %d scores of the first rollout are %.3g, which teaches nothing; check the reward, or the task."
         logger.warning(found, first.weight, first.mean)
 
