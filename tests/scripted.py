@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from tiny import WORDS, byte_tokenizer
 
-from trl_ppo_ext.config import CriticOptions
+from trl_ppo_ext.config import CriticOptions, PPOConfig
 from trl_ppo_ext.data import PROMPT_IDS
 from trl_ppo_ext.episodes import Environments, Generator
 from trl_ppo_ext.episodes.play import EnvironmentPlayer
@@ -77,12 +77,14 @@ def player_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **setting
         "max_tool_calling_iterations": None,
         "critic": "side",
         "critic_options": CriticOptions(),
+        "reference_prompt": None,
         "device": torch.device("cpu"),
         "output_dir": "",
         "process_index": 0,
         "save_strategy": "no",
     }
     args, timeout = SimpleNamespace(**args | settings), settings.get("environment_timeout")
+    args.other_prompts = PPOConfig.other_prompts.fget(args)
     _, kwargs = environments.prepare(rows, tokenizer, None, 1, timeout)
     for row in rows:
         encoded = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs)

@@ -11,7 +11,7 @@ from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .config import PPOConfig
+from .config import HIDDEN_STATE, PPOConfig
 from .data import tokenize_prompts
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
@@ -78,10 +78,14 @@ def check_trainer_arguments(
     if args.vllm_options.overlap_rollouts and environments:
         wrong = "does not work with tools or environments, whose answers the trainer waits for; remove it"
         raise ValueError(f"`vllm_kwargs['overlap_rollouts']` {wrong}.")
-    if not (args.critic == "adapter" and args.critic_options.prompt is None):
-        for name in {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, "hidden_state")}:
-            needed = "`hidden_state` of %s needs `critic='adapter'` without `critic_kwargs['prompt']`; it is not read."
-            logging.get_logger(__name__).warning(needed, name)
+    with_state = {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, HIDDEN_STATE)}
+    if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
+        remedy = "pass one as `environment_factory`, or rename a column of that name"
+        raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
+    if HIDDEN_STATE not in args.other_prompts.values():
+        for name in with_state:
+            needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"
+            logging.get_logger(__name__).warning("`hidden_state` of %s needs %s; it is not read.", name, needed)
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     if environments.rollout_func is None:  # it may return columns

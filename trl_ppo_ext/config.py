@@ -34,6 +34,7 @@ logger = logging.get_logger(__name__)
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 NUM_MINI_BATCHES = 4  # by default
+HIDDEN_STATE = "hidden_state"  # method of an environment, as the prompt of critic or reference
 
 
 def number(default: Any, **limits: float) -> Any:
@@ -222,6 +223,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Adapt `kl_coef` to keep the mean KL per completion at this many nats."""
     kl_horizon: int = number(10000, at_least=1)
     """Completions over which `kl_coef` adapts; larger is slower."""
+    reference_prompt: str | None = None
+    """Column with the prompt of the reference (text or chat messages), which may show it what the policy must not
+    know, such as the answer: the KL then distills. `"hidden_state"` is that of an environment."""
     target_kl: float | None = number(0.3, above=0)
     """Stop a rollout's updates when the policy has moved this far since sampling, in nats per token. The clip bounds
     gradients, not what Adam's momentum adds. `None` never stops."""
@@ -448,6 +452,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError("`kl_target` scales `kl_coef`, which must not start at 0; try `kl_coef=0.05`.")
         if self.kl_target is None and self.kl_horizon != 10000:
             raise ValueError(f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or remove it.")
+        if self.reference_prompt is not None and self.kl_coef == 0:
+            given = f"`reference_prompt={self.reference_prompt!r}` needs a `kl_coef` above 0, or nothing reads it"
+            raise ValueError(f"{given}; set 1 to distill, less beside a reward, or remove it.")
         kl = self.kl_estimator, self.kl_placement
         if self.kl_coef and kl in _WEAK_KL:
             logger.warning("`kl_estimator=%r` with `kl_placement=%r` hardly limits the policy: %s.", *kl, _WEAK_KL[kl])
@@ -524,6 +531,12 @@ class PPOConfig(TRLFields, TrainingArguments):
         """Sizes of a rollout and its parts over this many processes."""
         sizes = self.per_device_train_batch_size, self.gradient_accumulation_steps, cast(int, self.num_mini_batches)
         return BatchPlan(*sizes, self.num_ppo_epochs, self.num_generations, num_processes)
+
+    @property
+    def other_prompts(self) -> dict[str, str]:
+        """Column that a role reads in place of the policy's prompt, or `HIDDEN_STATE`."""
+        critic = self.critic_options.prompt or HIDDEN_STATE if self.critic == "adapter" else None
+        return {role: x for role, x in (("critic", critic), ("reference", self.reference_prompt)) if x is not None}
 
     @property
     def prompt_seed(self) -> int:

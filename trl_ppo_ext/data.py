@@ -22,14 +22,16 @@ from transformers.utils import logging
 from trl import is_conversational
 
 from . import __version__
-from .config import PPOConfig
+from .config import HIDDEN_STATE, PPOConfig
 from .ppo.batch_plan import BatchPlan
 from .redaction import shortened
+from .sequences import ROLES
 
 logger = logging.get_logger(__name__)
 
-PROMPT_IDS, CRITIC_PROMPT_IDS = "_prompt_ids", "_critic_prompt_ids"  # no user's column has these names
-TOKEN_COLUMNS = {PROMPT_IDS, CRITIC_PROMPT_IDS}
+PROMPT_IDS = "_prompt_ids"  # no user's column has these names
+OTHER_PROMPT_IDS = {role: f"_{role}_prompt_ids" for role in ROLES}
+TOKEN_COLUMNS = {PROMPT_IDS, *OTHER_PROMPT_IDS.values()}
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 MARK = "\ufdd0"  # not a character: no text has it
@@ -245,7 +247,7 @@ def prompt_limit(max_completion_length: int, context_length: int | None, max_pro
     return min(limit, max_prompt_length or limit)
 
 
-def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
+def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         needed = "a `datasets.Dataset`, an `IterableDataset` or a list of dicts"
         raise TypeError(f"`{name}` must be {needed}, got {type(dataset).__name__}.")
@@ -258,9 +260,10 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
         remedy = '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes one'
         needed = 'needs a column "prompt" (text, or a list of chat messages)'
         raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
-    if critic_prompt is not None and critic_prompt not in columns:
-        needed = f"the column {critic_prompt!r} of `critic_kwargs['prompt']`"
-        raise PromptError(f"`{name}` needs {needed}, got {sorted(columns)}.")
+    for role, column in others.items():
+        if column not in columns:
+            setting = "critic_kwargs['prompt']" if role == "critic" else f"{role}_prompt"
+            raise PromptError(f"`{name}` needs the column {column!r} of `{setting}`, got {sorted(columns)}.")
     for column in {*REWARD_ARGUMENTS} & {*columns}:
         wrong = f"has a column {column!r}, but reward functions have an argument of that name"
         raise PromptError(f"`{name}` {wrong}; rename it (`dataset.rename_column`), or drop it.")
@@ -270,7 +273,7 @@ def _check_columns(dataset: Any, name: str, critic_prompt: str | None) -> None:
 
 
 def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> list[int]:
-    """Token ids of a row's prompt, or of what its critic reads, with these keyword arguments of the chat template."""
+    """Token ids of a row's prompt, or of another role's, with these keyword arguments of the chat template."""
     is_text = isinstance(prompt, str)
     if is_text and kwargs:
         logger.warning_once("`chat_template_kwargs` has no effect on prompts of text.")
@@ -301,18 +304,19 @@ def tokenize_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     vocab_size: int | None = None,
 ) -> Dataset | IterableDataset:
-    """Add the token ids of each prompt, and of what the critic reads in its place, and check every prompt."""
+    """Add the token ids of each prompt, and of what other roles read in its place, and check every prompt."""
     # the functions below must not hold `args`: the cache of `datasets` would depend on every field
-    overlong, critic_prompt = args.overlong_prompts, args.critic_options.prompt
+    overlong = args.overlong_prompts
+    others = {role: column for role, column in args.other_prompts.items() if column != HIDDEN_STATE}
     max_prompt_length, max_completion_length = args.max_prompt_length, args.max_completion_length
     dataset = as_dataset(dataset)
-    _check_columns(dataset, name, critic_prompt)
+    _check_columns(dataset, name, others)
     dataset = dataset.with_format(None)  # token ids are lists
     limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
     room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
     if limit == max_prompt_length:
         room = f"{max_prompt_length=}"
-    room_for_critic = prompt_limit(max_completion_length, context_length, None)
+    room_for_others = prompt_limit(max_completion_length, context_length, None)
     kinds: set[type] = set()  # of the prompts so far
 
     def encode_row(row: dict) -> dict[str, list]:
@@ -328,12 +332,12 @@ def tokenize_prompts(
             remedy = "Set `overlong_prompts='truncate'`, or drop it (`dataset.filter`)."
             raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
         encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
-        if critic_prompt is not None:
-            ids = _ids_of(row.get(critic_prompt), row, tokenizer, chat_template_kwargs)
-            if len(ids) > room_for_critic:
-                given = f"The critic's prompt has {len(ids)} tokens"
-                raise PromptError(f"{given}, but its context has room for {room_for_critic}; shorten it.")
-            encoded[CRITIC_PROMPT_IDS] = ids
+        for role, column in others.items():
+            ids = _ids_of(row.get(column), row, tokenizer, chat_template_kwargs)
+            if len(ids) > room_for_others:
+                given = f"The {role}'s prompt has {len(ids)} tokens"
+                raise PromptError(f"{given}, but its context has room for {room_for_others}; shorten it.")
+            encoded[OTHER_PROMPT_IDS[role]] = ids
         return encoded
 
     # the version invalidates what another one cached: `datasets` identifies `encode` by its name

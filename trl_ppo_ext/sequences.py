@@ -1,6 +1,6 @@
 """Prompts and completions as padded token ids, and which of these the policy sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-ON_CPU = "prompt_lengths", "completion_lengths", "critic_prompt_lengths", "sampled"
+ROLES = "critic", "reference"  # that may read another prompt than the policy
+LENGTHS = "prompt_lengths", "completion_lengths", *(f"{role}_prompt_lengths" for role in ROLES)
+ON_CPU = *LENGTHS, "sampled"
 
 
 class Packed(NamedTuple):
@@ -63,6 +65,8 @@ class Sequences:
     completion_lengths: Tensor  # [batch], on the CPU
     critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
+    reference_prompt_ids: Tensor | None = None  # those of the reference
+    reference_prompt_lengths: Tensor | None = None
     earned: Tensor | None = None  # [batch, response], rewards before each token, which only the critic reads
     sampled: Tensor | None = None  # [batch, response], on the CPU, as in `turns`; None if completions are one turn
 
@@ -73,14 +77,17 @@ class Sequences:
         completions: Sequence[Sequence[int]],
         pad_token_id: int,
         device: torch.device | str,
-        critic_prompts: Sequence[Sequence[int]] | None = None,
+        other_prompts: Mapping[str, Sequence[Sequence[int]]] | None = None,
         sampled: Sequence[Sequence[int]] | None = None,
     ) -> "Sequences":
-        """Pad lists of token ids; `sampled` has the number of the turn at each sampled token, else 0."""
+        """Pad lists of token ids; `sampled` has the number of the turn at each sampled token, else 0.
+
+        `other_prompts` are those of a role in place of the policy's.
+        """
         optional: dict[str, Tensor] = {}
-        if critic_prompts is not None:
-            optional["critic_prompt_ids"] = _pad(critic_prompts, pad_token_id, left=True, device=device)
-            optional["critic_prompt_lengths"] = torch.tensor([len(row) for row in critic_prompts])
+        for role, rows in (other_prompts or {}).items():
+            optional[f"{role}_prompt_ids"] = _pad(rows, pad_token_id, left=True, device=device)
+            optional[f"{role}_prompt_lengths"] = torch.tensor([len(row) for row in rows])
         if sampled is not None:
             optional["sampled"] = _pad(sampled, 0, left=False, device="cpu")
         return cls(
@@ -97,7 +104,14 @@ class Sequences:
     @property
     def for_critic(self) -> "Sequences":
         """The same completions after what the critic reads as the prompt."""
-        ids, lengths = self.critic_prompt_ids, self.critic_prompt_lengths
+        return self._after(self.critic_prompt_ids, self.critic_prompt_lengths)
+
+    @property
+    def for_reference(self) -> "Sequences":
+        """The same completions after what the reference reads as the prompt."""
+        return self._after(self.reference_prompt_ids, self.reference_prompt_lengths)
+
+    def _after(self, ids: Tensor | None, lengths: Tensor | None) -> "Sequences":
         if ids is None or lengths is None:
             return self
         return replace(self, prompt_ids=ids, prompt_lengths=lengths)
@@ -110,7 +124,7 @@ class Sequences:
     @property
     def longest_lengths(self) -> Tensor:
         """Tokens of each row in the role that reads most, `[batch]`, on the CPU."""
-        return torch.maximum(self.lengths, self.for_critic.lengths)
+        return torch.stack([x.lengths for x in (self, self.for_critic, self.for_reference)]).amax(0)
 
     @property
     def _turns(self) -> Tensor:

@@ -45,7 +45,7 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward
 from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
@@ -84,7 +84,7 @@ class PPOTrainer(Trainer):
         reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
             Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if given as a string, see
             `reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
-            with `reward_weights`.
+            with `reward_weights`. With `reference_prompt` there may be none.
         args ([`PPOConfig`], *optional*): Config of the run.
         train_dataset (`Dataset` or `IterableDataset`):
             Rows with a `"prompt"` (text or chat messages); reward functions receive the other columns.
@@ -166,6 +166,7 @@ class PPOTrainer(Trainer):
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
         with distributed.loading_unsharded():
+            reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)

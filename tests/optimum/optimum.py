@@ -2,7 +2,8 @@
 
 Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or one token: 10). With
 a tabulated reward r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* =
-β·log Σ π_ref·exp(r/β). What the model itself can reach is found by exact gradient ascent on J with the same adapter.
+β·log Σ π_ref·exp(r/β). A reference that sees more is π_ref(y|s), with what it is shown for s.
+What the model itself can reach is found by exact gradient ascent on J with the same adapter.
 """
 
 import copy
@@ -58,25 +59,30 @@ class Problem:
         first = torch.randperm(VOCABULARY - 2, generator=generator)[:PROMPTS] + 2
         second = torch.randint(2, VOCABULARY, (PROMPTS,), generator=generator)
         self.prompts = torch.stack([first, second], 1)
+        hints = torch.randint(2, VOCABULARY, (PROMPTS, 1), generator=torch.Generator().manual_seed(2000 + seed))
+        self.shown = torch.cat([hints, self.prompts], 1)  # to a reference that sees more
         self.rewards = torch.randn(PROMPTS, len(self.responses), generator=generator)
         self.index = {tuple(response): i for i, response in enumerate(self.responses)}
         self.prompt_index = {" ".join(map(str, p.tolist())): i for i, p in enumerate(self.prompts)}
 
     def dataset(self):
-        return Dataset.from_dict({"prompt": list(self.prompt_index)})
+        shown = [" ".join(map(str, x.tolist())) for x in self.shown]
+        return Dataset.from_dict({"prompt": list(self.prompt_index), "shown": shown})
 
     def reward(self, prompts, completion_ids, **kwargs):
         rows = [self.prompt_index[prompt] for prompt in prompts]
         return [float(self.rewards[row, self.index[tuple(ids)]]) for row, ids in zip(rows, completion_ids)]
 
-    def logprobs(self, policy):
+    def logprobs(self, policy, prompts=None):
         """log π(y|x) of all responses to all prompts, `[prompts, responses]`, by plain forwards of the model."""
         length, responses = self.length, self.responses
+        prompts = self.prompts if prompts is None else prompts
+        start = prompts.shape[1]
         padded = torch.tensor([response + [PAD] * (length - len(response)) for response in responses])
         counts = torch.tensor([[1] * len(response) + [0] * (length - len(response)) for response in responses])
-        ids = torch.cat([self.prompts.repeat_interleave(len(responses), 0), padded.repeat(PROMPTS, 1)], 1)
-        logits = policy(input_ids=ids).logits[:, 1 : 1 + length].log_softmax(-1)
-        token = logits.gather(2, ids[:, 2:, None])[..., 0]
+        ids = torch.cat([prompts.repeat_interleave(len(responses), 0), padded.repeat(PROMPTS, 1)], 1)
+        logits = policy(input_ids=ids).logits[:, start - 1 : start - 1 + length].log_softmax(-1)
+        token = logits.gather(2, ids[:, start:, None])[..., 0]
         return (token * counts.repeat(PROMPTS, 1)).sum(1).reshape(PROMPTS, -1)
 
     def objective(self, logprobs, reference):
@@ -88,11 +94,12 @@ class Problem:
         return BETA * (reference + self.rewards / BETA).logsumexp(1).mean()
 
 
-def exact_ascent(problem, base, steps=600, learning_rate=3e-3):
+def exact_ascent(problem, base, steps=600, learning_rate=3e-3, reference=None):
     """The best objective that gradient ascent on J itself reaches with the same adapter."""
     policy = get_peft_model(copy.deepcopy(base), lora())
-    with torch.no_grad():
-        reference = problem.logprobs(base)
+    if reference is None:
+        with torch.no_grad():
+            reference = problem.logprobs(base)
     optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
     for _ in range(steps):
@@ -115,8 +122,9 @@ def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=No
         base.save_pretrained(f"{output_dir}/base")
         settings["vllm_kwargs"] = {"base_model": f"{output_dir}/base"}
     with torch.no_grad():
-        reference = problem.logprobs(base)
-    exact = exact_ascent(problem, base, ascent_steps)
+        start = problem.logprobs(base)
+        reference = problem.logprobs(base, problem.shown) if settings.get("reference_prompt") else start
+    exact = exact_ascent(problem, base, ascent_steps, reference=reference)
     defaults = {
         "use_cpu": True,
         "bf16": False,
@@ -153,11 +161,11 @@ def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=No
     )
     if prepare is not None:
         prepare(trainer)
-    start = time.perf_counter()
+    begin = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     with torch.no_grad():
         reached = problem.objective(problem.logprobs(trainer.actor_critic.policy.eval()), reference).item()
-    best, away = problem.best(reference).item(), problem.objective(reference, reference).item()
+    best, away = problem.best(reference).item(), problem.objective(start, reference).item()
     numbers = {"ppo": reached, "exact": exact, "best": best, "reference": away, "seconds": seconds}
     return {"gap": (exact - reached) / (best - away), **numbers}

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from optimum import BETA, Problem, gap, model
+from optimum import BETA, PROMPTS, Problem, gap, lora, model
+
+from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.modeling.loading import load_actor_critic
+from trl_ppo_ext.ppo import math as ppo_math
+from trl_ppo_ext.sequences import Sequences
 
 
 def test_closed_form_policy_is_the_best():
@@ -60,3 +65,54 @@ def test_only_k2_and_exact_kl_in_the_loss_reach_the_optimum(estimator, least, mo
     """k1 has no gradient in expectation, and k3 that of the forward KL."""
     settings = {"kl_placement": "loss", "kl_estimator": estimator, "whiten_advantages": False}
     assert least <= gap(0, tmp_path, length=1, **settings)["gap"] <= most
+
+
+# ---- a reference that sees more ----
+
+
+def enumerated(built, problem, kind):
+    """Minus the expected loss whose gradient PPO follows: all responses by their probability, λ = 1 and no values."""
+    rows, responses = len(problem.responses), problem.responses * PROMPTS
+    prompts, shown = (x.repeat_interleave(rows, 0).tolist() for x in (problem.prompts, problem.shown))
+    batch = Sequences.from_token_ids(prompts, responses, 0, "cpu", {"reference": shown})
+    scores = built(batch, with_kl=kind == "exact", with_values=False)
+    with torch.no_grad():
+        kl = scores.kls if kind == "exact" else scores.logprobs - built.reference_logprobs(batch)
+        rewards = ppo_math.token_rewards(
+            torch.zeros_like(kl), problem.rewards.flatten(), kl, batch.completion_mask, BETA
+        )
+        mask = batch.completion_mask
+        advantages, _ = ppo_math.gae(rewards, torch.zeros_like(kl), mask, 1.0, 1.0)
+        probabilities = scores.logprobs.sum(1, keepdim=True).exp() / PROMPTS
+    in_loss = BETA * scores.kls if kind == "exact" else 0.0  # `kl_placement="both"`
+    return (probabilities * (advantages * scores.logprobs - in_loss) * mask).sum()
+
+
+@pytest.mark.parametrize("kind", ["k1", "exact"])
+def test_reference_that_sees_more_gives_the_gradient_of_the_formula(tmp_path, kind):
+    """That of J(π) = E[r − β·log(π/π_ref(·|shown))], whose optimum is π* ∝ π_ref(·|shown)·exp(r/β)."""
+    problem, base = Problem(0), model(0)
+    with torch.no_grad():
+        reference, start = problem.logprobs(base, problem.shown), problem.logprobs(base)
+    best = (reference + problem.rewards / BETA).log_softmax(1)
+    assert problem.objective(best, reference).item() == pytest.approx(problem.best(reference).item(), abs=1e-5)
+    assert (best.exp() - (start + problem.rewards / BETA).softmax(1)).abs().sum(1).min() > 0.2  # another optimum
+    args = PPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", critic="none", num_generations=2)
+    built = load_actor_critic(base, args, None, lora())
+    torch.manual_seed(1)
+    policy = list(built.policy_parameters().values())
+    for x in policy:
+        x.data += 0.05 * torch.randn_like(x)
+    expected = torch.autograd.grad(problem.objective(problem.logprobs(built), reference), policy)
+    given = torch.autograd.grad(enumerated(built, problem, kind), policy)
+    other = torch.autograd.grad(problem.objective(problem.logprobs(built), start), policy)
+    one, two, three = (torch.cat([x.flatten() for x in grads]) for grads in (given, expected, other))
+    assert (one - two).norm() < 1e-4 * two.norm() and (two - three).norm() > 0.1 * two.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"kl_estimator": "exact", "kl_placement": "both"}], ids=["k1", "exact"])
+def test_training_reaches_the_optimum_for_a_reference_that_sees_more(settings, tmp_path, all_cores):
+    result = gap(0, tmp_path, length=1, reference_prompt="shown", **settings)
+    assert result["exact"] - result["reference"] > 0.9 * (result["best"] - result["reference"]), result
+    assert result["gap"] <= 0.02, result

@@ -24,6 +24,12 @@ RUNS = {
     "rewards so far": SIDE | {"reward_funcs": reward_per_token},
     "running statistics": {"normalize_rewards": True, "kl_target": 0.5},
     "privileged critic": {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}, "dataset": with_answers()},
+    "reference that sees more": {
+        "reference_prompt": "answer",
+        "kl_estimator": "exact",
+        "kl_placement": "both",
+        "dataset": with_answers(),
+    },
     "truncated": SIDE | {"mask_truncated_completions": True},
     "turns": {"environment_factory": Echo, "reward_funcs": None, "stop_token_ids": [*range(16, 32)]},
 }

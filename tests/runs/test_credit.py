@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_of_tiny import rollouts_of, trainer, write_completions
+from runs_of_tiny import plain_logprobs, rollouts_of, trainer, write_completions
 from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers.utils import logging
 
@@ -74,11 +74,29 @@ def episodes_run(output_dir, environment, **kwargs):
     )
 
 
-@pytest.mark.parametrize("settings, is_read", [({}, False), ({"critic": "adapter"}, True)])
-def test_hidden_state_that_no_critic_reads_is_told(tmp_path, caplog, monkeypatch, settings, is_read):
+TEACHER = {"reference_prompt": "hidden_state", "kl_coef": 0.1}
+
+
+@pytest.mark.parametrize("settings, is_read", [({}, False), ({"critic": "adapter"}, True), (TEACHER, True)])
+def test_hidden_state_that_nobody_reads_is_told(tmp_path, caplog, monkeypatch, settings, is_read):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     episodes_run(tmp_path, Endless, **settings)
     assert ("`hidden_state` of Endless needs `critic='adapter'`" in caplog.text) is not is_read
+
+
+@pytest.mark.parametrize("critic", ["side", "adapter"])
+def test_reference_reads_the_hidden_state_and_what_follows(tmp_path, critic):
+    run = episodes_run(tmp_path, Limited, critic=critic, **TEACHER)
+    rollout, samples = first_rollout(run)
+    for row, episode in enumerate(samples.batch.episodes):
+        state = run.processing_class(episode.environment.hidden_state())["input_ids"]
+        shown = [*state, *episode.prompt_ids]
+        assert episode.other_prompts == {"reference": shown} | ({"critic": shown} if critic == "adapter" else {})
+        with run.actor_critic.reference(), torch.no_grad():
+            expected = plain_logprobs(run.actor_critic, shown, episode.completion_ids)
+        sampled = torch.tensor(episode.sampled) > 0
+        assert 0 < sampled.sum() < len(sampled)  # turns, and observations between them
+        torch.testing.assert_close(rollout.ref_logprobs[row, : len(sampled)], expected * sampled)
 
 
 def first_rollout(run, value=None):
@@ -201,8 +219,8 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     ends = [batch.episodes[row].sampled.index(0) for row in range(len(batch))]
     cut = [ids[:end] for ids, end in zip(batch.completion_ids, ends)]
     after = [ids[end:second] for ids, end, second in zip(batch.completion_ids, ends, seconds)]
-    shown = [x.critic_prompt_ids for x in batch.episodes] if critic == "adapter" else None
-    assert shown is None or (len({*map(len, shown)}) > 1 and min(map(len, shown)) > 2)
+    shown = {"critic": [x.other_prompts["critic"] for x in batch.episodes]} if critic == "adapter" else {}
+    assert all(len({*map(len, x)}) > 1 and min(map(len, x)) > 2 for x in shown.values())
     sampled = [[1] * end for end in ends]
     sequences = Sequences.from_token_ids([x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled)
     scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])

@@ -1,24 +1,27 @@
-"""A critic that reads what the policy must not: it changes no expected gradient, and stays out of everything else."""
+"""What the policy must not read: a critic that does changes no expected gradient, a reference that does teaches."""
 
 import itertools
-import json
 
 import pytest
 import torch
-from runs_of_tiny import COMPLETIONS, PROMPTS, rollouts_of, sequences, trainer
-from tiny import WORDS, config, llama, prompts
+from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, rollouts_of, sequences, trainer, weights
+from tiny import config, llama, prompts
+from transformers.utils import logging
 
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.guards import stand_ins
-from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.sequences import ROLES, Sequences
+from trl_ppo_ext.tracking.report import write_report
 
 SECRETS = [[20, 21], [22, 23, 24], [25]]
 PRIVILEGED = {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}}
+TEACHER = {"reference_prompt": "answer"}
+EXACT = {"kl_estimator": "exact", "kl_placement": "both"}
 
 
-def privileged(critic_prompts=SECRETS):
-    return Sequences.from_token_ids(PROMPTS, COMPLETIONS, 0, "cpu", critic_prompts)
+def privileged(role="critic"):
+    return Sequences.from_token_ids(PROMPTS, COMPLETIONS, 0, "cpu", {role: SECRETS})
 
 
 def moved(tmp_path, model=None):
@@ -30,11 +33,12 @@ def moved(tmp_path, model=None):
     return built
 
 
-def secret_prompts(rows=16):
+SECRET = "w25 w26 w27 w25"  # too long to be sampled by chance
+
+
+def secret_prompts(rows=16, secret=f"{SECRET} "):
     dataset = prompts(rows)
-    return dataset.add_column(
-        "answer", [f"{WORDS[25 + row % 3]} {text}" for row, text in enumerate(dataset["prompt"])]
-    )
+    return dataset.add_column("answer", [f"{secret}{text}" for text in dataset["prompt"]])
 
 
 def test_critic_reads_its_prompt_and_the_policy_its_own(tmp_path):
@@ -47,16 +51,42 @@ def test_critic_reads_its_prompt_and_the_policy_its_own(tmp_path):
     assert not torch.allclose(other.values, plain.values, atol=1e-2)
 
 
-def test_rows_keep_their_critic_prompts():
-    part = privileged().rows(torch.tensor([2, 0]))
-    assert part.critic_prompt_ids.tolist() == [[0, 0, 25], [0, 20, 21]]
-    assert part.critic_prompt_lengths.tolist() == [1, 2]
-    assert part.for_critic.packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
-    assert sequences().for_critic.input_ids is not None and sequences().critic_prompt_ids is None
+def test_reference_reads_its_prompt_and_the_policy_its_own(tmp_path):
+    built = moved(tmp_path)
+    given = privileged("reference")
+    with torch.no_grad():
+        plain, other = built(sequences(), with_kl=True), built(given, with_kl=True)
+        ours, expected = built.reference_logprobs(given), built.reference_logprobs(sequences(prompts=SECRETS))
+        assert torch.equal(other.logprobs, plain.logprobs) and torch.equal(other.values, plain.values)
+        torch.testing.assert_close(ours, expected)
+        for row, (prompt, secret, ids) in enumerate(zip(PROMPTS, SECRETS, COMPLETIONS)):
+
+            def all_logprobs(read, ids=ids):
+                logits = built(input_ids=torch.tensor([read + ids])).logits[0, len(read) - 1 : -1]
+                return logits.log_softmax(-1)
+
+            policy = all_logprobs(prompt)
+            with built.reference():
+                reference = all_logprobs(secret)
+                torch.testing.assert_close(ours[row, : len(ids)], plain_logprobs(built, secret, ids))
+            kls = (policy.exp() * (policy - reference)).sum(1)
+            torch.testing.assert_close(other.kls[row, : len(ids)], kls)
+    assert not torch.allclose(other.kls, plain.kls, atol=1e-2)
 
 
-def test_stand_in_of_an_excluded_row_has_none_of_its_critic_prompt():
-    given = stand_ins(privileged(), torch.tensor([False, True, False]), torch.clone).for_critic
+@pytest.mark.parametrize("role", ROLES)
+def test_rows_keep_the_prompts_of_other_roles(role):
+    part = privileged(role).rows(torch.tensor([2, 0]))
+    assert getattr(part, f"{role}_prompt_ids").tolist() == [[0, 0, 25], [0, 20, 21]]
+    assert getattr(part, f"{role}_prompt_lengths").tolist() == [1, 2]
+    assert getattr(part, f"for_{role}").packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
+    [other] = {*ROLES} - {role}
+    assert getattr(part, f"for_{other}") is part
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_stand_in_of_an_excluded_row_has_none_of_the_prompts_of_other_roles(role):
+    given = getattr(stand_ins(privileged(role), torch.tensor([False, True, False]), torch.clone), f"for_{role}")
     read = [row[mask.bool()].tolist() for row, mask in zip(given.input_ids, given.attention_mask)]
     assert read == [SECRETS[0] + COMPLETIONS[0], PROMPTS[0][:2], SECRETS[2] + COMPLETIONS[2]]
 
@@ -68,7 +98,7 @@ def enumerated(built, hidden, length):
     """Every completion of some tokens under every hidden bit, with its probability and log-probs."""
     completions = [list(x) for x in itertools.product(range(built.config.vocab_size), repeat=length)]
     rows = len(completions)
-    batch = Sequences.from_token_ids([[4]] * rows, completions, 0, "cpu", [[26 + hidden, 4]] * rows)
+    batch = Sequences.from_token_ids([[4]] * rows, completions, 0, "cpu", {"critic": [[26 + hidden, 4]] * rows})
     scores = built(batch)
     rewards = torch.zeros(rows, length)
     rewards[:, -1] = torch.tensor([float(ids[-1] % 2 == hidden) * (1 + ids[0] % 3) for ids in completions])
@@ -124,29 +154,82 @@ def test_privilege_takes_out_the_variance_that_the_hidden_bit_explains(tmp_path)
 # ---- in a run
 
 
-def test_secret_reaches_the_critic_alone(tmp_path):
-    seen = []
+@pytest.mark.parametrize(
+    "role, settings", [("critic", PRIVILEGED), ("reference", TEACHER), ("reference", TEACHER | EXACT)]
+)
+def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
+    seen, generated = [], []
 
     def reward(prompts, completion_ids, **kwargs):
         assert not [name for name in kwargs if "prompt_ids" in name]
         seen.extend(prompts)
         return [float(len(ids)) for ids in completion_ids]
 
-    run = trainer(tmp_path, reward_funcs=reward, dataset=secret_prompts(), log_completions=True, **PRIVILEGED)
-    generated, sample = [], run.actor_critic.sample
+    saving = {"save_strategy": "steps", "save_steps": 3, "log_completions": True}
+    run = trainer(tmp_path, reward_funcs=reward, dataset=secret_prompts(), **saving, **settings)
+    sample = run.actor_critic.sample
     run.actor_critic.sample = lambda ids, *args, **kwargs: (
         generated.extend(ids.tolist()) or sample(ids, *args, **kwargs)
     )
     rollouts = rollouts_of(run)
     run.train()
-    secrets = {4 + 25, 4 + 26, 4 + 27}  # ids of the words that only the column has
-    assert seen and generated and not any(secrets & set(ids) for ids in generated)
-    assert not any(WORDS[25 + k] in text.split() for text in seen for k in range(3))
-    sampled = rollouts[0][0].sequences
-    assert all(secrets & set(row) for row in sampled.critic_prompt_ids.tolist())
-    rows = [json.loads(line) for line in (tmp_path / "run_log.jsonl").read_text().splitlines()]
-    logged = [row["prompt"] for entry in rows for row in entry.get("rows", [])]
-    assert logged and not any(word in text.split() for text in logged for word in WORDS[25:])
+    run.save_model()
+    run.create_model_card()
+    write_report(tmp_path, tmp_path / "report.html")
+    secret = run.processing_class(SECRET)["input_ids"]
+
+    # 1. That role reads it, in each rollout; nobody else does.
+    for rollout, samples in rollouts:
+        given = rollout.sequences
+        assert all(set(secret) <= set(row) for row in getattr(given, f"{role}_prompt_ids").tolist())
+        [other] = {*ROLES} - {role}
+        assert getattr(given, f"{other}_prompt_ids") is None
+        assert not set(secret) & {*given.prompt_ids.flatten().tolist()}
+        assert SECRET not in str(samples.batch.completions)
+    table = capsys.readouterr().out
+    assert seen and "completion" in table and SECRET not in f"{seen} {table}"
+    assert generated and not any(set(secret) & set(ids) for ids in generated)
+
+    # 2. No file has it, except for the rollout in progress of a checkpoint.
+    ids = torch.tensor(secret).numpy().tobytes()
+    found = [
+        x.name for x in tmp_path.rglob("*") if x.is_file() and any(y in x.read_bytes() for y in (SECRET.encode(), ids))
+    ]
+    assert set(found) == {"run_state_0.safetensors"}
+    assert {"README.md", "report.html", "run_log.jsonl", "adapter_model.safetensors"} <= {
+        x.name for x in tmp_path.iterdir()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, EXACT], ids=["k1 in the reward", "exact"])
+def test_reference_with_the_prompt_of_the_policy_changes_no_bit(tmp_path, settings):
+    runs = []
+    for given in ({}, TEACHER):
+        run = trainer(tmp_path, dataset=secret_prompts(secret=""), **settings, **given)
+        rollouts = rollouts_of(run)
+        run.train()
+        logs = [
+            {k: x for k, x in log.items() if "time" not in k and "per_second" not in k}
+            for log in run.state.log_history
+        ]
+        runs.append((weights(run), [rollout.tensors for rollout, _ in rollouts], logs))
+    (plain, rollouts, logs), (taught, others, other_logs) = runs
+    assert all(torch.equal(x, taught[name]) for name, x in plain.items())
+    assert all(torch.equal(x, two[name]) for one, two in zip(rollouts, others) for name, x in one.items())
+    assert [x.keys() for x in logs] == [x.keys() for x in other_logs] and logs[:-1] == other_logs[:-1]
+
+
+@pytest.mark.parametrize("settings", [{"kl_placement": "loss", "kl_estimator": "exact"}, {}], ids=str)
+def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, monkeypatch, settings):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    sizes = {"per_device_train_batch_size": 32, "num_mini_batches": 1, "num_ppo_epochs": 1, "max_completion_length": 3}
+    settings |= sizes | {"critic": "none", "advantage_estimator": "reinforce", "learning_rate": 1e-2, "kl_coef": 1.0}
+    run = trainer(tmp_path, None, None, secret_prompts(), max_steps=8, **settings, **TEACHER)
+    run.train()
+    kls = [log["kl_per_completion"] for log in run.state.log_history if "kl_per_completion" in log]
+    rewards = [log["reward"] for log in run.state.log_history if "reward" in log]
+    assert kls[0] > 0.05 and sum(kls[-3:]) < 2.4 * kls[0], kls
+    assert {*rewards} == {0.0} and "teaches nothing" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -154,9 +237,13 @@ def test_secret_reaches_the_critic_alone(tmp_path):
     [
         ({"critic_kwargs": {"prompt": "answer"}}, "'prompt': 'answer'}` needs `critic='adapter'`, got 'side'"),
         (PRIVILEGED | {"critic_kwargs": {"prompt": "solution"}}, "needs the column 'solution' of `critic_kwargs"),
-        (PRIVILEGED | {"max_completion_length": 60}, "The critic's prompt has .* room for 4"),
+        (PRIVILEGED | {"max_completion_length": 57}, "The critic's prompt has .* room for 7"),
+        ({"reference_prompt": "solution"}, "needs the column 'solution' of `reference_prompt`"),
+        (TEACHER | {"max_completion_length": 57}, "The reference's prompt has .* room for 7"),
+        (TEACHER | {"kl_coef": 0}, "`reference_prompt='answer'` needs a `kl_coef` above 0"),
+        ({"reference_prompt": "hidden_state"}, "'hidden_state' needs an environment with that method"),
     ],
 )
-def test_unfit_critic_prompt_raises(tmp_path, settings, message):
+def test_unfit_prompt_of_another_role_raises(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, dataset=secret_prompts(), **settings)

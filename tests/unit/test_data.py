@@ -35,8 +35,7 @@ def chat_tokenizer(template=CHAT_TEMPLATE):
 
 
 def tokenize_prompts(rows, of, name, longest, context=None, template_kwargs=None, vocab_size=None, **settings):
-    options = SimpleNamespace(prompt=None)
-    args = {"max_prompt_length": None, "overlong_prompts": "error", "critic_options": options} | settings
+    args = {"max_prompt_length": None, "overlong_prompts": "error", "other_prompts": {}} | settings
     args = SimpleNamespace(max_completion_length=longest, **args)
     return data.tokenize_prompts(rows, of, name, args, context, template_kwargs, vocab_size)
 

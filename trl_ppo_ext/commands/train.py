@@ -93,7 +93,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     lengths, rewards = [*map(len, ids)], [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
     print(
         f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
-        f"rewards: {', '.join(rewards)}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
+        f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
         f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, of a context of {context}\n"
         f"{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
     )

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
-from ..data import CRITIC_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
+from ..data import OTHER_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..sequences import Sequences
 from .record import NOWHERE, Place
 
@@ -25,7 +25,7 @@ class Episode:
     # before its first turn
     prompt: Any  # text or chat messages, with the first observation
     prompt_ids: list[int]
-    critic_prompt_ids: list[int] | None = None  # what the critic reads as the prompt; None if it reads the same
+    other_prompts: dict[str, list[int]] = field(default_factory=dict)  # token ids by role that reads another prompt
     columns: dict[str, Any] = field(default_factory=dict)  # others of the row, and of a rollout function, for rewards
     kind: Any = None  # of its tools and environment
     responder: Any = None  # answers the policy with tools or an environment; None if nobody does
@@ -54,7 +54,8 @@ class Episode:
     def of(cls, row: dict[str, Any]) -> "Episode":
         """Begin an episode with a row of the dataset."""
         columns = {name: x for name, x in row.items() if name not in {"prompt", *TOKEN_COLUMNS}}
-        return cls(row["prompt"], row[PROMPT_IDS], row.get(CRITIC_PROMPT_IDS), columns)
+        others = {role: row[name] for role, name in OTHER_PROMPT_IDS.items() if name in row}
+        return cls(row["prompt"], row[PROMPT_IDS], others, columns)
 
     @property
     def ids(self) -> list[int]:
@@ -85,12 +86,11 @@ class Episode:
 def to_sequences(episodes: Sequence[Episode], pad_token_id: int, device: torch.device | str) -> Sequences:
     """Pad the token ids of episodes."""
     prompts, completions = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
-    critic_prompts, sampled = None, None
-    if any(x.critic_prompt_ids for x in episodes):
-        critic_prompts = [x.critic_prompt_ids or x.prompt_ids for x in episodes]
+    roles, sampled = sorted({role for x in episodes for role in x.other_prompts}), None
+    others = {role: [x.other_prompts.get(role, x.prompt_ids) for x in episodes] for role in roles}
     if any(x.starts != [0] for x in episodes):  # otherwise all tokens are of one turn
         sampled = [x.sampled for x in episodes]
-    return Sequences.from_token_ids(prompts, completions, pad_token_id, device, critic_prompts, sampled)
+    return Sequences.from_token_ids(prompts, completions, pad_token_id, device, others, sampled)
 
 
 def decode(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> None:

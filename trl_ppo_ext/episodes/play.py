@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, started
-from ..config import PPOConfig
+from ..config import HIDDEN_STATE, PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
@@ -70,8 +70,8 @@ class EnvironmentPlayer(Player):
         super().__init__(generator, self.chat.tokenizer, options.bootstrap_truncated)
         self.limit, self.truncates = args.max_completion_length, args.overlong_prompts == "truncate"
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
-        self.critic_limit = prompt_limit(self.limit, context_length, None)
-        self.shows_critic = args.critic == "adapter" and options.prompt is None
+        self.context_limit = prompt_limit(self.limit, context_length, None)
+        self.shown_to = [role for role, column in args.other_prompts.items() if column == HIDDEN_STATE]
         self.iterations = math.inf if iterations is None else iterations
         self.device, self.rank, self.folder = args.device, args.process_index, args.output_dir
         self.saves = args.save_strategy != "no"
@@ -105,12 +105,12 @@ class EnvironmentPlayer(Player):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
 
-        # 3. Show the critic what the policy must find out.
-        if self.shows_critic:
+        # 3. Show critic or reference what the policy must find out.
+        if self.shown_to:
             with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
             for episode, state in self._answers("hidden state", with_state, states, seeds[0]):
-                self._show_critic(episode, state)
+                self._show(episode, state)
 
         active, going_on = episodes, [*range(len(episodes))]
         sample_turns = self.generator.conversation()
@@ -191,9 +191,9 @@ class EnvironmentPlayer(Player):
         except Exception as error:  # the policy answers the row's own prompt, for nothing
             episode.error = error
 
-    def _show_critic(self, episode: Episode, state: Any) -> None:
-        """Begin the prompt of the critic with the hidden state of an environment."""
-        tokenizer, room = self.tokenizer, self.critic_limit - len(episode.prompt_ids)
+    def _show(self, episode: Episode, state: Any) -> None:
+        """Begin the prompt of other roles with the hidden state of an environment."""
+        tokenizer, room = self.tokenizer, self.context_limit - len(episode.prompt_ids)
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
@@ -201,7 +201,8 @@ class EnvironmentPlayer(Player):
             if len(ids) > room:
                 raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
-            episode.critic_prompt_ids = [*episode.prompt_ids[:start], *ids, *episode.prompt_ids[start:]]
+            ids = [*episode.prompt_ids[:start], *ids, *episode.prompt_ids[start:]]
+            episode.other_prompts |= dict.fromkeys(self.shown_to, ids)
         except Exception as error:
             episode.error = error
 

@@ -228,7 +228,7 @@ class ActorCritic(nn.Module):
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
-                ref_hidden = self._hidden_states(sequences)
+                ref_hidden = self._hidden_states(sequences.for_reference)
         side = self.value_head if with_values and isinstance(self.value_head, SideCritic) else None
         hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
         scores = self._project(hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden)
@@ -248,7 +248,7 @@ class ActorCritic(nn.Module):
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
         """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at padding."""
         with self.reference():
-            hidden = self._hidden_states(sequences)
+            hidden = self._hidden_states(sequences.for_reference)
         return sequences.spread(self._project(hidden, sequences, temperature).logprobs)
 
     def read_trunk(self, read: Callable[[nn.Module], Tensor], adapter: str) -> Tensor:

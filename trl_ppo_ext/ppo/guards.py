@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..config import PPOConfig
 from ..modeling import ActorCritic, TokenScores
-from ..sequences import Sequences
+from ..sequences import LENGTHS, ROLES, Sequences
 from . import math as ppo_math
 from .math import Reduction
 from .metrics import Metrics
@@ -62,14 +62,15 @@ def stand_ins(sequences: Sequences, excluded: Tensor, gather: Reduction) -> Sequ
     prompt_ids[excluded], completion_ids[excluded] = first, second
     replaced = excluded.to(sequences.prompt_lengths.device)
     stand_ins: dict[str, Tensor] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-    for name in ("prompt_lengths", "completion_lengths", "critic_prompt_lengths"):
+    for name in LENGTHS:
         if (lengths := getattr(sequences, name)) is not None:
             stand_ins[name] = lengths.masked_fill(replaced, 1)
     if sequences.sampled is not None:
         first_only = torch.arange(completion_ids.shape[1]) == 0
         stand_ins["sampled"] = torch.where(replaced[:, None], first_only, sequences.sampled)
-    if sequences.critic_prompt_ids is not None:
-        stand_ins["critic_prompt_ids"] = sequences.critic_prompt_ids.masked_fill(excluded[:, None], first)
+    for name in (f"{role}_prompt_ids" for role in ROLES):
+        if (others := getattr(sequences, name)) is not None:
+            stand_ins[name] = others.masked_fill(excluded[:, None], first)
     return replace(sequences, **stand_ins)
 
 

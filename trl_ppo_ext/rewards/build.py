@@ -44,11 +44,16 @@ def _is_function(entry: Any) -> bool:
     return callable(entry) and not isinstance(entry, nn.Module | RewardAdapter) and not _is_reward(entry)
 
 
+def no_reward(completions: list, **kwargs: Any) -> list[float]:
+    """Reward of a run that only distills its reference."""
+    return [0.0] * len(completions)
+
+
 def check_reward_arguments(
     reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: PPOConfig, of_environments: bool = False
 ) -> None:
-    """Check rewards before weights are loaded; there may be none if environments give them."""
-    if not (reward_funcs or of_environments):
+    """Check rewards before weights are loaded; there may be none if environments, or a knowing reference, teach."""
+    if not (reward_funcs or of_environments or args.reference_prompt):
         raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
     rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
     models = (str, RewardAdapter, PreTrainedModel, PeftModel)

@@ -161,7 +161,8 @@ def judge(run: Run) -> Judgement:
         value = settings.get(match[1])
         return match[0] if value is None else f"{match[0]} (now {value})"
 
-    # 1. Rules from causes to consequences
+    # 1. Rules from causes to consequences. The KL to a reference that sees more begins high, and teaches by itself.
+    silent = ("kl", "cut", "equal") if settings.get("reference_prompt") else ()
     for rule in RULES:
         for name in fnmatch.filter(run.curves, rule.curve):
             holds, step, curve = False, None, run.curves[name]
@@ -171,7 +172,7 @@ def judge(run: Run) -> Judgement:
                 holds, step = CONDITIONS[rule.name](curves.of(name), curves)
                 known = [other for other in (name, *rule.also.split()) if len(curves.of(other).values)]
                 seen = ", ".join(f"`{other}` {curves.of(other)}" for other in known)
-            if holds:
+            if holds and rule.name not in silent:
                 remedy = re.sub(r"`(\w+)(=[^`]*)?`", with_value, rule.remedy.format(step=step))
                 item = Advice(rule, seen, remedy, step, rule.grave or not curves.rises, [])
                 causes = (x for x in advice if x.is_problem and rule.name in x.rule.explains.split())

@@ -737,18 +737,20 @@ class Secret(Counter):
         return 7 if secret == "a number" else secret
 
 
-def test_hidden_state_begins_the_prompt_of_the_critic_only():
+def test_hidden_state_begins_the_prompt_of_critic_or_reference_only():
     rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, "a number"])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
-    for critic in ("adapter", "side"):
-        player = player_of({"": ["x"]}, rows, factory=Secret, critic=critic)
-        player.critic_limit = 1000
+    teaches = {"reference_prompt": "hidden_state"}
+    for roles, settings in {("critic",): {"critic": "adapter"}, (): {}, ("reference",): teaches}.items():
+        player = player_of({"": ["x"]}, rows, factory=Secret, **settings)
+        player.context_limit = 1000
         one, long, number = played(player, rows)
         assert "seven" not in decode(one.ids) and [*one.responder.tools] == ["increment"]
-        if critic == "side":
-            assert one.critic_prompt_ids is None and long.error is None
+        assert [*one.other_prompts] == [*roles]
+        if not roles:
+            assert long.error is None
             continue
-        assert decode(one.critic_prompt_ids) == "seven" + decode(one.prompt_ids)
+        assert decode(one.other_prompts[roles[0]]) == "seven" + decode(one.prompt_ids)
         assert "`hidden_state` returned 10000 tokens" in str(long.error)
         assert "`hidden_state` must return text, got int" in str(number.error)
 
@@ -791,7 +793,7 @@ def test_what_an_environment_writes_takes_no_role(environment):
     texts, specials = [], []
     for episode in played(player, rows):
         assert episode.error is None and episode.turns == 2
-        ids = [*episode.critic_prompt_ids, *episode.completion_ids]
+        ids = [*episode.other_prompts["critic"], *episode.completion_ids]
         specials.append([token for token in ids if token < 3])
         texts.append(player.chat.tokenizer.decode(ids))
     assert specials[0] == specials[1] and texts[0].count(attack) == 3

@@ -291,6 +291,14 @@ def test_reward_that_is_always_equal_gets_one_advice_with_its_consequences():
     assert [x.rule.name for x in item.consequences] == ["truncated", "flat"]
 
 
+@pytest.mark.parametrize("name, cause", [("KL", "kl"), ("all equal", "equal")])
+def test_reference_that_sees_more_may_be_far_and_needs_no_reward(name, cause):
+    run = synthetic(GOOD | PROVOKED[name][0])
+    assert cause in [item.rule.name for item in judge(run).advice]
+    run.start["config"]["reference_prompt"] = "answer"
+    assert cause not in [item.rule.name for item in judge(run).advice]
+
+
 def test_rules_are_named_once_and_explain_only_later_ones():
     names = [rule.name for rule in RULES]
     assert set(CONDITIONS) == set(names) - {"nan", "empty", "failed"}
