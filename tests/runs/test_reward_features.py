@@ -297,6 +297,22 @@ def test_normalizing_scales_rewards_where_they_enter(tmp_path):
     torch.testing.assert_close(last, torch.full_like(last, -moments.mean / deviation))  # whatever was earned before
 
 
+def spread(completion_ids, **kwargs):
+    return [[sum(ids) / len(ids)] * len(ids) for ids in completion_ids]
+
+
+def penalty(completion_ids, **kwargs):
+    return [[-0.1] * len(ids) for ids in completion_ids]
+
+
+def test_scores_spread_over_tokens_are_refused_for_a_critic_that_reads_them(tmp_path):
+    sizes = {"per_device_train_batch_size": 16, "generation_kwargs": {"min_new_tokens": 3}, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"spread over tokens.*return one number per completion"):
+        trainer(tmp_path / "side", reward_funcs=spread, **sizes).train()
+    for name, given in {"head": {"reward_funcs": spread, "critic": "head"}, "same": {"reward_funcs": penalty}}.items():
+        trainer(tmp_path / name, **given, **sizes).train()
+
+
 # ---- failures
 
 

@@ -226,6 +226,8 @@ def collect(
     if args.mask_truncated_completions:  # a critic learns from them: https://huggingface.co/papers/2609.36802
         policy_mask = response_mask & samples.stopped[:, None]
         response_mask = policy_mask if args.critic == "none" else response_mask
+    if state.global_step == 0:
+        check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token, in the unit of the scores or whitened.
@@ -416,6 +418,27 @@ def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
     ordered = roles.accelerator.gather(padded).sort(descending=True).values
     last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
     return entropies >= ordered[last] if len(ordered) else mask
+
+
+def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: Tensor) -> None:
+    """Raise if each score of the first rollout is spread evenly over its tokens: the side critic would read it there.
+
+    A reward must be known when its token is sampled, or the rewards so far tell the critic of those that follow.
+    """
+    if not isinstance(roles.actor_critic.value_head, SideCritic):
+        return
+    lengths = completion_mask.sum(1)
+    means = scored.totals / lengths.clamp(min=1)
+    is_even = ((scored.tokens - means[:, None]).abs() <= 1e-5 * means.abs()[:, None]) | ~completion_mask
+    counts = (scored.usable & (lengths > 2)).to(means)
+    sums = counts.sum(), (is_even.all(1) * counts).sum(), (means * counts).sum(), (means**2 * counts).sum()
+    rows, even, total, squares = roles.all_sum(torch.stack(sums)).tolist()
+    if rows >= 8 and even == rows and squares - total**2 / rows > 1e-4 * squares:  # they differ
+        raise ValueError(
+            "The rewards per token of the first rollout are equal within each completion, and differ between them: "
+            "scores of whole completions, spread over tokens. `critic='side'` would read them before they are earned; "
+            "return one number per completion, or set `critic='head'`."
+        )
 
 
 def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
