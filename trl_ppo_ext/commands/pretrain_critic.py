@@ -99,7 +99,7 @@ def held_out_rollouts(
         return trainer.roles.player.play(rows, seeds)
 
     # monitored rewards and the comparison with a sampler are for the log of a run
-    player: Any = SimpleNamespace(play=play)
+    player: Any = SimpleNamespace(play=play, generator=SimpleNamespace(ahead=None))
     roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
     device, process = accelerator.device, accelerator.process_index
     size, rounds = plan.completions_per_process, -(-completions // plan.completions)
