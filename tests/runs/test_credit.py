@@ -135,6 +135,20 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
     assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
 
 
+def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
+    run, fits = episodes_run(tmp_path, Ending, critic="side", advantage_level="both", gamma=GAMMA, kl_coef=0.0), []
+    head, begin = run.actor_critic.value_head, run.actor_critic.value_head.begin
+    head.begin = lambda recorded, targets, *rest: fits.append(targets) or begin(recorded, targets, *rest)
+    rollout, _ = first_rollout(run)
+    mask, turns = rollout.response_mask, rollout.sequences.turns
+    left = (turns.amax(1, keepdim=True) - turns + 1)[mask]  # turns, each of which pays 1 at its end
+    expected = (1 - GAMMA**left) * VALUE
+    assert mask.sum() > turns.amax(1).sum()
+    torch.testing.assert_close(
+        fits[0].sort()[0], ((expected - expected.mean()) / expected.std(correction=0)).sort()[0]
+    )
+
+
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
     run, compared = episodes_run(tmp_path, Ending, advantage_level=level, critic="side"), []

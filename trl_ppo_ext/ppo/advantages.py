@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modeling.critics import Units
 from . import math as ppo_math
@@ -39,7 +39,7 @@ def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_s
     token's credit, and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
     """
     sampled, place = turns.bool(), torch.arange(turns.shape[1], device=turns.device)
-    ends = sampled & (turns != nn.functional.pad(turns[:, 1:], (0, 1)))  # of turns
+    ends = ppo_math.turn_ends(turns)
     size, is_earlier = token_scores.abs(), place < (place * sampled).amax(1, keepdim=True)
     sums = (size * (sampled & ~ends)).sum(), (size * is_earlier).sum(), size.sum(), ends.sum(), sampled.sum()
     in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).unbind()
@@ -54,8 +54,8 @@ def of_critic(
     steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
     seen: Moments,  # of the returns of earlier rollouts
     is_normalized: bool,  # else the critic predicts in the unit of the rewards
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,  # of the advantages; a tensor is [batch]
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,  # of the advantages; tensors as in `gae`
     lam_critic: float | Tensor = 1.0,  # of the targets
     outputs_after: Tensor | None = None,  # [batch], for the states after completions
     is_cut: Tensor | None = None,  # [batch], completions after which these outputs stand for the rest
