@@ -90,13 +90,15 @@ def first_rollout(run, value=None):
     ("environment", "settings", "bootstraps"),
     [
         (Limited, {}, True),
+        (Limited, {"advantage_level": "both"}, True),
         (Ending, {}, False),
+        (Ending, {"advantage_level": "both"}, False),
         (Endless, {"max_tool_calling_iterations": 2}, False),
         (Endless, {"max_tool_calling_iterations": 2, "bootstrap_truncated": True}, True),
     ],
 )
 def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, environment, settings, bootstraps):
-    run = episodes_run(tmp_path, environment, advantage_level="turn", critic="head", **PLAIN, **settings)
+    run = episodes_run(tmp_path, environment, critic="head", **{"advantage_level": "turn"} | PLAIN | settings)
     rollout, samples = first_rollout(run, VALUE)
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
     for row, turns in enumerate(starts.sum(1).tolist()):
