@@ -415,7 +415,12 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(tmp_path,
 
 def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is_a_turn(tmp_path):
     words = {"stop_token_ids": [*range(32)], "gamma": 0.9, "critic": "adapter"}
-    for make, other, settings in ((echo_trainer, "turn", words), (trainer, "token", {})):
+
+    def per_token(completion_ids, **_):
+        return [[float(token % 2) for token in ids] for ids in completion_ids]
+
+    one_turn = {"reward_funcs": per_token, "critic": "side"}
+    for make, other, settings in ((echo_trainer, "turn", words), (trainer, "token", {}), (trainer, "token", one_turn)):
         runs = [make(tmp_path / level, advantage_level=level, **settings) for level in ("both", other)]
         for run in runs:
             run.train()

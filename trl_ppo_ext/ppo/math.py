@@ -97,13 +97,14 @@ def turn_ends(turns: Tensor) -> Tensor:
     return turns.bool() & (turns != torch.nn.functional.pad(turns[:, 1:], (0, 1)))
 
 
-def at_turn_ends(x: float | Tensor, turns: Tensor) -> Tensor:
-    r"""γ or λ, a number or `[batch]`, at the last token of each turn, and 1 before it, `[batch, response]`.
+def at_turn_ends(x: float | Tensor, turns: Tensor, within: float | Tensor = 1.0) -> Tensor:
+    r"""γ or λ at the last token of each turn, and another one before it, `[batch, response]`; both may be `[batch]`.
 
-    With them [`gae`] is that over turns, whose advantage is that of the turn's first token; a later one has the
-    rewards and the value of its own state: Âₜ = Â_turn − (rewards of the turn before t) − (V(sₜ) − V(s_first)).
+    With 1 before it, [`gae`] is that over turns, whose advantage is that of the first token; a later one has the rewards
+    and the value of its own state: Âₜ = Â_turn − (rewards of the turn before t) − (V(sₜ) − V(s_first)).
     """
-    return torch.where(turn_ends(turns), x[:, None] if isinstance(x, Tensor) else x, 1.0)
+    x, within = (y[:, None] if isinstance(y, Tensor) else y for y in (x, within))
+    return torch.where(turn_ends(turns), x, within)
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:

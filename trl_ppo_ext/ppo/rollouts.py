@@ -252,13 +252,16 @@ def collect(
     if head is not None:
         alpha, is_normalized = options.lam_length_alpha, head.is_normalized
         lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(counted, alpha)
+        within: Any = 1.0  # a turn
         if lam is None:
-            lam = default_lambda(scored.tokens, sequences.turns, level != "token", all_sum)
+            within, over_turns = default_lambda(scored.tokens, sequences.turns, all_sum)
+            lam = within if level == "token" else over_turns
         metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
         gamma: Any = args.gamma
         lam_critic: Any = options.lam
         if level == "both":
-            gamma, lam, lam_critic = (ppo_math.at_turn_ends(x, sequences.turns) for x in (gamma, lam, lam_critic))
+            gamma, lam_critic = (ppo_math.at_turn_ends(x, sequences.turns) for x in (gamma, lam_critic))
+            lam = ppo_math.at_turn_ends(lam, sequences.turns, within)
         if new_critic is not None:
             order = torch.cat(micro_batches(args, sequences)).to(steps.device)
             signals = rewards[order], steps[order], completion_mask[order], (gamma * torch.ones_like(rewards))[order]

@@ -193,6 +193,12 @@ def test_turns_with_numbers_need_no_token_between_them():
     assert first.tolist() == [[0, 0, 2, 2, 4, 5], [0, 1, 2, 2, 2, 2]]
 
 
+def test_discounts_at_turn_ends_may_differ_within_turns():
+    turns, lam, within = torch.tensor([[1, 1, 2, 0, 3, 3], [0, 1, 2, 2, 0, 0]]), torch.tensor([3.0, 4]), torch.zeros(2)
+    assert (at_turn_ends(lam, turns, within) * turns.bool()).tolist() == [[0, 3, 3, 0, 0, 3], [0, 4, 0, 4, 0, 0]]
+    assert torch.equal(at_turn_ends(5.0, turns), torch.where(at_turn_ends(lam, turns, within) > 0, 5.0, 1.0))
+
+
 def test_discounts_at_turn_ends_give_the_advantages_of_turns_less_what_later_tokens_know():
     rewards, values, after = normal(len(MASK), 7), normal(len(MASK), 7, seed=1), normal(len(MASK), seed=2)
     gamma, lam = 0.9 + 0 * after, normal(len(MASK), seed=3).sigmoid()
