@@ -100,8 +100,8 @@ def turn_ends(turns: Tensor) -> Tensor:
 def at_turn_ends(x: float | Tensor, turns: Tensor, within: float | Tensor = 1.0) -> Tensor:
     r"""γ or λ at the last token of each turn, and another one before it, `[batch, response]`; both may be `[batch]`.
 
-    With 1 before it, [`gae`] is that over turns, whose advantage is that of the first token; a later one has the rewards
-    and the value of its own state: Âₜ = Â_turn − (rewards of the turn before t) − (V(sₜ) − V(s_first)).
+    With 1 before it, [`gae`] is over turns: the first token has the advantage of its turn, and later ones have the
+    rewards and the value of their own state: Âₜ = Â_turn − (rewards of the turn before t) − (V(sₜ) − V(s_first)).
     """
     x, within = (y[:, None] if isinstance(y, Tensor) else y for y in (x, within))
     return torch.where(turn_ends(turns), x, within)
