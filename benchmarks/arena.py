@@ -9,6 +9,10 @@ of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and ep
 `RATES` with the best mean over 30 rollouts on a seed of its own; the results are of `SEEDS`. So each rival takes seven
 runs per task, of one to three minutes on a core. Writes benchmarks/results/arena.json.
 
+    python benchmarks/arena.py --tasks "spelled mistake" "spelled lake" --rivals "PPO, side" "PPO, turn" "PPO, both"
+
+compares the levels of advantages, which differ only where a turn has several tokens.
+
 Tasks of one turn; right is the token that a fixed permutation assigns to the one before it, so the best policy is
 always right:
 
@@ -39,7 +43,7 @@ from turns import TASKS, WORDS
 HERE = Path(__file__).resolve().parent
 RESULTS, FIGURE = HERE / "results" / "arena.json", HERE.parent / "docs" / "arena.svg"
 KINDS, ROLLOUT, ROLLOUTS = 12, 256, 30
-LONG = dict.fromkeys(("cues", "lake", "wordle"), 60)  # rollouts of tasks that nobody learns in 30
+LONG = {name: 60 for name in TASKS if name.split()[-1] in ("cues", "lake", "wordle")}  # that nobody learns in 30
 LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}  # of completions, by task of one turn
 LENGTHS |= {name: task.length for name, task in TASKS.items()}
 RATES, TUNED_ON, SEEDS = (3e-4, 1e-3), 100, (0, 1, 2, 3, 4)
@@ -62,6 +66,8 @@ RIVALS = {
     "PPO, head": CENTERED | {"critic": "head"},
     "PPO, adapter": CENTERED | {"critic": "adapter"},
     "PPO, side": CENTERED | {"critic": "side"},
+    "PPO, turn": CENTERED | {"critic": "side", "advantage_level": "turn"},
+    "PPO, both": CENTERED | {"critic": "side", "advantage_level": "both"},
 }
 COLORS = {
     "PPO, side": "#1f6f50",
@@ -156,7 +162,7 @@ def trainer_of(job: tuple[str, str, float, int], directory: str, watch: Callable
     if environment:
         prompts = Dataset.from_dict({"prompt": ["w20"] * KINDS**2, "number": range(KINDS**2)})
         play = {"environment_factory": environment}
-        of_task = {"stop_token_ids": list(range(kinds + 1))}  # a turn is a word
+        of_task = {"stop_token_ids": [*getattr(environment, "stops", range(kinds + 1))]}  # else a turn is a word
     else:
         prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
         play, of_task = {}, {"generation_kwargs": {"min_new_tokens": LENGTHS[task_name]}}

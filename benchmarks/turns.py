@@ -5,11 +5,14 @@ ends. A secret belongs to the row, so that the episodes of a group share it. Cha
 far: episodes of a group share it until their actions differ, as two runs of a real environment would.
 An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `length` is that of an episode in
 tokens, and `optimum()` the expected sum of rewards of the best policy.
+
+In these tasks a turn is a word. In the spelled ones it has several, with the same optimum.
 """
 
 import random
 from functools import cache
 from itertools import product
+from typing import Any
 
 KINDS, WORDS = 12, 21  # numbers in most tasks, and words in all
 
@@ -230,7 +233,30 @@ class Stop:
         return value
 
 
+class Spelled:
+    """A task whose actions are written as two digits: the last two words of a turn. Those before do nothing.
+
+    w10 to w20 end a turn, and are its last digit; the first one is below, and 0 if it is missing.
+    """
+
+    stops = tuple(range(10, WORDS + 1))
+    digits: tuple[int, int]  # numbers of each
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        first, last = [-1, 0, *map(number, text.split())][-2:]
+        action = first % self.digits[0] * self.digits[1] + last % self.digits[1]
+        return super().step(f"w{action}" if last >= 10 else "")  # type: ignore[misc]
+
+
+def spelled(task: Any, digits: tuple[int, int]) -> Any:
+    """Task of turns of three words on average at most, or the episode is cut."""
+    settings = {"digits": digits, "length": task.length + 2 * task.turns}
+    return type(f"Spelled{task.__name__}", (Spelled, task), settings)
+
+
 TASKS = {"cues": Cues, "lake": Lake, "wordle": Wordle, "mistake": Mistake, "guess": Guess, "stop": Stop}
+SPELLED = {"cues": (3, 4), "lake": (2, 2), "wordle": (3, 7), "mistake": (2, 2), "stop": (2, 2)}
+TASKS |= {f"spelled {name}": spelled(TASKS[name], digits) for name, digits in SPELLED.items()}
 
 if __name__ == "__main__":
     for name, task in TASKS.items():

@@ -232,9 +232,10 @@ class PPOConfig(TRLFields, TrainingArguments):
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     """With a critic `"gae"`. Without one `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"` or `"rebn"`
     (whitened rewards-to-go per token)."""
-    advantage_level: Literal["token", "turn"] = "token"
+    advantage_level: Literal["token", "turn", "both"] = "token"
     """With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a turn,
-    values are those at its first token, and `gamma` and `lam` count turns."""
+    values are those at its first token, and `gamma` and `lam` count turns. `"both"` counts turns too, but each token
+    has its own value and the rewards after it."""
     critic: Literal["head", "side", "adapter", "none"] = "side"
     """`"side"` network on states of several layers and the position (nothing flows back into the policy), value
     `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`."""
@@ -468,9 +469,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
-        if self.advantage_level == "turn" and no_critic and estimator != "rebn":
-            needed = "a critic or `advantage_estimator='rebn'`"
-            raise ValueError(f"`advantage_level='turn'` needs {needed}, got {estimator!r}; use 'token'.")
+        level = self.advantage_level
+        if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
+            needed = "a critic" if level == "both" else "a critic or `advantage_estimator='rebn'`"
+            raise ValueError(f"`advantage_level={level!r}` needs {needed}, got {estimator!r}; use 'token'.")
         for name in _CRITIC_ONLY if no_critic else ():
             value, default = getattr(self, name), PPOConfig.__dataclass_fields__[name].default
             if value not in (default, {}) and value is not False and (name, estimator) != ("gamma", "rebn"):

@@ -10,6 +10,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import turns
 
 EPISODES = 2000
+SPELLED = [turns.TASKS[f"spelled {name}"] for name in turns.SPELLED]
+
+
+def written(task, action):
+    """Words of an action, after one that does nothing if there are several."""
+    if task not in SPELLED:
+        return f"w{action}"
+    first, last = divmod(action, task.digits[1])
+    if first >= task.digits[0]:
+        return ""
+    return f"w9 w{first} w{next(n for n in task.stops if n % task.digits[1] == last)}"
 
 
 def mean_reward(task, policy):
@@ -19,7 +30,7 @@ def mean_reward(task, policy):
         environment, total, done = task(), 0.0, False
         seen = [environment.reset({"prompt": "w20", "number": seed}, seed).split()]
         while not done:
-            observation, reward, done = environment.step(f"w{policy(seen)}")
+            observation, reward, done = environment.step(written(task, policy(seen)))
             seen.append(observation.split())
             total += reward
         sums.append(total)
@@ -68,6 +79,7 @@ BEST = {
     "lake": lake(),
     "stop": stop_at(4),
 }
+BEST |= {f"spelled {name}": BEST[name] for name in turns.SPELLED if name in BEST}
 
 
 @pytest.mark.parametrize("name", BEST)
@@ -86,6 +98,14 @@ def test_constant_policies_are_below_the_optimum(name):
     assert mean < 0.2 * task.optimum() + error
 
 
+@pytest.mark.parametrize("text, pays", [("w10", 1), ("w2 w12", 1), ("w1 w10", 0), ("", 0), ("w0", 0), ("w0 <pad>", 0)])
+def test_action_without_a_last_digit_pays_nothing(text, pays):
+    environment = turns.TASKS["spelled mistake"]()
+    environment.reset({}, seed=0)
+    environment.cue = 3  # so that 0 is right
+    assert environment.step(text)[1] == pays == environment.alive
+
+
 def test_stopping_earlier_or_later_pays_less():
     rewards = [mean_reward(turns.Stop, stop_at(limit))[0] for limit in range(8)]
     assert max(rewards) <= turns.Stop.optimum() + 0.1 and rewards[0] < rewards[4] > rewards[7]
@@ -100,7 +120,8 @@ def test_episodes_fit_their_length_and_groups_share_a_secret():
     for task in turns.TASKS.values():
         environment = task()
         seen = environment.reset({"number": 7}, seed=1).split()
-        assert task.length == task.turns * (1 + len(seen)) or task is turns.Wordle
+        words = 3 if task in SPELLED else 1  # of a turn
+        assert task.length == task.turns * (words + len(seen)) or issubclass(task, turns.Wordle)
     for task in (turns.Guess, turns.Wordle):
         one, other = task(), task()
         one.reset({"number": 7}, seed=1)

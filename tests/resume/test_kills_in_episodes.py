@@ -68,7 +68,7 @@ def plain_trainer(tape, args):
             await asyncio.sleep(tape.latency() / 10)
             return tape.asked(f"{self.seed} reward", CHANCE.random)
 
-    args = config(max_completion_length=24, stop_token_ids=[*range(16, 32)], **args)
+    args = config(max_completion_length=24, stop_token_ids=[*range(16, 32)], advantage_level="both", **args)
     return PPOTrainer(
         llama(), args=args, train_dataset=prompts(), processing_class=tokenizer(), environment_factory=Game
     )

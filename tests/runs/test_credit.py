@@ -111,13 +111,15 @@ def first_rollout(run, value=None):
     ("environment", "settings", "bootstraps"),
     [
         (Limited, {}, True),
+        (Limited, {"advantage_level": "both"}, True),
         (Ending, {}, False),
+        (Ending, {"advantage_level": "both"}, False),
         (Endless, {"max_tool_calling_iterations": 2}, False),
         (Endless, {"max_tool_calling_iterations": 2, "bootstrap_truncated": True}, True),
     ],
 )
 def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, environment, settings, bootstraps):
-    run = episodes_run(tmp_path, environment, advantage_level="turn", critic="head", **PLAIN, **settings)
+    run = episodes_run(tmp_path, environment, critic="head", **{"advantage_level": "turn"} | PLAIN | settings)
     rollout, samples = first_rollout(run, VALUE)
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
     for row, turns in enumerate(starts.sum(1).tolist()):
@@ -154,6 +156,20 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
     to_go = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
     assert (samples.values[0] - to_go).abs().max() < 0.5 and samples.values.std(0).max() < 0.2
     assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
+
+
+def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
+    run, fits = episodes_run(tmp_path, Ending, critic="side", advantage_level="both", gamma=GAMMA, kl_coef=0.0), []
+    head, begin = run.actor_critic.value_head, run.actor_critic.value_head.begin
+    head.begin = lambda recorded, targets, *rest: fits.append(targets) or begin(recorded, targets, *rest)
+    rollout, _ = first_rollout(run)
+    mask, turns = rollout.response_mask, rollout.sequences.turns
+    left = (turns.amax(1, keepdim=True) - turns + 1)[mask]  # turns, each of which pays 1 at its end
+    expected = (1 - GAMMA**left) * VALUE
+    assert mask.sum() > turns.amax(1).sum()
+    torch.testing.assert_close(
+        fits[0].sort()[0], ((expected - expected.mean()) / expected.std(correction=0)).sort()[0]
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])

@@ -538,6 +538,14 @@ REFUSED = [
         (NONE | {name: value}, f"`{name}={re.escape(repr(value))}` needs a critic")
         for name, value in NEED_A_CRITIC.items()
     ),
+    *(
+        (
+            NONE | {"advantage_level": level, "advantage_estimator": x},
+            f"`advantage_level='{level}'` needs a critic.*'{x}'",
+        )
+        for level, x in (("turn", "reinforce"), ("both", "reinforce"), ("both", "rebn"))
+    ),
+    ({"advantage_level": "turns"}, "`advantage_level` must be one of .*'both'"),
     (ADAPTER | {"critic_kwargs": {"backprop": False}}, r"`critic_kwargs\['backprop'\]` must be True"),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0"),
     ({"critic_kwargs": {"warmup_steps": -1}}, r"`critic_kwargs\['warmup_steps'\]`.*-1"),

@@ -149,11 +149,12 @@ def chosen(prompts):
     return [[*[4 + (7 * sum(ids) + k) % 12 for k in range(1 + sum(ids) % 2)], 1] for ids in prompts]
 
 
-def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path):
+@pytest.mark.parametrize("level", ["turn", "both"])
+def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path, level):
     def train(processes):
         AcceleratorState._reset_state(reset_partial_state=True)
         sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1}
-        run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level="turn", **sizes)
+        run = echo_trainer(tmp_path / str(processes), max_steps=4, advantage_level=level, **sizes)
         write_completions(run, chosen)
         run.train()
         if run.is_world_process_zero():
@@ -366,11 +367,21 @@ def test_turns_that_nothing_separates_have_their_own_ratios(tmp_path):
     assert len({f"{ratio:.6g}" for ratio in ratios}) == 3
 
 
-@pytest.mark.parametrize(("estimator", "environment"), [("gae", Echo), ("rebn", Echo), ("gae", Mute)])
-def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator, environment):
-    critic = {"critic": "none"} if estimator == "rebn" else {"critic": "head", "normalize_values": False}
-    settings = {"whiten_advantages": False, "gamma": 0.9, "kl_coef": 0.0} | critic
-    settings |= {"advantage_level": "turn", "advantage_estimator": estimator, "max_steps": 8}
+@pytest.mark.parametrize(
+    ("level", "critic", "environment"),
+    [
+        ("turn", "head", Echo),
+        ("turn", "none", Echo),
+        ("turn", "head", Mute),
+        ("both", "head", Mute),
+        ("both", "side", Echo),
+        ("both", "adapter", Echo),
+    ],
+)
+def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(tmp_path, level, critic, environment):
+    estimator = "rebn" if critic == "none" else "gae"
+    settings = {"whiten_advantages": False, "gamma": 0.9, "kl_coef": 0.0, "critic": critic, "normalize_values": False}
+    settings |= {"advantage_level": level, "advantage_estimator": estimator, "max_steps": 8}
     settings |= {"lam": 0.8, "lam_critic": 0.8} if estimator == "gae" else {}
     run = echo_trainer(tmp_path, environment_factory=environment, **settings)
     seen = rollouts_of(run)
@@ -387,14 +398,34 @@ def test_advantage_of_a_turn_is_that_of_its_tokens(tmp_path, estimator, environm
             expected.insert(0, advantage)
         turn = torch.tensor(episode.sampled).bool()
         numbers = torch.tensor([sum(start <= n for start in starts) - 1 for n in range(len(turn))])
-        got = rollout.advantages[row, : len(turn)]
-        torch.testing.assert_close(got[turn], torch.tensor(expected)[numbers][turn])
+        got, known = rollout.advantages[row, : len(turn)], torch.zeros(len(turn))
+        if level == "both":  # what a token has, and the first one has not; rewards come at ends of turns
+            known = samples.values[row, : len(turn)] - torch.tensor(values)[numbers]
+        torch.testing.assert_close(got[turn], (torch.tensor(expected)[numbers] - known)[turn])
+        if critic != "none":
+            torch.testing.assert_close(rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values))
         if weights is not None:
             assert weights[row].nonzero()[:, 0].tolist() == starts
-            torch.testing.assert_close(rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values))
     if weights is not None:  # a mean over turns
         mask = rollout.response_mask
         assert weights[mask].mean().item() == pytest.approx(1) and len({*weights[weights > 0].tolist()}) == 1
+    else:
+        assert critic == "none" or (level == "both" and rollout.returns.count_nonzero() > 3 * len(rollout))
+
+
+def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is_a_turn(tmp_path):
+    words = {"stop_token_ids": [*range(32)], "gamma": 0.9, "critic": "adapter"}
+
+    def per_token(completion_ids, **_):
+        return [[float(token % 2) for token in ids] for ids in completion_ids]
+
+    one_turn = {"reward_funcs": per_token, "critic": "side"}
+    for make, other, settings in ((echo_trainer, "turn", words), (trainer, "token", {}), (trainer, "token", one_turn)):
+        runs = [make(tmp_path / level, advantage_level=level, **settings) for level in ("both", other)]
+        for run in runs:
+            run.train()
+        (one, two), (logs, others) = map(weights, runs), ([x.state.log_history[1]["loss/value"] for x in runs])
+        assert logs == others > 0 and all(torch.equal(x, two[name]) for name, x in one.items()), other
 
 
 # ---- tools, as in TRL ----

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..modeling.critics import Units
 from . import math as ppo_math
@@ -31,21 +31,23 @@ class Advantages(NamedTuple):
     outcomes: Tensor = None  # type: ignore[assignment]  # Monte Carlo returns, to which values add after cuts only
 
 
-def default_lambda(token_scores: Tensor, turns: Tensor, is_per_turn: bool, all_sum: Reduction = torch.clone) -> Tensor:
-    """λ of each completion of a rollout, `[batch]`, by where the scores are; per turn if that is what λ counts.
+def default_lambda(token_scores: Tensor, turns: Tensor, all_sum: Reduction = torch.clone) -> tuple[Tensor, Tensor]:
+    """λ of each completion of a rollout, `[batch]`, by where the scores are: over tokens, and over turns.
 
     1 if most, by size, are at last tokens: with a lower one, credit reaches the first tokens only through the critic,
     after many rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a
     token's credit, and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
     """
     sampled, place = turns.bool(), torch.arange(turns.shape[1], device=turns.device)
-    ends = sampled & (turns != nn.functional.pad(turns[:, 1:], (0, 1)))  # of turns
+    ends = ppo_math.turn_ends(turns)
     size, is_earlier = token_scores.abs(), place < (place * sampled).amax(1, keepdim=True)
     sums = (size * (sampled & ~ends)).sum(), (size * is_earlier).sum(), size.sum(), ends.sum(), sampled.sum()
     in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).unbind()
-    share_of_turn = torch.where(in_turns > earlier / 2, 1.0, 1.0 if is_per_turn else num_turns / num_tokens)
+    share_of_turn = torch.where(in_turns > earlier / 2, 1.0, num_turns / num_tokens)
     # on the device: the host does not wait for it
-    return torch.where(earlier > total / 2, STEPWISE_LAMBDA**share_of_turn, 1.0).expand(len(turns))
+    over_tokens, over_turns = STEPWISE_LAMBDA ** torch.stack([share_of_turn, torch.ones_like(total)])
+    is_stepwise, lam = earlier > total / 2, token_scores.new_ones(len(turns))
+    return torch.where(is_stepwise, over_tokens, lam), torch.where(is_stepwise, over_turns, lam)
 
 
 def of_critic(
@@ -54,8 +56,8 @@ def of_critic(
     steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
     seen: Moments,  # of the returns of earlier rollouts
     is_normalized: bool,  # else the critic predicts in the unit of the rewards
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,  # of the advantages; a tensor is [batch]
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,  # of the advantages; tensors as in `gae`
     lam_critic: float | Tensor = 1.0,  # of the targets
     outputs_after: Tensor | None = None,  # [batch], for the states after completions
     is_cut: Tensor | None = None,  # [batch], completions after which these outputs stand for the rest

@@ -45,7 +45,7 @@ def gae(
     rewards: Tensor,
     values: Tensor,
     response_mask: Tensor,
-    gamma: float,
+    gamma: float | Tensor,
     lam: float | Tensor,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,6 +54,7 @@ def gae(
     δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ),  Âₜ = δₜ + γλ·Âₜ₊₁,  returnₜ = Âₜ + V(sₜ), where sₜ is the state in which token t
     was sampled, and t + 1 the next unmasked position. Masked ones are skipped, not zero-valued states, and their
     advantages and returns are 0. λ goes from bias (0: TD residual) to variance (1: Monte Carlo), and may be `[batch]`.
+    γ and λ may also be `[batch, response]`, e.g. those of [`at_turn_ends`].
 
     The value after the last token is 0 (the episode ends there), or `final_values`, `[batch]`: 0 after an end, the
     critic's where a limit cut the response.
@@ -69,7 +70,7 @@ def gae(
     if final_values is not None:
         slots = slots.scatter(1, number[:, -1:], final_values[:, None])
     deltas = (rewards + gamma * slots.gather(1, number) - values).masked_fill(~counts, 0)
-    lam = lam[:, None] if isinstance(lam, Tensor) else lam
+    lam = lam[:, None] if isinstance(lam, Tensor) and lam.dim() == 1 else lam
     decay = (gamma * lam * torch.ones_like(rewards)).masked_fill(~counts, 1)
     advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(width)):  # one operation per token: launches take the time on a GPU
@@ -89,6 +90,21 @@ def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
     starts = turns.bool() & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0)))
     place = torch.arange(turns.shape[1], device=turns.device)
     return starts, (place * starts).cummax(1).values
+
+
+def turn_ends(turns: Tensor) -> Tensor:
+    """Mask, 1 at the last token of each turn."""
+    return turns.bool() & (turns != torch.nn.functional.pad(turns[:, 1:], (0, 1)))
+
+
+def at_turn_ends(x: float | Tensor, turns: Tensor, within: float | Tensor = 1.0) -> Tensor:
+    r"""γ or λ at the last token of each turn, and another one before it, `[batch, response]`; both may be `[batch]`.
+
+    With 1 before it, [`gae`] is over turns: the first token has the advantage of its turn, and later ones have the
+    rewards and the value of their own state: Âₜ = Â_turn − (rewards of the turn before t) − (V(sₜ) − V(s_first)).
+    """
+    x, within = (y[:, None] if isinstance(y, Tensor) else y for y in (x, within))
+    return torch.where(turn_ends(turns), x, within)
 
 
 def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:

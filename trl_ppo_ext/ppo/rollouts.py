@@ -213,7 +213,7 @@ def collect(
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
     args, accelerator, all_sum, options = roles.args, roles.accelerator, roles.all_sum, roles.args.critic_options
-    group_size, gather, is_per_turn = args.num_generations, accelerator.gather, args.advantage_level == "turn"
+    group_size, gather, level = args.num_generations, accelerator.gather, args.advantage_level
 
     # 1. Play, score, and run policy, reference and critic.
     head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run, state)
@@ -239,40 +239,48 @@ def collect(
         rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, all_sum)
 
     # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
-    #    its first token.
+    #    its first token. γ and λ count one or the other.
     steps, value_weights = response_mask, None
-    if is_per_turn:
-        starts, first = ppo_math.turn_starts(sequences.turns)
-        rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), response_mask & starts
+    starts, first = ppo_math.turn_starts(sequences.turns)
+    counted = response_mask if level == "token" else response_mask & starts
+    if level == "turn":
+        rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), counted
         # the critic learns at first tokens, from a mean over turns
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if head is not None:
         alpha, is_normalized = options.lam_length_alpha, head.is_normalized
-        lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(steps, alpha)
+        lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(counted, alpha)
+        within: Any = 1.0  # a turn
         if lam is None:
-            lam = default_lambda(scored.tokens, sequences.turns, is_per_turn, all_sum)
+            within, over_turns = default_lambda(scored.tokens, sequences.turns, all_sum)
+            lam = within if level == "token" else over_turns
+        metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
+        gamma: Any = args.gamma
+        lam_critic: Any = options.lam
+        if level == "both":
+            gamma, lam_critic = (ppo_math.at_turn_ends(x, sequences.turns) for x in (gamma, lam_critic))
+            lam = ppo_math.at_turn_ends(lam, sequences.turns, within)
         if new_critic is not None:
             order = torch.cat(micro_batches(args, sequences)).to(steps.device)
-            signals = rewards[order], steps[order], completion_mask[order]
-            fitted = fit_new(new_critic, recorded, *signals, args.gamma, all_sum)
+            signals = rewards[order], steps[order], completion_mask[order], (gamma * torch.ones_like(rewards))[order]
+            fitted = fit_new(new_critic, recorded, *signals, all_sum)
             tokens = tokens._replace(values=tokens.values + fitted[order.argsort()])
-        lambdas, after_cuts = (lam, options.lam), (outputs_after(roles, samples, run), samples.is_cut)
+        after_cuts = outputs_after(roles, samples, run), samples.is_cut
         result, returns = of_critic(
-            rewards, tokens.values, steps, run.returns, is_normalized, args.gamma, *lambdas, *after_cuts, all_sum
+            rewards, tokens.values, steps, run.returns, is_normalized, gamma, lam, lam_critic, *after_cuts, all_sum
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
         explained: Any = 0.0  # by values that were fitted to these very returns
         if new_critic is None:
             explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
         metrics.mean("value/explained_variance", explained)
-        metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:
         name = cast(str, args.advantage_estimator)
         result = of_groups(name, rewards, usable, group_size, gather, accelerator.process_index)
-    advantages = result.advantages.gather(1, first) if is_per_turn else result.advantages
+    advantages = result.advantages.gather(1, first) if level == "turn" else result.advantages
     result = result._replace(advantages=advantages * response_mask)
     if args.whiten_advantages:
         result = whitened(result, policy_mask, all_sum)
@@ -339,7 +347,7 @@ def fit_new(
     rewards: Tensor,
     steps: Tensor,
     mask: Tensor,
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
     all_sum: Reduction = torch.clone,
 ) -> Tensor:
     """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to its outputs."""

@@ -163,7 +163,7 @@ def test_default_lambda_follows_the_place_of_the_scores(is_per_turn):
         for row, place in places:
             scores[row, place] = 5.0
         scores = torch.where(scores == 5, scale * scores, scores)
-        each = default_lambda(scores, turns, is_per_turn, all_sum)
+        each = default_lambda(scores, turns, all_sum)[is_per_turn]
         assert each.shape == (2,) and each[0] == each[1]
         return pytest.approx(each[0].item())
 
@@ -180,7 +180,7 @@ def test_score_at_the_end_reaches_the_first_token_within_two_rollouts(length, la
     """The first token decides between scores of 1 and -1, and the critic fits its targets perfectly."""
     rewards, steps = torch.zeros(2, length), torch.ones(2, length, dtype=torch.bool)
     rewards[:, -1] = torch.tensor([1.0, -1.0])
-    lam = default_lambda(rewards, steps.long(), False) if lam is None else lam  # of each completion
+    lam = default_lambda(rewards, steps.long())[0] if lam is None else lam  # of each completion
     seen, outputs, credit = Moments(), torch.zeros(2, length), []
     for _ in range(2):
         result, seen = of_critic(rewards, outputs, steps, seen, True, lam=lam, lam_critic=CriticOptions().lam)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from trl_ppo_ext.ppo_math import clipped_policy_loss, gae, rloo_advantages
+from trl_ppo_ext.ppo_math import at_turn_ends, clipped_policy_loss, gae, rloo_advantages, turn_starts
 
 # At each of three turns, "go" earns a reward and leads to the next turn; "stop" earns one and ends the game. An
 # environment writes a token between turns. Going on is worth less than stopping at first, and more in the end.
@@ -90,3 +90,77 @@ def test_rloo_over_episodes_is_unbiased():
         weight[pair[0]] = PROBABILITIES[pair[1]] * advantage
         total = total + gradient(weight.expand(MASK.shape))
     torch.testing.assert_close(total, true_gradient())
+
+
+# ---- turns of several tokens ----
+
+# Two turns of two tokens, 0 or 1, with a reward at each of random size; an environment writes a token between them.
+TOKENS = torch.tensor(list(itertools.product((0, 1), repeat=4)))
+PLACES, TURNS = torch.tensor([0, 1, 3, 4]), torch.tensor([1, 1, 0, 2, 2])
+STATES = torch.stack([2**n - 1 + TOKENS[:, :n] @ 2 ** torch.arange(n) for n in range(4)], 1)  # [episodes, 4], of 15
+SCORES, LOGITS, WRONG = torch.randn(3, 31, generator=torch.Generator().manual_seed(0)).double()
+
+
+class TwoTurns:
+    """All episodes; tensors are `[episodes, tokens]`."""
+
+    mask = torch.zeros(16, 5, dtype=torch.float64).index_fill(1, PLACES, 1)
+    turns = (mask * TURNS).long()
+    rewards = torch.zeros_like(mask).index_copy(1, PLACES, SCORES[2 * STATES + TOKENS])
+    starts, first = turn_starts(turns)
+    score = TOKENS - LOGITS[STATES].sigmoid()  # gradient of a token's log-prob by the logit of its state
+    chances = torch.where(TOKENS == 1, LOGITS[STATES].sigmoid(), 1 - LOGITS[STATES].sigmoid()).prod(1)
+
+    @classmethod
+    def values(cls, of_state):
+        return torch.zeros_like(cls.mask).index_copy(1, PLACES, of_state[STATES])
+
+    @classmethod
+    def exact_values(cls):
+        to_go = gae(cls.rewards, 0 * cls.rewards, cls.mask, 1.0, 1.0)[1][:, PLACES]
+        weights = cls.chances[:, None].expand(to_go.shape)
+        sums = weights * to_go, weights
+        total, chance = (torch.zeros(15).double().index_add(0, STATES.flatten(), x.flatten()) for x in sums)
+        return cls.values(total / chance)
+
+    @classmethod
+    def gradient(cls, advantages):
+        """Expectation of the gradient by the logits, and its variance."""
+        each = torch.zeros(16, 15).double().scatter_add(1, STATES, advantages[:, PLACES] * cls.score)
+        mean = cls.chances @ each
+        return mean, cls.chances @ (each - mean).square().sum(1)
+
+    @classmethod
+    def both(cls, values, lam, inside=1.0):
+        lam = torch.where(at_turn_ends(0.0, cls.turns) == 0, lam, inside).double()
+        return gae(cls.rewards, values, cls.mask, 1.0, lam)[0]
+
+    @classmethod
+    def turn(cls, values, lam):
+        sums = torch.zeros_like(cls.rewards).scatter_add(1, cls.first, cls.rewards)
+        return gae(sums, values, cls.starts, 1.0, lam)[0].gather(1, cls.first)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_both_levels_have_the_bias_of_turns_and_less_variance(lam):
+    exact, wrong = TwoTurns.exact_values(), TwoTurns.values(WRONG)
+    true, _ = TwoTurns.gradient(TwoTurns.both(0 * exact, 1.0))
+    wrong_within = torch.where(TwoTurns.starts, exact, wrong)
+    for values in (exact, wrong, wrong_within):
+        mean, _ = TwoTurns.gradient(TwoTurns.both(values, lam))
+        torch.testing.assert_close(mean, TwoTurns.gradient(TwoTurns.turn(values, lam))[0])
+        assert ((mean - true).abs().max() < 1e-12) == (values is not wrong or lam == 1)
+    assert TwoTurns.gradient(TwoTurns.both(exact, lam))[1] < TwoTurns.gradient(TwoTurns.turn(exact, lam))[1]
+    of_tokens, _ = TwoTurns.gradient(TwoTurns.both(wrong_within, lam, inside=lam))
+    assert ((of_tokens - true).abs().max() < 1e-12) == (lam == 1)  # errors within a turn are a bias of tokens
+
+
+def test_token_residuals_centered_in_a_turn_are_biased_with_exact_values():
+    """The mean over a turn depends on what its later tokens were: the gradient of the first token is inflated."""
+    exact = TwoTurns.exact_values()
+    true, _ = TwoTurns.gradient(TwoTurns.both(exact, 1.0))
+    of_tokens, total = TwoTurns.both(exact, 1.0), torch.zeros_like(exact)
+    mean = total.scatter_add(1, TwoTurns.first, of_tokens).gather(1, TwoTurns.first) / 2
+    centered, _ = TwoTurns.gradient((TwoTurns.turn(exact, 1.0) + of_tokens - mean) * TwoTurns.mask)
+    factors = torch.tensor([1.5, 1, 1.5, 1]).repeat_interleave(torch.tensor([1, 2, 4, 8]))  # by the depth of a state
+    torch.testing.assert_close(centered, factors * true)

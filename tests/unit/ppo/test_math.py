@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trl_ppo_ext.ppo_math import (
     aggregate_loss,
+    at_turn_ends,
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
@@ -190,6 +191,31 @@ def test_turns_with_numbers_need_no_token_between_them():
     starts, first = turn_starts(torch.tensor([[1, 1, 2, 0, 3, 4], [0, 1, 2, 2, 0, 0]]))
     assert starts.long().tolist() == [[1, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
     assert first.tolist() == [[0, 0, 2, 2, 4, 5], [0, 1, 2, 2, 2, 2]]
+
+
+def test_discounts_at_turn_ends_may_differ_within_turns():
+    turns, lam, within = torch.tensor([[1, 1, 2, 0, 3, 3], [0, 1, 2, 2, 0, 0]]), torch.tensor([3.0, 4]), torch.zeros(2)
+    assert (at_turn_ends(lam, turns, within) * turns.bool()).tolist() == [[0, 3, 3, 0, 0, 3], [0, 4, 0, 4, 0, 0]]
+    assert torch.equal(at_turn_ends(5.0, turns), torch.where(at_turn_ends(lam, turns, within) > 0, 5.0, 1.0))
+
+
+def test_discounts_at_turn_ends_give_the_advantages_of_turns_less_what_later_tokens_know():
+    rewards, values, after = normal(len(MASK), 7), normal(len(MASK), 7, seed=1), normal(len(MASK), seed=2)
+    gamma, lam = 0.9 + 0 * after, normal(len(MASK), seed=3).sigmoid()
+    turns = MASK * torch.tensor([1, 1, 2, 2, 2, 3, 3])  # those of the first row have nothing between them
+    starts, first = turn_starts(turns)
+    earned = (rewards * MASK).cumsum(1) - rewards * MASK
+    sums = torch.zeros_like(rewards).scatter_add(1, first, rewards * MASK)
+    of_turns = gae(sums, values, starts, 0.9, lam, after)[0].gather(1, first)
+    known = earned - earned.gather(1, first) + values - values.gather(1, first)
+    actual, _ = gae(rewards, values, MASK, at_turn_ends(gamma, turns), at_turn_ends(lam, turns), after)
+    close(actual, (of_turns - known) * MASK)
+    close(actual[starts], of_turns[starts])
+    # turns of a token, and one turn, in which nothing follows its end
+    for turns, discounts in ((MASK.cumsum(1) * MASK, (0.9, lam)), (MASK, (1.0, 1.0))):
+        actual, _ = gae(rewards, values, MASK, at_turn_ends(gamma, turns), at_turn_ends(lam, turns))
+        rows = slice(None) if discounts[1] is lam else [0, 1, 2, 5]  # without a hole
+        close(actual[rows], gae(rewards, values, MASK, *discounts)[0][rows])
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence_mean"])
