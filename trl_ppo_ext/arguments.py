@@ -45,6 +45,7 @@ def check_trainer_arguments(
     peft_config: PeftConfig | str | None,
     eval_dataset: Any,
     environments: Environments,
+    curriculum: Callable | None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -82,6 +83,9 @@ def check_trainer_arguments(
         for name in {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, "hidden_state")}:
             needed = "`hidden_state` of %s needs `critic='adapter'` without `critic_kwargs['prompt']`; it is not read."
             logging.get_logger(__name__).warning(needed, name)
+    if curriculum is not None and (isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts):
+        wrong = "does not work with a stream, or with `overlap_rollouts`, which samples before the scores are known"
+        raise ValueError(f"`curriculum` {wrong}; pass a `Dataset`, or remove the other.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     if environments.rollout_func is None:  # it may return columns

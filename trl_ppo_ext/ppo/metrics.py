@@ -131,10 +131,18 @@ def log_completions(
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
 
 
-def log_episodes(metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None) -> None:
-    """Log turns and tool calls, under TRL's names, and the environments that failed; of completions nothing."""
+def log_episodes(
+    metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None, valid: Tensor, names: list, values: Mapping
+) -> None:
+    """Log turns, tool calls (under TRL's names) and failures, and `[batch]` values of several environments by name."""
     if not episodes[0].messages:
         return
+    for name in names:
+        chosen = torch.tensor([x.columns.get("environment") == name for x in episodes])
+        rows = chosen.to(valid.device, non_blocking=True) & valid
+        metrics.total(f"episodes/{name}/count", rows)
+        for part, x in values.items():
+            metrics.mean(f"episodes/{name}/{part}", x, rows)
     device, episodes = metrics.device, episodes[:num_valid]
     turns, calls = [x.turns for x in episodes], [len(x.failed_calls) for x in episodes]
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
