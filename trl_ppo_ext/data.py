@@ -9,7 +9,7 @@ import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -395,13 +395,10 @@ class RolloutSampler(Sampler[int]):
 
     def order(self, epoch: int) -> list[int]:
         """Row numbers of an epoch, repeated for completions."""
-        wanted = self.rollouts * self.plan.prompts
-        order: list[int] = []
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        while len(order) < wanted:
-            rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
-            order += rows.tolist()
-        return [row for row in order[:wanted] for _ in range(self.plan.num_generations)]
+        wanted, generator = self.rollouts * self.plan.prompts, torch.Generator().manual_seed(self.seed + epoch)
+        permuted = partial(torch.randperm, generator=generator) if self.shuffle else torch.arange
+        passes = [permuted(self.num_rows) for _ in range(-(-wanted // self.num_rows))]
+        return torch.cat(passes)[:wanted].repeat_interleave(self.plan.num_generations).tolist()
 
     def rollout(self, step: int) -> list[int]:
         """Row numbers of the rollout that begins at an optimizer step, repeated for completions."""
@@ -429,8 +426,7 @@ def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: i
     order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly
     ends = weights[order].cumsum(0)
     places = (torch.arange(plan.prompts) + torch.rand((), generator=generator)) / plan.prompts * ends[-1]
-    rows = order[torch.searchsorted(ends, places, right=True)]
-    return rows.repeat_interleave(plan.num_generations).tolist()
+    return order[torch.searchsorted(ends, places, right=True)].repeat_interleave(plan.num_generations).tolist()
 
 
 class StreamedRows:

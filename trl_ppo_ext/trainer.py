@@ -109,9 +109,7 @@ class PPOTrainer(Trainer):
             docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
-        curriculum (`Callable`, *optional*):
-            Function from the number of episodes of each row of the dataset so far and their mean score, `[rows]`, to
-            weights, by which the rows of the next rollout are drawn. See docs/environments.md.
+        curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See docs/environments.md.
 
     Raises:
         `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before

@@ -163,11 +163,11 @@ def kill(folder, kind, processes, seed, times=1):
     chance, settled, killed = random.Random(seed), {}, folder / "killed"
     step, moment = 2 * chance.randrange(1, STEPS // 2), chance.uniform(0.0, 5 * SLOWEST)
     for number in range(times):
-        answers = len(tape_of(killed)) + chance.randrange(1, 8) if number else 0
+        answers = len(tape_of(killed)) + chance.randrange(2, 14) if number else 0
         children, bound = run(killed, kind, processes), time.monotonic() + 60
         while not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound and not number:
             time.sleep(0.002)
-        while len(tape_of(killed)) < answers and time.monotonic() < bound:
+        while len(tape_of(killed)) < answers and not (killed / "end-0.pt").exists() and time.monotonic() < bound:
             time.sleep(0.002)
         time.sleep(0 if number else moment)
         for child in children:
@@ -206,7 +206,7 @@ def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, p
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_run_with_a_curriculum_killed_ten_times_ends_as_the_uninterrupted_one(tmp_path, processes):
-    assert kill(tmp_path / "run", "curriculum", processes, 0, times=10) > 10
+    assert kill(tmp_path / "run", "curriculum", processes, 0, times=10) > 5
 
 
 class AtOnce(Tape):

@@ -104,14 +104,14 @@ def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: T
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
-def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
-    """Log the share of prompts whose completions all have the same reward; a group may span ranks."""
-    if group_size == 1:
-        return
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> Tensor:
+    """Log the share of prompts whose completions all have the same reward; return `True` at others, on all ranks."""
     totals, usable = gather(scored.totals), gather(scored.usable)
-    equal = ppo_math.dr_grpo_advantages(totals, usable, group_size) == 0  # exactly, if there is no spread
-    equal, usable = equal.view(-1, group_size), usable.view(-1, group_size)
-    metrics.mean("frac_reward_zero_std", equal.all(1), usable.any(1))
+    deviations = ppo_math.dr_grpo_advantages(totals, usable, group_size).view(-1, group_size)
+    differs = (deviations != 0).any(1)  # exactly 0, if there is no spread
+    if group_size > 1:
+        metrics.mean("frac_reward_zero_std", ~differs, usable.view(-1, group_size).any(1))
+    return differs.repeat_interleave(group_size)
 
 
 def log_completions(

@@ -230,7 +230,9 @@ def collect(
     if state.global_step == 0:
         warn_about_equal_scores(roles, scored)
         check_scores_are_not_spread(roles, scored, completion_mask)
-    log_groups(metrics, scored, group_size, gather)
+    differs = log_groups(metrics, scored, group_size, gather)[accelerator.process_index * len(rows) :][: len(rows)]
+    if args.drop_equal_groups:
+        response_mask = policy_mask = policy_mask & differs[:, None]
 
     # 2. Rewards per token, in the unit of the scores or whitened.
     rewards, after = shaped_rewards(roles, samples, run)

@@ -30,8 +30,7 @@ class RunState(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
-        numbers = {name: x for name, x in self._asdict().items() if name != "played"}
-        return {name: [*x] if isinstance(x, Moments) else x for name, x in numbers.items()}
+        return {name: [*x] if isinstance(x, Moments) else x for name, x in self._asdict().items() if name != "played"}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
