@@ -32,7 +32,7 @@ def needs_target(completions, target, **kwargs):
 
 
 def test_curriculum_for_a_stream_raises(tmp_path):
-    with pytest.raises(ValueError, match="`curriculum` does not work with a stream.*; pass a `Dataset`"):
+    with pytest.raises(ValueError, match=r"`curriculum` does not work with a stream.*; pass a `Dataset`"):
         build(tmp_path, {"train_dataset": prompts().to_iterable_dataset(), "curriculum": lambda: max})
 
 
