@@ -45,6 +45,7 @@ def check_trainer_arguments(
     peft_config: PeftConfig | str | None,
     eval_dataset: Any,
     environments: Environments,
+    curriculum: Callable | None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):
@@ -86,6 +87,9 @@ def check_trainer_arguments(
         for name in with_state:
             needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"
             logging.get_logger(__name__).warning("`hidden_state` of %s needs %s; it is not read.", name, needed)
+    if curriculum is not None and (isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts):
+        wrong = "does not work with a stream, or with `overlap_rollouts`, which samples before the scores are known"
+        raise ValueError(f"`curriculum` {wrong}; pass a `Dataset`, or remove the other.")
     if isinstance(train_dataset, dict):
         raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
     if environments.rollout_func is None:  # it may return columns

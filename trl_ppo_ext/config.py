@@ -232,6 +232,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = None
     """With a critic `"gae"`. Without one `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"` or `"rebn"`
     (whitened rewards-to-go per token)."""
+    drop_equal_groups: bool = False
+    """With `critic="none"`, exclude prompts whose completions all have the same score from the loss and its means."""
     advantage_level: Literal["token", "turn", "both"] = "token"
     """With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a turn,
     values are those at its first token, and `gamma` and `lam` count turns. `"both"` counts turns too, but each token
@@ -469,6 +471,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
             needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
+        if self.drop_equal_groups and (self.num_generations < 2 or not no_critic):
+            raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
         level = self.advantage_level
         if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
             needed = "a critic" if level == "both" else "a critic or `advantage_estimator='rebn'`"

@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -383,31 +385,39 @@ class RolloutSampler(Sampler[int]):
         return self.rollouts * self.plan.completions * self.plan.micro_steps
 
     def order(self, epoch: int) -> list[int]:
-        """Row numbers of an epoch, without repetitions for completions and micro-batches."""
-        wanted = self.rollouts * self.plan.prompts
-        order: list[int] = []
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        while len(order) < wanted:
-            rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
-            order += rows.tolist()
-        return order[:wanted]
+        """Row numbers of an epoch, repeated for completions."""
+        wanted, generator = self.rollouts * self.plan.prompts, torch.Generator().manual_seed(self.seed + epoch)
+        permuted = partial(torch.randperm, generator=generator) if self.shuffle else torch.arange
+        passes = [permuted(self.num_rows) for _ in range(-(-wanted // self.num_rows))]
+        return torch.cat(passes)[:wanted].repeat_interleave(self.plan.num_generations).tolist()
 
     def rollout(self, step: int) -> list[int]:
         """Row numbers of the rollout that begins at an optimizer step, repeated for completions."""
         epoch, number = divmod(step // self.plan.optimizer_steps, self.rollouts)
-        prompts = self.order(epoch)[number * self.plan.prompts :][: self.plan.prompts]
-        return [row for row in prompts for _ in range(self.plan.num_generations)]
+        return self.order(epoch)[number * self.plan.completions :][: self.plan.completions]
 
     def __iter__(self) -> Iterator[int]:
         global_step, max_steps = self.steps()
         if 0 < max_steps <= global_step:
             return
         order = self.order(global_step // (self.rollouts * self.plan.optimizer_steps))
-        for start in range(0, len(order), self.plan.prompts):
-            prompts = order[start : start + self.plan.prompts]
-            rollout = [row for row in prompts for _ in range(self.plan.num_generations)]
+        for start in range(0, len(order), self.plan.completions):
             for _ in range(self.plan.micro_steps):
-                yield from rollout
+                yield from order[start : start + self.plan.completions]
+
+
+def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: int) -> list[int]:
+    """Row numbers of a rollout, each as often as its share of the weights of a curriculum, up to rounding."""
+    episodes, sums = played.clone()
+    weights = torch.as_tensor(curriculum(episodes, sums / episodes.clamp(min=1)), device="cpu").double()
+    if weights.shape != episodes.shape or not (weights >= 0).all() or not 0 < weights.sum() < math.inf:
+        needed = f"a weight of at least 0 for each of the {len(episodes)} rows, and not only zeros"
+        raise ValueError(f"`curriculum` must return {needed}, got {shortened(weights)}.")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly
+    ends = weights[order].cumsum(0)
+    places = (torch.arange(plan.prompts) + torch.rand((), generator=generator)) / plan.prompts * ends[-1]
+    return order[torch.searchsorted(ends, places, right=True)].repeat_interleave(plan.num_generations).tolist()
 
 
 class StreamedRows:

@@ -37,7 +37,7 @@ from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .concurrency import FAILURES
 from .config import PPOConfig
-from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows
+from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import SamplerComparison, count_skipped
@@ -47,7 +47,7 @@ from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward
 from .rewards.model import SequenceScorer
-from .rewards.scoring import capture_random_state, fixed_seed
+from .rewards.scoring import capture_random_state, fixed_seed, function_name, guarded
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
 
@@ -109,6 +109,7 @@ class PPOTrainer(Trainer):
             docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
+        curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See docs/environments.md.
 
     Raises:
         `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before
@@ -135,6 +136,7 @@ class PPOTrainer(Trainer):
         rollout_func: Callable[..., dict] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
+        curriculum: Callable[[Tensor, Tensor], Any] | None = None,
         **unknown: Any,
     ):
         # 1. Check the arguments, before anything is loaded.
@@ -146,7 +148,7 @@ class PPOTrainer(Trainer):
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
         given = model, reward_list, monitor_list, args, train_dataset, reward_tokenizers, optimizers[0]
-        check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments)
+        check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments, curriculum)
         check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
@@ -175,6 +177,7 @@ class PPOTrainer(Trainer):
         if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
         self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
+        self._inputs["curriculum"] = curriculum and function_name(curriculum)
 
         # 4. Set up the Trainer.
         parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer
@@ -185,7 +188,7 @@ class PPOTrainer(Trainer):
             distributed.shard(actor_critic, actor_critic.policy.get_base_model(), self.accelerator)
 
         # 5. Assemble what collects a rollout, and the updates from it.
-        self.actor_critic = actor_critic
+        self.actor_critic, self.curriculum = actor_critic, curriculum
         self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
@@ -259,10 +262,21 @@ class PPOTrainer(Trainer):
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _collect(self, row_numbers: Rows) -> None:
-        prompts, self._next_rows = self._next_rows or self._read(row_numbers), []
+        numbers, size = [*row_numbers], self.plan.completions_per_process
+        if self.curriculum is not None:  # those of the dataloader are read before the last scores are known
+            seed = hash((self.args.prompt_seed, self.state.global_step)) % 2**31
+            with guarded(seed, self.accelerator.device):
+                drawn = weighted_rows(self.curriculum, self.run_state.played, self.plan, seed)
+            numbers = drawn[self.accelerator.process_index * size :][:size]
+        prompts, self._next_rows = self._next_rows or self._read(numbers), []
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
         rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
+        if self.curriculum is not None:
+            scores = torch.stack([samples.scored.usable.float(), samples.scored.totals], 1)
+            scores = self.accelerator.gather(scores).T.cpu().double()
+            played = self.run_state.played.index_add(1, torch.tensor(drawn), scores)
+            self.run_state = self.run_state._replace(played=played)
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
         sequences = samples.sequences
@@ -374,6 +388,8 @@ class PPOTrainer(Trainer):
             numbers = range(-(-self.args.max_steps // self.plan.optimizer_steps) * self.plan.prompts)
         else:
             self._train_rows, numbers = dataset, range(len(dataset))
+        if self.curriculum is not None:
+            self.run_state = self.run_state._replace(played=torch.zeros(2, len(numbers), dtype=torch.float64))
         shuffles = self.args.shuffle_dataset and not isinstance(dataset, IterableDataset)
         self._sampler = sampler = RolloutSampler(len(numbers), self.plan, shuffles, self.args.prompt_seed, steps)
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
@@ -486,7 +502,8 @@ class PPOTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
-        self.run_state = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
+        saved = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
+        self.run_state = saved._replace(played=self.run_state.played)  # a tensor, which `load_run_state` restores
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
 

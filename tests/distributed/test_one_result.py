@@ -36,6 +36,7 @@ CHOICES = {
         "kl_estimator": "exact",
         "kl_placement": "both",
         "ptx_coef": 0.5,
+        "weighs": True,
     },
     # one rollout has nothing to learn from: neither momentum nor weight decay may move the weights
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
@@ -53,7 +54,7 @@ CHOICES = {
     # evaluation before training, a second training, a reward adapter, layers that are recomputed
     "all other ways": {"others": True, "critic": "adapter", "gradient_checkpointing": True},
 }
-OF_THE_RUN = ("nan_at", "others", "plays")  # not of its config
+OF_THE_RUN = ("nan_at", "others", "plays", "weighs")  # not of its config
 COVERED = ("critic adapter", "side critic", "turns")  # by choices that add to them, or by other launches
 SPREADS = {
     "8": {"per_device_train_batch_size": 8},

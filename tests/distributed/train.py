@@ -98,12 +98,13 @@ def train(
     nan_at=None,
     others=False,
     plays=False,
+    weighs=False,
 ):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
     `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
     which every process loads whole; `others` takes all other ways in which the model is run, and evaluates a stream;
-    `plays` samples episodes of several turns.
+    `plays` samples episodes of several turns, and `weighs` has a curriculum.
     """
     ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
     supervised = {"ptx_dataset": ptx, "ptx_coef": settings["ptx_coef"]} if ptx else {}
@@ -126,6 +127,7 @@ def train(
         processing_class=tokenizer(),
         **supervised,
         environment_factory=Game if plays else None,
+        curriculum=(lambda episodes, scores: 0.01 + scores) if weighs else None,
     )
     if not (sample or plays):
         write_completions(trainer, completions_of)

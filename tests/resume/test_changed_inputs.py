@@ -52,6 +52,7 @@ CHANGES = {
     "rewards of another model": lambda: {"reward_funcs": [length_reward, llama(classifier=True, seed=1)]},
     "train_dataset": lambda: {"train_dataset": prompts(15)},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
+    "curriculum": lambda: {"curriculum": lambda episodes, scores: 1 + scores},
     "peft_config.lora_alpha": lambda: {"peft_config": lora(lora_alpha=16)},
 }
 
@@ -77,7 +78,12 @@ def test_changed_input_is_refused_by_name(run, change):
 
 def test_changed_input_is_allowed_by_a_setting(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
-    again = trainer(copy, resume_with_changed_settings=True, model=llama(seed=1), train_dataset=prompts(15))
+    changes = {
+        "model": llama(seed=1),
+        "train_dataset": prompts(15),
+        "curriculum": lambda episodes, scores: 1 + episodes,
+    }
+    again = trainer(copy, resume_with_changed_settings=True, **changes)
     again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert again.state.global_step == 2
 

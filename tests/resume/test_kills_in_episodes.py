@@ -49,7 +49,7 @@ def text():
     return "".join(f" w{CHANCE.randrange(12)}" for _ in range(5))
 
 
-def plain_trainer(tape, args):
+def plain_trainer(tape, args, **kwargs):
     """A plain environment, whose turns a policy samples. It has a state: how many there were."""
 
     class Game:
@@ -69,9 +69,16 @@ def plain_trainer(tape, args):
             return tape.asked(f"{self.seed} reward", CHANCE.random)
 
     args = config(max_completion_length=24, stop_token_ids=[*range(16, 32)], advantage_level="both", **args)
-    return PPOTrainer(
-        llama(), args=args, train_dataset=prompts(), processing_class=tokenizer(), environment_factory=Game
-    )
+    kwargs = {"environment_factory": Game, "train_dataset": prompts()} | kwargs
+    if kwargs.get("curriculum"):  # two environments
+        kwargs["environment_factory"] = {"game": Game, "other": type("Other", (Game,), {})}
+    return PPOTrainer(llama(), args=args, processing_class=tokenizer(), **kwargs)
+
+
+def curriculum_trainer(tape, args):
+    """Two such environments, whose rows are drawn by what they were worth so far."""
+    rows = prompts(6).add_column("environment", ["game", "other"] * 3)
+    return plain_trainer(tape, args, train_dataset=rows, curriculum=lambda episodes, scores: 0.1 + scores.abs() ** 3)
 
 
 def tool_trainer(tape, args):
@@ -106,7 +113,7 @@ def tool_trainer(tape, args):
     return trainer
 
 
-TRAINERS = {"plain": plain_trainer, "tools": tool_trainer}
+TRAINERS = {"plain": plain_trainer, "curriculum": curriculum_trainer, "tools": tool_trainer}
 
 
 def train(folder, kind, processes, tape):
@@ -150,23 +157,25 @@ def tape_of(folder):
     return [json.loads(line) for line in (folder / "tape").read_text().splitlines()]
 
 
-def kill(folder, kind, processes, seed):
-    """Kill a run within a rollout; resume it; compare with a run that nothing happened to."""
+def kill(folder, kind, processes, seed, times=1):
+    """Kill a run within rollouts, resuming it each time; compare with a run that nothing happened to."""
     folder.mkdir()
-    chance = random.Random(seed)
+    chance, settled, killed = random.Random(seed), {}, folder / "killed"
     step, moment = 2 * chance.randrange(1, STEPS // 2), chance.uniform(0.0, 5 * SLOWEST)
-    killed, bound = folder / "killed", time.monotonic() + 60
-    children = run(killed, kind, processes)
-    while not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound:
-        time.sleep(0.002)
-    time.sleep(moment)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-    finished(children, 60)
-
-    # what is on disk at this moment is settled
-    recorded = "".join(path.read_text() for path in (killed / ANSWERS).iterdir())
-    settled = {key: answer for key, answer in tape_of(killed) if json.dumps(answer).strip('"') in recorded}
+    for number in range(times):
+        answers = len(tape_of(killed)) + chance.randrange(2, 14) if number else 0
+        children, bound = run(killed, kind, processes), time.monotonic() + 60
+        while not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound and not number:
+            time.sleep(0.002)
+        while len(tape_of(killed)) < answers and not (killed / "end-0.pt").exists() and time.monotonic() < bound:
+            time.sleep(0.002)
+        time.sleep(0 if number else moment)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        finished(children, 60)
+        # what is on disk at this moment is settled
+        recorded = "".join(path.read_text() for path in (killed / ANSWERS).iterdir())
+        settled = {k: answer for k, answer in tape_of(killed) if json.dumps(answer).strip('"') in recorded} | settled
     assert finished(run(killed, kind, processes), 60) == [0] * processes
     if kind == "tools":
         last = dict(tape_of(killed))
@@ -182,7 +191,7 @@ def kill(folder, kind, processes, seed):
     return len(settled)
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", ["curriculum", "tools"])
 def test_run_killed_within_an_episode_ends_as_the_uninterrupted_one(tmp_path, kind):
     kill(tmp_path / "run", kind, 1, 0)
 
@@ -192,6 +201,12 @@ def test_run_killed_within_an_episode_ends_as_the_uninterrupted_one(tmp_path, ki
 def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, processes, times):
     settled = [kill(tmp_path / f"{seed}", kind, processes, seed) for seed in range(1, times + 1)]
     assert sum(count > 0 for count in settled) >= times / 2  # most were killed within episodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_with_a_curriculum_killed_ten_times_ends_as_the_uninterrupted_one(tmp_path, processes):
+    assert kill(tmp_path / "run", "curriculum", processes, 0, times=10) > 5
 
 
 class AtOnce(Tape):

@@ -31,7 +31,18 @@ def needs_target(completions, target, **kwargs):
     return target
 
 
+def test_curriculum_for_a_stream_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"`curriculum` does not work with a stream.*; pass a `Dataset`"):
+        build(tmp_path, {"train_dataset": prompts().to_iterable_dataset(), "curriculum": lambda: max})
+
+
 # ---- PPOConfig ----
+
+
+@pytest.mark.parametrize("settings", [{"num_generations": 2}, {"critic": "none", "advantage_estimator": "rebn"}])
+def test_dropped_groups_need_groups(tmp_path, settings):
+    with pytest.raises(ValueError, match="`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at"):
+        config(tmp_path, drop_equal_groups=True, **settings)
 
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import trl.rewards
-from runs_of_tiny import rollouts_of, trainer, weights
+from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import WORDS, length_reward, prompts, tokenizer
 from tokenizers import decoders, pre_tokenizers
 
@@ -446,3 +446,31 @@ def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
     if expected is None:
         expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
     assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("choice", [{}, {"advantage_estimator": "rloo"}, {"whiten_advantages": True}], ids=str)
+def test_dropped_groups_leave_the_step_of_the_others(tmp_path, choice):
+    """As if the prompts whose completions have equal scores were not in the rollout."""
+
+    def step(name, rows, **settings):
+        settings |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_steps": 1, "shuffle_dataset": False}
+        settings |= {
+            "critic": "none",
+            "num_generations": 2,
+            "kl_coef": 0,
+            "per_device_train_batch_size": 2 * len(rows),
+        }
+
+        def reward(completion_ids, target, **kwargs):
+            return [float(ids[0] % 2 or even % 2 == 0) for ids, even in zip(completion_ids, target)]
+
+        built = trainer(tmp_path / name, None, reward, prompts().select(rows), **settings | choice)
+        write_completions(built, lambda ids: [[4 + place % 2, *[7] * (len(x) - 1), 1] for place, x in enumerate(ids)])
+        built.train()
+        return weights(built), built.state.log_history[0]
+
+    (dropped, logs), (kept, _) = step("all", range(6), drop_equal_groups=True), step("some", [1, 3, 5])
+    same = step("diluted", range(6))[1]
+    assert logs["frac_reward_zero_std"] == same["frac_reward_zero_std"] == 0.5
+    torch.testing.assert_close(dropped, kept)
+    assert logs["grad_norm"] > 1.2 * same["grad_norm"]

@@ -20,6 +20,7 @@ from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError
 from trl_ppo_ext import trainer as trainer_module
+from trl_ppo_ext.data import weighted_rows
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.rollouts import Rollout
@@ -115,9 +116,8 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 
 
 def echo_trainer(output_dir, **kwargs):
-    extra = {
-        name: kwargs.pop(name) for name in ("environment_factory", "train_dataset", "eval_dataset") if name in kwargs
-    }
+    names = kwargs.keys() & {"environment_factory", "train_dataset", "eval_dataset", "curriculum"}
+    extra = {name: kwargs.pop(name) for name in names}
     extra = {"environment_factory": Echo, "train_dataset": prompts(), "processing_class": tokenizer()} | extra
     settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
     return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
@@ -656,6 +656,74 @@ def test_names_of_environments_are_checked_before_training(tmp_path):
                 environment_factory=factories,
                 **sets,
             )
+
+
+class Short(Echo):
+    """One turn, which is worth 5."""
+
+    def step(self, text):
+        return None, 5.0, True
+
+
+def two_environments(output_dir, **kwargs):
+    rows = prompts(8).add_column("environment", ["echo", "short"] * 4).add_column("number", [*range(8)])
+    return echo_trainer(output_dir, environment_factory={"echo": Echo, "short": Short}, train_dataset=rows, **kwargs)
+
+
+def test_run_over_two_environments_logs_each(tmp_path):
+    run = two_environments(tmp_path, max_steps=1)
+    seen = rollouts_of(run)
+    run.train()
+    ((_, samples),), logs = seen, run.state.log_history[0]
+    totals, lengths = samples.scored.totals, samples.sequences.completion_mask.sum(1).float()
+    for name, turns in (("echo", 3), ("short", 1)):
+        rows = torch.tensor([episode.columns["environment"] == name for episode in samples.batch.episodes])
+        assert logs[f"episodes/{name}/count"] == rows.sum() > 0
+        assert logs[f"episodes/{name}/turns"] == turns
+        assert logs[f"episodes/{name}/reward"] == pytest.approx(totals[rows].mean().item())
+        assert logs[f"episodes/{name}/length"] == pytest.approx(lengths[rows].mean().item())
+    assert logs["episodes/short/reward"] == 5 > logs["episodes/echo/reward"]
+
+
+def test_curriculum_weighs_rows_by_the_scores_so_far(tmp_path):
+    """Its draws follow from the seed and what it returns, and it gets what was drawn and scored."""
+    weights = []
+
+    def easy(episodes, scores):
+        assert episodes.sum() == 8 * len(weights)
+        if weights:
+            assert torch.equal(episodes, played) and torch.equal(scores * played, sums)
+        weights.append(torch.where(episodes == 0, 1.0, scores))
+        random.seed(0), torch.manual_seed(0)  # changes nothing
+        return weights[-1]
+
+    run = two_environments(
+        tmp_path,
+        max_steps=3,
+        num_ppo_epochs=1,
+        per_device_train_batch_size=8,
+        num_mini_batches=1,
+        num_generations=2,
+        curriculum=easy,
+        data_seed=3,
+    )
+    seen, played, sums = rollouts_of(run), torch.zeros(8).double(), torch.zeros(8).double()
+    start = run.updates.start
+
+    def checked(*args):
+        start(*args)
+        samples = seen[-1][1]
+        numbers = samples.batch.columns["number"]
+        seed = hash((3, run.state.global_step)) % 2**31
+        assert numbers == weighted_rows(lambda *_: weights[-1], torch.zeros(2, 8), run.plan, seed)
+        for number, score in zip(numbers, samples.scored.totals.tolist()):
+            played[number] += 1
+            sums[number] += score
+
+    run.updates.start = checked
+    run.train()
+    assert len(weights) == 3
+    assert (weights[-1][1::2] == 5).sum() > 1  # the short ones
 
 
 def test_missing_columns_of_a_stream_are_none(tmp_path):

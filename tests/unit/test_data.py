@@ -1,9 +1,11 @@
 """Prompts become token ids, and every rollout gets its prompts, from datasets and from streams."""
 
 import itertools
+import math
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
@@ -15,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, data
-from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows
+from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, weighted_rows
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.rewards.model import joined
 
@@ -320,6 +322,56 @@ def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
     assert time.perf_counter() - start < 0.2
     assert len(batches) == len(pins) == sizes.micro_steps == 256 and all(batch == batches[0] for batch in batches)
     assert numbers == list(range(512)) and len(read) == 512
+
+
+# ---- curricula ----
+
+
+def drawn(weights, prompts_, generations=1, seed=0, played=None):
+    played = torch.zeros(2, len(weights), dtype=torch.float64) if played is None else played
+    return weighted_rows(lambda episodes, scores: weights, played, plan(prompts_, generations), seed)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0, 3.0, 0.5, 2.5, 0.0], np.arange(40), torch.ones(12)])
+def test_rows_are_drawn_as_often_as_their_weights(weights):
+    share = torch.as_tensor(weights).double() / sum(weights)
+    counts = torch.stack([torch.tensor(drawn(weights, 12, seed=n)).bincount(minlength=len(share)) for n in range(400)])
+    assert ((counts - 12 * share).abs() < 1).all()  # rounded up or down, in every rollout
+    torch.testing.assert_close(counts.double().mean(0), 12 * share, rtol=0, atol=0.1)
+
+
+def test_neighboring_rows_are_drawn_independently():
+    """Rows of two environments alternate; no rollout has one of them only."""
+    parities = [sum(row % 2 for row in drawn(torch.ones(64), 16, seed=seed)) for seed in range(100)]
+    assert min(parities) > 0 and max(parities) < 16 and 7 < sum(parities) / 100 < 9
+
+
+def test_drawn_rows_depend_only_on_weights_and_seed():
+    state = torch.get_rng_state()
+    first = drawn(torch.arange(30), 8, seed=1)
+    torch.manual_seed(5)
+    assert drawn(torch.arange(30), 8, seed=1) == first != drawn(torch.arange(30), 8, seed=2)
+    assert drawn(torch.arange(30), 8, 2, seed=1) == [row for row in first for _ in range(2)]
+    torch.set_rng_state(state)
+
+
+def test_curriculum_gets_episodes_and_mean_scores():
+    played = torch.tensor([[0.0, 4.0, 2.0], [0.0, 3.0, -1.0]], dtype=torch.float64)
+
+    def learnable(episodes, scores):
+        assert (episodes.tolist(), scores.tolist()) == ([0, 4, 2], [0, 0.75, -0.5])
+        episodes += 1  # of a copy
+        return [0, 0, 1]
+
+    assert weighted_rows(learnable, played, plan(2), 0) == [2, 2] and played[0, 0] == 0
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, -1.0, 1.0], [0, 0, 0], [1.0, math.nan, 1.0], [math.inf, 1, 1]])
+def test_wrong_weights_of_a_curriculum_raise(weights):
+    with pytest.raises(
+        ValueError, match=r"`curriculum` must return a weight of at least 0 for each of the 3 rows, .*got"
+    ):
+        weighted_rows(lambda *_: weights, torch.zeros(2, 3), plan(2), 0)
 
 
 # ---- streams ----

@@ -193,3 +193,6 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     if parts["ahead"]:
         trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
     trainer._metrics["train"].load_state_dict(parts["metrics"])
+    played = parts["trainer"]["played"]
+    if trainer.curriculum is not None and played.shape == trainer.run_state.played.shape:  # else of another dataset
+        trainer.run_state = trainer.run_state._replace(played=played)

@@ -100,7 +100,7 @@ def _run_state(trainer: Any, ahead: dict[str, Tensor]) -> dict[str, Tensor]:
         "rollout": trainer.updates.state_dict(trainer.state.global_step),
         "ahead": ahead,
         "metrics": trainer._metrics["train"].state_dict(),
-        "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
+        "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64), "played": trainer.run_state.played},
     }
     named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
     return {name: x.detach().cpu().contiguous() for name, x in named.items()}

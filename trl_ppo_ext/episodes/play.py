@@ -34,6 +34,7 @@ class Player:
         self.generator, self.tokenizer = generator, tokenizer
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
+        self.names: list[str] = []  # of several environments
         self.begin_next: Callable[[], None] | None = None  # called when a rollout is sampled, before it is scored
 
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
@@ -68,6 +69,7 @@ class EnvironmentPlayer(Player):
         options, iterations = args.critic_options, args.max_tool_calling_iterations
         self.environments, self.chat = environments, environments.chat
         super().__init__(generator, self.chat.tokenizer, options.bootstrap_truncated)
+        self.names = [name for name in environments.kinds if name is not None]
         self.limit, self.truncates = args.max_completion_length, args.overlong_prompts == "truncate"
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.context_limit = prompt_limit(self.limit, context_length, None)

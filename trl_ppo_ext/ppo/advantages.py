@@ -16,6 +16,7 @@ OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
     "rloo": ppo_math.rloo_advantages,
+    "reinforce": lambda scores, counts, _: scores.masked_fill(~counts, 0),
 }
 
 
@@ -116,8 +117,6 @@ def of_groups(
 ) -> Advantages:
     """A completion's score against the others of its prompt, `[batch, 1]`; a group may span ranks."""
     scores = rewards.sum(1)
-    if name == "reinforce":
-        return Advantages(scores.masked_fill(~usable, 0)[:, None])
     advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
 

@@ -104,14 +104,14 @@ def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: T
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
-def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
-    """Log the share of prompts whose completions all have the same reward; a group may span ranks."""
-    if group_size == 1:
-        return
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> Tensor:
+    """Log the share of prompts whose completions all have the same reward; return `True` at others, on all ranks."""
     totals, usable = gather(scored.totals), gather(scored.usable)
-    equal = ppo_math.dr_grpo_advantages(totals, usable, group_size) == 0  # exactly, if there is no spread
-    equal, usable = equal.view(-1, group_size), usable.view(-1, group_size)
-    metrics.mean("frac_reward_zero_std", equal.all(1), usable.any(1))
+    deviations = ppo_math.dr_grpo_advantages(totals, usable, group_size).view(-1, group_size)
+    differs = (deviations != 0).any(1)  # exactly 0, if there is no spread
+    if group_size > 1:
+        metrics.mean("frac_reward_zero_std", ~differs, usable.view(-1, group_size).any(1))
+    return differs.repeat_interleave(group_size)
 
 
 def log_completions(
@@ -131,10 +131,18 @@ def log_completions(
     metrics.mean("completions/clipped_ratio", ~stopped, valid)
 
 
-def log_episodes(metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None) -> None:
-    """Log turns and tool calls, under TRL's names, and the environments that failed; of completions nothing."""
+def log_episodes(
+    metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None, valid: Tensor, names: list, values: Mapping
+) -> None:
+    """Log turns, tool calls (under TRL's names) and failures, and `[batch]` values of several environments by name."""
     if not episodes[0].messages:
         return
+    for name in names:
+        chosen = torch.tensor([x.columns.get("environment") == name for x in episodes])
+        rows = chosen.to(valid.device, non_blocking=True) & valid
+        metrics.total(f"episodes/{name}/count", rows)
+        for part, x in values.items():
+            metrics.mean(f"episodes/{name}/{part}", x, rows)
     device, episodes = metrics.device, episodes[:num_valid]
     turns, calls = [x.turns for x in episodes], [len(x.failed_calls) for x in episodes]
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]

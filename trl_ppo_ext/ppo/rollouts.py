@@ -198,8 +198,9 @@ def sample(
             with accelerator.autocast():
                 roles.sampler.check_version(roles.actor_critic, sequences, tokens, *sampled_by, is_ahead)
     log_completions(metrics, tokens, completion_mask, stopped, valid)
-    log_episodes(metrics, episodes, num_valid)
     lengths, reduce = completion_mask.sum(1), (all_sum, accelerator.gather)
+    by_name = {"reward": scored.totals, "length": lengths, "turns": sequences.turns.amax(1)}
+    log_episodes(metrics, episodes, num_valid, valid, roles.player.names, by_name)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
     log_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
     values, head = None, roles.actor_critic.value_head
@@ -228,7 +229,9 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         check_scores_are_not_spread(roles, scored, completion_mask)
-    log_groups(metrics, scored, group_size, gather)
+    differs = log_groups(metrics, scored, group_size, gather)[accelerator.process_index * len(rows) :][: len(rows)]
+    if args.drop_equal_groups:
+        response_mask = policy_mask = policy_mask & differs[:, None]
 
     # 2. Rewards per token, in the unit of the scores or whitened.
     rewards, after = shaped_rewards(roles, samples, run)

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from .math import Moments
 
 
@@ -13,6 +16,7 @@ class RunState(NamedTuple):
     scores: Moments = Moments()  # of completions, if they are normalized
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
+    played: Tensor = torch.zeros(2, 0)  # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
 
     @property
     def critic(self) -> dict[str, Moments]:
@@ -25,8 +29,8 @@ class RunState(NamedTuple):
         return self._replace(**named)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers of a checkpoint."""
-        return {name: [*x] if isinstance(x, Moments) else x for name, x in self._asdict().items()}
+        """Plain numbers of a checkpoint, which has tensors elsewhere."""
+        return {name: [*x] if isinstance(x, Moments) else x for name, x in self._asdict().items() if name != "played"}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":

@@ -508,6 +508,8 @@ def test_overlap_is_refused_without_a_server_and_with_tools(server, tmp_path):
         config(tmp_path, overlap_rollouts=True, use_vllm=True)
     with pytest.raises(ValueError, match="does not work with tools or environments"):
         run(server, tmp_path, environment_factory=Silent, overlap_rollouts=True)
+    with pytest.raises(ValueError, match="`curriculum` does not work with a stream, or with `overlap_rollouts`"):
+        run(server, tmp_path, curriculum=torch.add, overlap_rollouts=True)
 
 
 def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, tmp_path):
