@@ -45,7 +45,7 @@ def check_trainer_arguments(
     peft_config: PeftConfig | str | None,
     eval_dataset: Any,
     environments: Environments,
-    curriculum: Callable | None,
+    curriculum: Callable | None = None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded."""
     if not isinstance(args, PPOConfig):

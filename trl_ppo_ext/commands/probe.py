@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -147,7 +146,8 @@ def held_out_rollouts(
         return trainer.roles.player.play(rows, seeds)
 
     # monitored rewards and the comparison with a sampler are for the log of a run
-    player: Any = SimpleNamespace(play=play, generator=trainer.roles.player.generator)
+    player: Any = copy(trainer.roles.player)
+    player.play = play
     roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
     device, process = accelerator.device, accelerator.process_index
     size, rounds = plan.completions_per_process, -(-completions // plan.completions)

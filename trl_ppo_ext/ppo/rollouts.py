@@ -213,7 +213,7 @@ def collect(
     roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
-    args, accelerator, all_sum, options = roles.args, roles.accelerator, roles.all_sum, roles.args.critic_options
+    args, accelerator, all_sum = roles.args, roles.accelerator, roles.all_sum
     group_size, gather, level = args.num_generations, accelerator.gather, args.advantage_level
 
     # 1. Play, score, and run policy, reference and critic.
@@ -252,26 +252,15 @@ def collect(
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if head is not None:
-        alpha, is_normalized = options.lam_length_alpha, head.is_normalized
-        lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(counted, alpha)
-        within: Any = 1.0  # a turn
-        if lam is None:
-            within, over_turns = default_lambda(scored.tokens, sequences.turns, all_sum)
-            lam = within if level == "token" else over_turns
-        metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
-        gamma: Any = args.gamma
-        lam_critic: Any = options.lam
-        if level == "both":
-            gamma, lam_critic = (ppo_math.at_turn_ends(x, sequences.turns) for x in (gamma, lam_critic))
-            lam = ppo_math.at_turn_ends(lam, sequences.turns, within)
+        gamma, lam, lam_critic = discounts(roles, scored.tokens, sequences.turns, counted, usable, metrics)
         if new_critic is not None:
             order = torch.cat(micro_batches(args, sequences)).to(steps.device)
             signals = rewards[order], steps[order], completion_mask[order], (gamma * torch.ones_like(rewards))[order]
             fitted = fit_new(new_critic, recorded, *signals, all_sum)
             tokens = tokens._replace(values=tokens.values + fitted[order.argsort()])
-        after_cuts = outputs_after(roles, samples, run), samples.is_cut
+        of_run, after_cuts = (run.returns, head.is_normalized), (outputs_after(roles, samples, run), samples.is_cut)
         result, returns = of_critic(
-            rewards, tokens.values, steps, run.returns, is_normalized, gamma, lam, lam_critic, *after_cuts, all_sum
+            rewards, tokens.values, steps, *of_run, gamma, lam, lam_critic, *after_cuts, all_sum
         )
         after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
         explained: Any = 0.0  # by values that were fitted to these very returns
@@ -295,7 +284,9 @@ def collect(
         result = result._replace(advantages=gained)
 
     # 4. The rollout, and what it leaves to the next one.
-    if args.kl_target is not None and state.global_step >= options.warmup_steps:  # until then the policy stays
+    if (
+        args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps
+    ):  # until then the policy stays
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
         measured, completions = float(ppo_math.masked_mean(kls, usable, all_sum)), int(all_sum(usable.sum()))
         target = args.kl_target, args.kl_horizon, completions
@@ -421,6 +412,23 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 
 
 # ---- parts ----
+
+
+def discounts(
+    roles: Roles, token_scores: Tensor, turns: Tensor, counted: Tensor, usable: Tensor, metrics: Metrics
+) -> tuple[Any, Any, Any]:
+    """γ and λ of the advantages, and λ of the critic's targets; for both levels, those of turns are at their ends."""
+    args, options, level = roles.args, roles.args.critic_options, roles.args.advantage_level
+    alpha, within = options.lam_length_alpha, cast(Any, 1.0)
+    lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(counted, alpha)
+    if lam is None:
+        within, over_turns = default_lambda(token_scores, turns, roles.all_sum)
+        lam = within if level == "token" else over_turns
+    metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
+    if level != "both":
+        return args.gamma, lam, options.lam
+    gamma, lam_critic = (ppo_math.at_turn_ends(x, turns) for x in (args.gamma, options.lam))
+    return gamma, ppo_math.at_turn_ends(lam, turns, within), lam_critic
 
 
 def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
