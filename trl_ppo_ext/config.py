@@ -191,6 +191,8 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     reward_weights: list[float] | None = None
     """Weight of each reward. All are 1 by default."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """GRPO's baseline for several rewards: of their sum, or of each within its group, then of the sum (GDPO)."""
     reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
     """Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`."""
     per_device_reward_batch_size: int = number(16, at_least=1)
@@ -473,6 +475,14 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
         if self.drop_equal_groups and (self.num_generations < 2 or not no_critic):
             raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "
+            needed += "set both, or `reward_weights` or `normalize_rewards` instead"
+            if estimator == "grpo":
+                needed = "rewards as they are; remove `normalize_rewards` and `missing_eos_penalty`, "
+                needed += "and for a KL set `kl_placement='loss'`, or `kl_coef=0`"
+            if estimator != "grpo" or self.reward_kl or self.normalize_rewards or self.missing_eos_penalty:
+                raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
         level = self.advantage_level
         if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
             needed = "a critic" if level == "both" else "a critic or `advantage_estimator='rebn'`"

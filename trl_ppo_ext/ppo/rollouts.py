@@ -23,7 +23,7 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, to_go, whitened
+from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, of_objectives, to_go, whitened
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
@@ -213,8 +213,8 @@ def collect(
     roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
-    args, accelerator, all_sum = roles.args, roles.accelerator, roles.all_sum
-    group_size, gather, level = args.num_generations, accelerator.gather, args.advantage_level
+    args, all_sum, level = roles.args, roles.all_sum, roles.args.advantage_level
+    group_size, gather, rank = args.num_generations, roles.accelerator.gather, roles.accelerator.process_index
 
     # 1. Play, score, and run policy, reference and critic.
     head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run, state)
@@ -229,7 +229,7 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         check_scores_are_not_spread(roles, scored, completion_mask)
-    differs = log_groups(metrics, scored, group_size, gather)[accelerator.process_index * len(rows) :][: len(rows)]
+    differs = log_groups(metrics, scored, group_size, gather)[rank * len(rows) :][: len(rows)]
     if args.drop_equal_groups:
         response_mask = policy_mask = policy_mask & differs[:, None]
 
@@ -269,9 +269,10 @@ def collect(
         metrics.mean("value/explained_variance", explained)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
+    elif args.multi_objective_aggregation == "normalize_then_sum":
+        result = of_objectives(scored.rewards, roles.reward_weights, usable, group_size, gather, rank)
     else:
-        name = cast(str, args.advantage_estimator)
-        result = of_groups(name, rewards, usable, group_size, gather, accelerator.process_index)
+        result = of_groups(cast(str, args.advantage_estimator), rewards, usable, group_size, gather, rank)
     advantages = result.advantages.gather(1, first) if level == "turn" else result.advantages
     result = result._replace(advantages=advantages * response_mask)
     if args.whiten_advantages:
@@ -284,9 +285,7 @@ def collect(
         result = result._replace(advantages=gained)
 
     # 4. The rollout, and what it leaves to the next one.
-    if (
-        args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps
-    ):  # until then the policy stays
+    if args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps:  # before, nothing moves
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
         measured, completions = float(ppo_math.masked_mean(kls, usable, all_sum)), int(all_sum(usable.sum()))
         target = args.kl_target, args.kl_horizon, completions
