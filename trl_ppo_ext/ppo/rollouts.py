@@ -285,7 +285,7 @@ def collect(
         result = result._replace(advantages=gained)
 
     # 4. The rollout, and what it leaves to the next one.
-    if args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps:  # before, nothing moves
+    if args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps:  # before, no policy moves
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)  # 0 at padding
         measured, completions = float(ppo_math.masked_mean(kls, usable, all_sum)), int(all_sum(usable.sum()))
         target = args.kl_target, args.kl_horizon, completions
