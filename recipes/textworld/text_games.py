@@ -8,6 +8,8 @@
 import re
 import sys
 import tempfile
+import threading
+import warnings
 from pathlib import Path
 
 import textworld
@@ -16,6 +18,7 @@ from textworld.generator import compile_game, make_game
 GAMES = "runs/textworld/games"
 SIZES = ((1, 2, 2), (2, 3, 3), (3, 4, 4))  # rooms, objects, and commands of the quest
 RULES = {"role": "system", "content": "You play a text game. Answer with one command."}
+_LOADING = threading.Lock()  # the engine reads all games with one parser, and episodes begin in threads
 _INFOS = textworld.EnvInfos(
     admissible_commands=True,
     description=True,
@@ -25,14 +28,16 @@ _INFOS = textworld.EnvInfos(
     policy_commands=True,
     won=True,
 )
+warnings.filterwarnings("ignore", "Game .* is not fully supported")  # by the interpreter; TextWorld keeps the score
 
 
 class TextWorld:
     """An episode of a game."""
 
     def reset(self, row: dict, seed: int) -> str:
-        self.engine, self.left = textworld.start(row["game"], _INFOS), row["turns"]
-        self.state, self.won = self.engine.reset(), False
+        with _LOADING:
+            self.engine = textworld.start(row["game"], _INFOS)
+        self.state, self.left, self.won = self.engine.reset(), row["turns"], False
         self.steps = len(self.state.policy_commands)
         return f"{self.state.objective}\n{self.seen(self.state.description)}"
 
