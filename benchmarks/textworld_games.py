@@ -32,7 +32,7 @@ RESULTS, RUNS = HERE / "results" / "textworld_games.json", Path("runs/textworld"
 RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
 TRAINED, HELD_OUT = range(32), range(2000, 2032)  # seeds of games, of each size
 PARTS = slice(5, 10), slice(-5, None)  # of the table
-ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 20, 640  # episodes, optimizer steps from them, rollouts, tokens
+ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 24, 960  # episodes, optimizer steps from them, rollouts, tokens
 GROUPS = {"num_generations": 8}
 RIVALS: dict[str, dict[str, Any]] = {
     "PPO": {},
@@ -81,8 +81,8 @@ def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
         "per_device_train_batch_size": ROLLOUT // STEPS,
         "generation_batch_size": ROLLOUT,
         "max_completion_length": LENGTH,
-        "model_init_kwargs": {"dtype": "float32"},
-        "bf16": False,
+        "model_init_kwargs": {"dtype": "bfloat16"},  # three times as fast as float32 on CPUs with its instructions
+        "bf16": True,
         "gradient_checkpointing": False,
         "use_cpu": True,
         "report_to": "none",
@@ -130,7 +130,7 @@ def train(rival: str, rate: float, seed: int, given: dict) -> dict:
         start = time.monotonic()
         run.train()
         run.save_model(folder)
-        held_out = score(folder)
+        held_out = score(start_model(), folder)
     names = "reward", "entropy", "value/explained_variance", "episodes/turns", "completions/mean_length"
     history = [row for row in run.state.log_history if "reward" in row]
     logged = {name: [round(row[name], 4) for row in history if name in row] for name in names}
@@ -138,13 +138,11 @@ def train(rival: str, rate: float, seed: int, given: dict) -> dict:
     return result | {"held_out": held_out, "logged": logged}
 
 
-def score(model: str) -> dict:
-    """Held-out success of a model or an adapter, by size: greedily, and at temperature 1."""
+def score(model: str, adapter: str | None = None) -> dict:
+    """Held-out success of a model by size: greedily, and at temperature 1."""
     import torch
     from datasets import Dataset
-    from peft import AutoPeftModelForCausalLM
     from text_games import SIZES, TextWorld, rows
-    from transformers import AutoTokenizer
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
@@ -156,17 +154,12 @@ def score(model: str) -> dict:
         return won(environments)
 
     with tempfile.TemporaryDirectory() as folder:
-        if Path(model, "adapter_config.json").exists():
-            merged = AutoPeftModelForCausalLM.from_pretrained(model, dtype=torch.float32).merge_and_unload()
-            merged.save_pretrained(f"{folder}/merged")
-            AutoTokenizer.from_pretrained(model).save_pretrained(f"{folder}/merged")
-            model = f"{folder}/merged"
         for name, temperature in {"greedy": 0.0, "sampled": 1.0}.items():
             chosen = settings(1, critic="none", advantage_estimator="rebn", seed=0, eval_temperature=temperature)
-            args = PPOConfig(f"{folder}/{name}", per_device_eval_batch_size=96, **chosen)
+            args = PPOConfig(f"{folder}/{name}", per_device_eval_batch_size=32, **chosen)
             data = Dataset.from_list(rows(HELD_OUT))
-            run = PPOTrainer(model, None, args, data, environment_factory=TextWorld, monitor_funcs=success)
-            run.evaluate(data)
+            arguments = {"environment_factory": TextWorld, "monitor_funcs": success, "peft_config": adapter}
+            PPOTrainer(model, args=args, train_dataset=data, **arguments).evaluate(data)
     count = len(HELD_OUT)
     means = {
         name: [round(statistics.mean(x[n * count : (n + 1) * count]), 4) for n in range(len(SIZES))]

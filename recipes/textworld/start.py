@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "smollm2"))
 from smollm2 import base_model
 from text_games import SIZES, rows, walkthrough
 
-SHOWN = 16  # games of each size, which are not played later
+SHOWN = 8  # games of each size, which are not played later
 START = Path("runs/SmolLM2-135M-textworld")
 # SmolLM2's, with marks for the supervised loss. A call of `command` is the text of a turn, and its answer one of the
 # user, so that environments with tools, as TRL has them, read and write the same tokens.
@@ -61,13 +61,13 @@ def start_model() -> str:
             num_train_epochs=1,
             per_device_train_batch_size=4,
             model_init_kwargs={"dtype": "float32"},
-            bf16=False,
+            bf16=True,  # of the arithmetic
             gradient_checkpointing=False,
             use_cpu=True,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
-            logging_steps=3,
+            logging_steps=2,
         )
         trainer = SFTTrainer(base_model(), args=args, train_dataset=data.shuffle(0), processing_class=tokenizer)
         trainer.train()

@@ -16,7 +16,7 @@ import textworld
 from textworld.generator import compile_game, make_game
 
 GAMES = "runs/textworld/games"
-SIZES = ((1, 2, 2), (2, 3, 3), (3, 4, 4))  # rooms, objects, and commands of the quest
+SIZES = ((2, 3, 3), (3, 4, 4), (4, 5, 5))  # rooms, objects, and commands of the quest
 RULES = {"role": "system", "content": "You play a text game. Answer with one command."}
 _LOADING = threading.Lock()  # the engine reads all games with one parser, and episodes begin in threads
 _INFOS = textworld.EnvInfos(

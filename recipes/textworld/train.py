@@ -1,6 +1,6 @@
 """PPO on games of TextWorld, from a model that has seen some walkthroughs; then games that were never played.
 
-    python recipes/textworld/train.py
+python recipes/textworld/train.py
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     """Train an adapter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--output_dir", default="runs/textworld/ppo")
     options = parser.parse_args()
     args = PPOConfig(
@@ -35,8 +35,10 @@ def main() -> None:
         max_steps=4 * options.rollouts,
         generation_batch_size=32,
         per_device_train_batch_size=8,
-        max_completion_length=640,  # of a whole episode, the observations included
-        model_init_kwargs={"dtype": "float32"},
+        max_completion_length=960,  # of a whole episode, the observations included
+        model_init_kwargs={"dtype": "bfloat16"},
+        bf16=True,
+        per_device_eval_batch_size=32,
         gradient_checkpointing=False,
         use_cpu=True,
         report_to="none",
@@ -58,7 +60,10 @@ def main() -> None:
     trainer.train()
     after = trainer.evaluate()
     trainer.save_model()
-    print(*(f"{name}: {before[name]:.2f}, then {after[name]:.2f}" for name in ("eval_reward", "eval_monitor/won/mean")), sep="\n")
+    print(
+        *(f"{name}: {before[name]:.2f}, then {after[name]:.2f}" for name in ("eval_reward", "eval_monitor/won/mean")),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":
