@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all test-lowest test-vllm lint bench docs clean
+.PHONY: demo duel test test-all test-lowest test-vllm test-environments lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
@@ -36,6 +36,16 @@ $(VENV)-vllm/.test: setup.cfg constraints.txt tests/with_vllm/install.py
 	$(VENV)-vllm/bin/python tests/with_vllm/install.py
 	@touch $@
 
+# environments of other packages, trained on, in an environment of their own (0.4 GB more than that of `make test`)
+test-environments: $(VENV)-environments/.test
+	$(VENV)-environments/bin/python -m pytest tests/with_environments
+
+$(VENV)-environments/.test: setup.cfg constraints.txt
+	test -x $(VENV)-environments/bin/python || $(PYTHON) -m venv $(VENV)-environments
+	$(VENV)-environments/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[test,environments]'
+	@touch $@
+
 duel: $(VENV)/.test
 	$(BIN)/python benchmarks/duel.py
 
@@ -59,4 +69,4 @@ $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-vllm runs
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-vllm $(VENV)-environments runs

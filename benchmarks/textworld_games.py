@@ -1,0 +1,297 @@
+"""PPO, its rivals here, and TRL's own GRPOTrainer on TextWorld with SmolLM2-135M-Instruct, at equal episodes.
+
+    python benchmarks/textworld_games.py prepare            # games, supervised start, and held-out success before
+    python benchmarks/textworld_games.py PPO                # tune on a seed of its own, then three seeds
+    python benchmarks/textworld_games.py PPO --rate 1e-3 --seed 0
+    python benchmarks/textworld_games.py parallel           # a rollout of 64 episodes over the model's own work
+    python benchmarks/textworld_games.py --table
+
+All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread each. A run is
+scored once, at its end, on games that nobody trains on, by one program for all: greedily, and at temperature 1. TRL's
+trainer plays the same episodes with `environment_factory`, because the chat template of the start reads a turn as the
+call of a tool. Writes benchmarks/results/textworld_games.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
+
+RESULTS, RUNS = HERE / "results" / "textworld_games.json", Path("runs/textworld")
+RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
+TRAINED, HELD_OUT = range(32), range(2000, 2032)  # seeds of games, of each size
+PARTS = slice(5, 10), slice(-5, None)  # of the table
+ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 24, 960  # episodes, optimizer steps from them, rollouts, tokens
+GROUPS = {"num_generations": 8}
+RIVALS: dict[str, dict[str, Any]] = {
+    "PPO": {},
+    "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
+    "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
+    "GRPO": GROUPS | {"critic": "none"},
+    "TRL GRPO": GROUPS,
+}
+
+
+def won(environments: list, **kwargs) -> list[float]:
+    """Whether each episode was won, which nobody optimizes."""
+    return [float(environment.won) for environment in environments]
+
+
+def as_tool() -> Any:
+    """The environment as TRL has them: its method is the tool that the chat template calls with each turn."""
+    from text_games import TextWorld
+
+    class TextWorldTool:
+        def reset(self, game: str, turns: int, **row) -> str:
+            self._played, self._rewards, self.won = TextWorld(), 0.0, False
+            return self._played.reset({"game": game, "turns": turns}, 0)
+
+        def command(self, command: str) -> str:
+            """
+            Play a command.
+
+            Args:
+                command: One of those that were listed.
+            """
+            seen, reward, done = self._played.step(command)
+            self._rewards, self.won = self._rewards + reward, self._played.won
+            return "over " * LENGTH if done else seen  # TRL drops an answer that does not fit, and ends the episode
+
+        def get_reward(self) -> float:
+            return self._rewards
+
+    return TextWorldTool
+
+
+def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
+    """Arguments of all trainers."""
+    return {
+        "max_steps": rollouts * STEPS,
+        "per_device_train_batch_size": ROLLOUT // STEPS,
+        "generation_batch_size": ROLLOUT,
+        "max_completion_length": LENGTH,
+        "model_init_kwargs": {"dtype": "bfloat16"},  # three times as fast as float32 on CPUs with its instructions
+        "bf16": True,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": STEPS,
+    } | given
+
+
+def train(rival: str, rate: float, seed: int, given: dict) -> dict:
+    """Train a rival; return rewards, successes and seconds of each rollout, and its held-out success."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from start import start_model
+    from text_games import TextWorld, rows
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    wins, seconds = [], []
+
+    def success(environments, **kwargs):
+        scores = won(environments)
+        wins.append(statistics.mean(scores))
+        seconds.append(round(time.monotonic() - start, 1))
+        print(
+            f"{rival} {rate:g} seed {seed}: rollout {len(wins)}, won {wins[-1]:.2f}, {seconds[-1]:.0f} s", flush=True
+        )
+        return scores
+
+    common = settings(learning_rate=rate, seed=seed) | RIVALS[rival] | given
+    rounds = -(-ROLLOUT * ROLLOUTS // (len(TRAINED) * 3))
+    data = Dataset.from_list(rows(TRAINED) * rounds)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"model": start_model(), "train_dataset": data, "peft_config": lora}
+        if rival.startswith("TRL"):
+            args = GRPOConfig(folder, reward_weights=[0.0], **common)
+            run = GRPOTrainer(args=args, reward_funcs=success, environment_factory=as_tool(), **arguments)
+        else:
+            args = PPOConfig(folder, **common)
+            run = PPOTrainer(args=args, monitor_funcs=success, environment_factory=TextWorld, **arguments)
+        start = time.monotonic()
+        run.train()
+        run.save_model(folder)
+        held_out = score(start_model(), folder)
+    names = "reward", "entropy", "value/explained_variance", "episodes/turns", "completions/mean_length"
+    history = [row for row in run.state.log_history if "reward" in row]
+    logged = {name: [round(row[name], 4) for row in history if name in row] for name in names}
+    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "won": wins, "seconds": seconds}
+    return result | {"held_out": held_out, "logged": logged}
+
+
+def score(model: str, adapter: str | None = None) -> dict:
+    """Held-out success of a model by size: greedily, and at temperature 1."""
+    import torch
+    from datasets import Dataset
+    from text_games import SIZES, TextWorld, rows
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    scores: dict[str, list[float]] = {}
+
+    def success(environments, **kwargs):
+        scores.setdefault(name, []).extend(won(environments))
+        return won(environments)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, temperature in {"greedy": 0.0, "sampled": 1.0}.items():
+            chosen = settings(1, critic="none", advantage_estimator="rebn", seed=0, eval_temperature=temperature)
+            args = PPOConfig(f"{folder}/{name}", per_device_eval_batch_size=32, **chosen)
+            data = Dataset.from_list(rows(HELD_OUT))
+            arguments = {"environment_factory": TextWorld, "monitor_funcs": success, "peft_config": adapter}
+            PPOTrainer(model, args=args, train_dataset=data, **arguments).evaluate(data)
+    count = len(HELD_OUT)
+    means = {
+        name: [round(statistics.mean(x[n * count : (n + 1) * count]), 4) for n in range(len(SIZES))]
+        for name, x in scores.items()
+    }
+    print(f"held-out success by size: {means}", flush=True)
+    return means
+
+
+def prepare() -> None:
+    """Make games and the start, and score it and the base."""
+    from start import base_model, start_model
+    from text_games import rows
+
+    rows(TRAINED)
+    for name, model in (("base", base_model()), ("start", start_model())):
+        if not (file := RUNS / f"{name}.json").exists():
+            print(name, flush=True)
+            untrained = {"rival": name, "rate": None, "seed": None, "settings": {}}
+            file.write_text(json.dumps(untrained | {"held_out": score(model)}))
+
+
+def parallel(episodes: int = 64) -> None:
+    """Time a rollout of episodes that are played at once, over the model's own work in it."""
+    import torch
+    from datasets import Dataset
+    from start import start_model
+    from text_games import TextWorld, rows
+
+    from trl_ppo_ext import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(1)
+    data, spent = Dataset.from_list(rows(TRAINED)[-episodes:]), {"play": 0.0, "model": 0.0}
+
+    def timed(function: Callable, name: str) -> Callable:
+        def call(*given, **more):
+            start = time.monotonic()
+            result = function(*given, **more)
+            spent[name] += time.monotonic() - start
+            return result
+
+        return call
+
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = settings(1, critic="none", advantage_estimator="rebn", per_device_eval_batch_size=episodes)
+        run = PPOTrainer(start_model(), None, PPOConfig(folder, **chosen), data, environment_factory=TextWorld)
+        player = run.roles.player
+        conversation = player.generator.conversation
+        player.play, player.generator.conversation = timed(player.play, "play"), lambda: timed(conversation(), "model")
+        for _ in range(3):  # the first time loads what is needed once
+            spent |= {"play": 0.0, "model": 0.0}
+            run.evaluate(data)
+            play, model = spent.values()
+            print(f"{play:.1f} s, of which the model {model:.1f} s: {play / model:.2f} times its own work", flush=True)
+
+
+def once(rival: str, rate: float, seed: int, given: dict) -> dict:
+    """Train, unless the run is saved."""
+    parts = [rival.replace(" ", "_"), f"{rate:g}", str(seed), *(f"{k}={v}" for k, v in sorted(given.items()))]
+    file = RUNS / ("-".join(parts).replace("/", "_") + ".json")
+    if not file.exists():
+        result = train(rival, rate, seed, given)
+        file.write_text(json.dumps(result))
+    return json.loads(file.read_text())
+
+
+def key(run: dict) -> str:
+    """Identity of a run."""
+    return json.dumps([run[name] for name in ("rival", "rate", "seed", "settings")])
+
+
+def interval(values: list[float]) -> str:
+    """Mean in percent with its 95 % interval, by Student's t for three seeds."""
+    mean = f"{100 * statistics.mean(values):.0f} %"
+    return mean if len(values) < 3 else f"{mean} ± {430 * statistics.stdev(values) / len(values) ** 0.5:.0f}"
+
+
+def table(runs: list[dict]) -> str:
+    """Markdown table: success in training and on held-out games, in percent."""
+    lines = [
+        "| | rate | rollouts 6 to 10 | last 5 | held-out, greedy | held-out, sampled | by size, sampled | seconds |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        if run["seed"] in (*SEEDS, None) and not run["settings"]:
+            group = groups.setdefault(run["rival"], [])
+            if group and group[0]["rate"] != run["rate"]:
+                raise ValueError(f"{run['rival']} has runs of two rates; remove those of one.")
+            group.append(run)
+    for rival, group in groups.items():
+        cells = ["", "", "", ""]
+        if group[0]["seed"] is not None:  # a model that was not trained has one run
+            parts = [[statistics.mean(run["won"][part]) for run in group] for part in PARTS]
+            seconds = statistics.mean(run["seconds"][-1] for run in group)
+            cells = [f"{group[0]['rate']:g}", *map(interval, parts), f"{seconds:.0f}"]
+        held_out = [[statistics.mean(run["held_out"][name]) for run in group] for name in ("greedy", "sampled")]
+        sizes = [statistics.mean(x) for x in zip(*(run["held_out"]["sampled"] for run in group))]
+        cells[3:3] = [*map(interval, held_out), ", ".join(f"{100 * x:.0f}" for x in sizes)]
+        lines.append(f"| {' | '.join([rival, *cells])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prepare, train a rival, or gather the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["prepare", "parallel", *RIVALS])
+    parser.add_argument("--rate", type=float, nargs="*", default=RATES)
+    parser.add_argument("--seed", type=int, nargs="*", default=None)
+    parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
+    parser.add_argument("--table", action="store_true", help="gather runs/textworld in the results")
+    options = parser.parse_args()
+    RUNS.mkdir(parents=True, exist_ok=True)
+    if options.table:
+        known = {key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+        known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
+        runs = [*known.values()]
+        RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+        print(table(runs))
+    elif options.what == "prepare":
+        prepare()
+    elif options.what == "parallel":
+        parallel()
+    elif options.seed is not None:
+        for rate, seed in product(options.rate, options.seed):
+            once(options.what, rate, seed, options.set)
+    else:
+        tuned = [once(options.what, rate, TUNED_ON, options.set) for rate in options.rate]
+        best = max(tuned, key=lambda run: statistics.mean(run["won"]))["rate"]
+        for seed in SEEDS:
+            once(options.what, best, seed, options.set)
+
+
+if __name__ == "__main__":
+    main()
