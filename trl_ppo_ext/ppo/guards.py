@@ -173,11 +173,11 @@ class SamplerComparison:
             self._check_rounding(few, sampled, mask)
         for older in policies[is_ahead:][:1]:
             earlier = functional_call(actor_critic, older, *settings).logprobs
-            # squared errors, and by how much they are smaller with the older adapter
-            errors = (few.logprobs - sampled).masked_fill(~mask, 0).square()
-            gains = errors - (earlier - sampled).masked_fill(~mask, 0).square()
-            error, gain, deviation = self.all_sum(torch.stack([errors.sum(), gains.sum(), gains.square().sum()]))
-            if (gain > 0.5 * error and gain > 4 * deviation.sqrt()).item():
+            # by how much squared errors are smaller with the older adapter: negative in the mean, if it is not in use
+            errors = torch.stack([few.logprobs - sampled, earlier - sampled]).masked_fill(~mask, 0).square()
+            gains = errors[0] - errors[1]
+            gain, squares = self.all_sum(torch.stack([gains.sum(), gains.square().sum()]))
+            if (gain > 4 * squares.sqrt()).item():
                 raise SamplerError(
                     "The completions of this rollout fit the adapter of the rollout before better than the policy's: "
                     "vLLM samples with an old adapter. Restart the server, and resume the run."
