@@ -51,7 +51,7 @@ def runs_of(tmp_path, how):
         | choices
         | {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "reward_quantization": "none"}
     )
-    run = {"settings": settings, "sample": True, "model": str(tmp_path / "base")}
+    run = {"weighs": settings.pop("weighs"), "settings": settings, "sample": True, "model": str(tmp_path / "base")}
     run["classifier"] = str(tmp_path / "classifier")
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")  # a rollout feeds two optimizer steps
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -11,7 +11,7 @@ from trl.chat_template_utils import parse_response
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT / "benchmarks")]
 pytestmark = pytest.mark.slow
-pytest.importorskip("textworld", reason="needs the package, see `make test-environments`")
+pytest.importorskip("textworld.generator", reason="needs the package, see `make test-environments`")
 from start import RESPONSES, TEMPLATE  # noqa: E402
 from text_games import TextWorld, rows, walkthrough  # noqa: E402
 from textworld_games import as_tool  # noqa: E402
