@@ -475,6 +475,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
         if self.drop_equal_groups and (self.num_generations < 2 or not no_critic):
             raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
+        if self.drop_equal_groups and (
+            self.reference_prompt or self.multi_objective_aggregation != "sum_then_normalize"
+        ):
+            wrong = "compares sums of scores; remove it, or `reference_prompt` and `multi_objective_aggregation`"
+            raise ValueError(f"`drop_equal_groups=True` {wrong}.")
         if self.multi_objective_aggregation == "normalize_then_sum":
             needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "
             needed += "set both, or `reward_weights` or `normalize_rewards` instead"

@@ -416,7 +416,8 @@ def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: i
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly
     ends = weights[order].cumsum(0)
-    places = (torch.arange(plan.prompts) + torch.rand((), generator=generator)) / plan.prompts * ends[-1]
+    first = torch.rand((), generator=generator, dtype=torch.float64)  # float32 could round up to the end
+    places = (torch.arange(plan.prompts, dtype=torch.float64) + first) / plan.prompts * ends[-1]
     return order[torch.searchsorted(ends, places, right=True)].repeat_interleave(plan.num_generations).tolist()
 
 

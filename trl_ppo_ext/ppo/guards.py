@@ -162,7 +162,7 @@ class SamplerComparison:
         """
         now = {f"policy.{name}": x.detach().clone() for name, x in actor_critic.policy_parameters().items()}
         policies, self.policies = self.policies, [now, *self.policies][: self.kept]
-        if not policies or not self.checks_version or self.tolerance is None or actor_critic.is_sharded:
+        if not policies or self.tolerance is None or actor_critic.is_sharded:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
         rows = (slice(len(some)), slice(some.completion_ids.shape[1]))
@@ -171,7 +171,7 @@ class SamplerComparison:
         if is_ahead:
             few = few._replace(logprobs=functional_call(actor_critic, policies[0], *settings).logprobs)
             self._check_rounding(few, sampled, mask)
-        for older in policies[is_ahead:][:1]:
+        for older in policies[is_ahead:][:1] if self.checks_version else ():
             earlier = functional_call(actor_critic, older, *settings).logprobs
             # by how much squared errors are smaller with the older adapter: negative in the mean, if it is not in use
             errors = torch.stack([few.logprobs - sampled, earlier - sampled]).masked_fill(~mask, 0).square()
