@@ -83,6 +83,11 @@ def check_trainer_arguments(
     if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
         remedy = "pass one as `environment_factory`, or rename a column of that name"
         raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
+    if args.reference_prompt not in (None, HIDDEN_STATE) and (environments.has_instances or environments.rollout_func):
+        wrong = (
+            "is a column, which lacks what an environment or a `rollout_func` adds to the prompt; use 'hidden_state'"
+        )
+        raise ValueError(f"`reference_prompt={args.reference_prompt!r}` {wrong} of an environment, or remove it.")
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
             needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"

@@ -428,6 +428,31 @@ class PPOConfig(TRLFields, TrainingArguments):
             "cliprange_value": self.cliprange_value,
         }
 
+    def _check_groups(self) -> None:
+        """Raise a `ValueError` if the settings of baselines over a prompt's completions contradict each other."""
+        estimator = self.advantage_estimator
+        if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
+            needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
+            raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
+        normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
+        if self.drop_equal_groups:
+            if self.num_generations < 2 or self.critic != "none":
+                raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
+            if normalizes_each or self.reference_prompt is not None:
+                also = (
+                    "`multi_objective_aggregation='normalize_then_sum'`" if normalizes_each else "`reference_prompt`"
+                )
+                wrong = f"would drop prompts from which {also} learns, since it compares sums of scores"
+                raise ValueError(f"`drop_equal_groups=True` {wrong}; remove one of them.")
+        if normalizes_each:
+            needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "
+            needed += "set both, or `reward_weights` or `normalize_rewards` instead"
+            if estimator == "grpo":
+                needed = "rewards as they are; remove `normalize_rewards` and `missing_eos_penalty`, "
+                needed += "and for a KL set `kl_placement='loss'`, or `kl_coef=0`"
+            if estimator != "grpo" or self.reward_kl or self.normalize_rewards or self.missing_eos_penalty:
+                raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
+
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
         # 1. Each value
@@ -470,24 +495,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             usable = "'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn'" if no_critic else "'gae'"
             given = f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`"
             raise ValueError(f"{given}; use {usable}.")
-        if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
-            needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
-            raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
-        if self.drop_equal_groups and (self.num_generations < 2 or not no_critic):
-            raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
-        if self.drop_equal_groups and (
-            self.reference_prompt or self.multi_objective_aggregation != "sum_then_normalize"
-        ):
-            wrong = "compares sums of scores; remove it, or `reference_prompt` and `multi_objective_aggregation`"
-            raise ValueError(f"`drop_equal_groups=True` {wrong}.")
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "
-            needed += "set both, or `reward_weights` or `normalize_rewards` instead"
-            if estimator == "grpo":
-                needed = "rewards as they are; remove `normalize_rewards` and `missing_eos_penalty`, "
-                needed += "and for a KL set `kl_placement='loss'`, or `kl_coef=0`"
-            if estimator != "grpo" or self.reward_kl or self.normalize_rewards or self.missing_eos_penalty:
-                raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
+        self._check_groups()
         level = self.advantage_level
         if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
             needed = "a critic" if level == "both" else "a critic or `advantage_estimator='rebn'`"

@@ -83,8 +83,8 @@ class PPOTrainer(Trainer):
             `PeftModel` starts the policy, and a frozen copy of it is the reference.
         reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
             Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if given as a string, see
-            `reward_quantization`), adapters on the policy's base, judges and remote rewards. Several are summed
-            with `reward_weights`. With `reference_prompt` there may be none.
+            `reward_quantization`), adapters on the policy's base, judges, and objects with `name` and `score`. Several
+            are summed with `reward_weights`. With `reference_prompt` there may be none.
         args ([`PPOConfig`], *optional*): Config of the run.
         train_dataset (`Dataset` or `IterableDataset`):
             Rows with a `"prompt"` (text or chat messages); reward functions receive the other columns.

@@ -45,6 +45,16 @@ def test_dropped_groups_need_groups(tmp_path, settings):
         config(tmp_path, drop_equal_groups=True, **settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"multi_objective_aggregation": "normalize_then_sum"}, {"reference_prompt": "answer", "kl_coef": 1.0}],
+    ids=["each reward", "no reward"],
+)
+def test_dropped_groups_are_those_that_teach_nothing(tmp_path, settings):
+    with pytest.raises(ValueError, match=r"would drop prompts from which .* learns.*; remove one of them"):
+        config(tmp_path, drop_equal_groups=True, critic="none", num_generations=2, **settings)
+
+
 NAN = float("nan")
 OUT_OF_RANGE = {
     "temperature": (0, -1.0),

@@ -247,3 +247,17 @@ def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, mon
 def test_unfit_prompt_of_another_role_raises(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, dataset=secret_prompts(), **settings)
+
+
+def test_column_of_the_reference_with_an_environment_raises(tmp_path):
+    """It would lack the observation that the policy reads first."""
+
+    class Game:
+        def reset(self, row, seed):
+            return "w3"
+
+        def step(self, text):
+            return "w4", 1.0, True
+
+    with pytest.raises(ValueError, match="`reference_prompt='answer'` is a column, which lacks what an environment"):
+        trainer(tmp_path, dataset=secret_prompts(), environment_factory=Game, **TEACHER)

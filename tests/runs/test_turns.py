@@ -243,7 +243,16 @@ def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_pat
     assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
 
 
-@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"generation_kwargs": {"no_repeat_ngram_size": 1}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.8},
+        {"generation_kwargs": {"no_repeat_ngram_size": 1}},
+        {"generation_kwargs": {"encoder_repetition_penalty": 1.8}},
+        {"generation_kwargs": {"encoder_no_repeat_ngram_size": 1}},
+    ],
+    ids=str,
+)
 def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
     run = echo_trainer(tmp_path, **settings)
     generator = run.roles.player.generator

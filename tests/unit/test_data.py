@@ -340,6 +340,13 @@ def test_rows_are_drawn_as_often_as_their_weights(weights):
     torch.testing.assert_close(counts.double().mean(0), 12 * share, rtol=0, atol=0.1)
 
 
+def test_last_row_is_drawn_where_single_precision_would_end_beyond_it(monkeypatch):
+    monkeypatch.setattr(
+        torch, "rand", lambda size, dtype=torch.float32, **kwargs: torch.tensor(1 - 2.0**-24, dtype=dtype)
+    )
+    assert sorted(drawn(torch.ones(512), 512)) == [*range(512)]
+
+
 def test_neighboring_rows_are_drawn_independently():
     """Rows of two environments alternate; no rollout has one of them only."""
     parities = [sum(row % 2 for row in drawn(torch.ones(64), 16, seed=seed)) for seed in range(100)]

@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from tiny import config
 
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.ppo.rollouts import Rollout, cut
+from trl_ppo_ext.ppo.rollouts import Rollout, cut, micro_batches
 from trl_ppo_ext.ppo.updates import schedule
-from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.sequences import ROLES, Sequences
 
 PAD = 99
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
@@ -136,6 +137,15 @@ def test_cut_makes_the_largest_micro_batch_as_small_as_possible(parts):
 
     others = itertools.combinations(range(1, 7), parts - 1)
     assert largest([lengths[rows] for rows in cut_rows]) == min(largest(best.tensor_split(ends)) for ends in others)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_micro_batches_are_cut_by_the_role_that_reads_most(role, tmp_path):
+    others = {role: [[1] * n for n in (1, 9, 2, 3)]}
+    batch = Sequences.from_token_ids(PROMPTS, COMPLETIONS, PAD, "cpu", others)
+    assert batch.longest_lengths.tolist() == [4, 12, 7, 6]
+    args = config(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert [rows.tolist() for rows in micro_batches(args, batch)] == [[1], [2, 3, 0]]
 
 
 def test_cut_of_rows_of_one_length_makes_equal_micro_batches():

@@ -79,6 +79,8 @@ def check_model_arguments(
         return
     if config.is_prompt_learning:
         raise ValueError(f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`.")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
     if (bias := getattr(config, "bias", "none")) != "none":
         raise ValueError(f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared.")
 

@@ -121,9 +121,10 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
     ("adapter", "message"),
     [
         (peft.VeraConfig(r=4, target_modules=["q_proj"]), "VERA saves other tensors.*`LoraConfig`"),
+        (LoraConfig(alora_invocation_tokens=[4], task_type="CAUSAL_LM"), "`alora_invocation_tokens` must be None"),
         (LoraConfig(init_lora_weights="pissa"), "`init_lora_weights='pissa'` changes the base"),
     ],
-    ids=["other tensors", "changes the base"],
+    ids=["other tensors", "activated", "changes the base"],
 )
 def test_adapters_that_cannot_be_trained_are_refused(tmp_path, adapter, message):
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from tiny import config
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.metrics import Metrics
-from trl_ppo_ext.ppo.rollouts import cut
+from trl_ppo_ext.ppo.rollouts import cut, micro_batches
 from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_learning_rate
 
 CLIP = {"cliprange": (0.2, 0.3)}
@@ -220,6 +220,17 @@ def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build
     assert again.rows.shape == (6, 4) and torch.equal(again.rows, updates.rows)
     with pytest.raises(ValueError, match=r"\(6, 4\) .*, not of \(2, 4\); resume with the saved"):
         build(BatchPlan(4, num_mini_batches=2)).load_state_dict(updates.state_dict(1), 1)
+
+
+def test_first_epoch_has_the_micro_batches_that_were_scored(build):
+    """Else the first ratios would not be exactly 1; also if another role has the longest rows."""
+    updates, batch, lengths = build(), rollout(rows=8), torch.tensor([1, 3, 9, 2, 1, 40, 30, 20])
+    longer = {"critic_prompt_ids": torch.ones(8, 40, dtype=torch.long), "critic_prompt_lengths": lengths}
+    batch = replace(batch, sequences=replace(batch.sequences, **longer))
+    updates.start(batch, 0)
+    learned = [x.rollout.sequences.critic_prompt_lengths.tolist() for x in itertools.islice(updates.micro_batches, 4)]
+    args = replace(updates.args, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert learned == [lengths[rows].tolist() for rows in micro_batches(args, batch.sequences)]
 
 
 class Policy(torch.nn.Module):
