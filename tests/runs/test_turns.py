@@ -144,6 +144,18 @@ def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
     assert logs["entropy"] == pytest.approx(samples.tokens.entropies[mask].mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "both"])
+def test_default_lambda_of_a_run_counts_its_level(tmp_path, level):
+    """Rewards that come with turns: 0.8 over a turn, which has several tokens."""
+    run = echo_trainer(tmp_path, per_device_train_batch_size=8, num_mini_batches=1, advantage_level=level)
+    seen = rollouts_of(run)
+    run.train()
+    turns = seen[0][1].sequences.turns
+    share = (turns.amax(1).sum() / turns.bool().sum()).item()
+    assert share < 0.9
+    assert run.state.log_history[0]["lam"] == pytest.approx(0.8**share if level == "token" else 0.8)
+
+
 def chosen(prompts):
     """Turns that depend on what they follow: one or two words and EOS."""
     return [[*[4 + (7 * sum(ids) + k) % 12 for k in range(1 + sum(ids) % 2)], 1] for ids in prompts]
