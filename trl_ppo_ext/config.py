@@ -146,6 +146,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Texts that end a completion, at the token that completes one."""
     temperature: float = number(1.0, above=0)
     """Temperature of sampling and of log-probs."""
+    per_device_eval_batch_size: int | None = number(None, at_least=1)
+    """Completions sampled at a time in an evaluation per process. Default: those of a rollout."""
     eval_temperature: float | None = number(None, at_least=0)
     """Temperature of sampling in evaluations, 0 if greedy. Default: `temperature`, which KL and entropy keep."""
     top_p: float = number(1.0, above=0, at_most=1)
@@ -405,7 +407,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`num_mini_batches={self.num_mini_batches}`, got {self.gradient_accumulation_steps}; remove one."
                 )
             self.gradient_accumulation_steps = steps
-        self.plan(self.world_size)  # for its errors
+        per_process = self.plan(self.world_size).completions_per_process
+        self.per_device_eval_batch_size = self.per_device_eval_batch_size or per_process
 
     @property
     def uses_deepspeed(self) -> bool:

@@ -372,6 +372,9 @@ class PPOTrainer(Trainer):
                 dataset = list(dataset)
             copies = range(self.args.num_generations_eval or 1)
             dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
+            # batches of like size: the last one is filled on every rank, by rows that do not count
+            count = math.ceil(len(dataset) / self.accelerator.num_processes)
+            kwargs["batch_size"] = math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
             return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollouts of an earlier `train()`
         self.roles.player.generator.ahead, self._next_rows = None, []
@@ -402,15 +405,14 @@ class PPOTrainer(Trainer):
         gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
-            num_valid = max(gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size, 0)
+            num_valid = max(gradient_state.remainder - self.accelerator.process_index * len(inputs), 0)
         metrics = self._metrics["eval"]
         self._samples["eval"] = sample(self.roles, inputs, self.run_state, metrics, self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        seed, awake = self.args.seed + self.accelerator.process_index, self.roles.player.generator.awake()
-        with awake, fixed_seed(seed, self.accelerator.device):
+        with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})

@@ -286,6 +286,19 @@ def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
     assert not any("eval" in name for entry in built.state.log_history[1:] for name in entry)
 
 
+def test_evaluation_runs_in_even_batches_of_at_most_a_rollout(tmp_path):
+    built, sizes = trainer(tmp_path), []
+    assert built.plan.completions_per_process == built.args.eval_batch_size == 8
+    generate = built.roles.player.generator.generate
+    built.roles.player.generator.generate = lambda prompts, *args: (
+        sizes.append(len(prompts)) or generate(prompts, *args)
+    )
+    for rows in (5, 8, 9, 17):
+        metrics = built.evaluate(prompts(rows))
+        assert metrics["eval_reward"] == metrics["eval_completions/mean_length"]
+    assert sizes == [5, 8, 5, 4, 6, 6, 5]
+
+
 def test_evaluate_accepts_a_new_dataset(tmp_path):
     metrics = trainer(tmp_path).evaluate(prompts(3))
     assert metrics["eval_reward"] == metrics["eval_completions/mean_length"]
