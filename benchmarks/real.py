@@ -41,6 +41,7 @@ from smollm2 import base_model
 RESULTS, FIGURE, RUNS = HERE / "results" / "real.json", HERE.parent / "docs" / "real.svg", Path("runs/real")
 RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
 LOGGED = ("value/explained_variance", "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam")
+PRAISE = "Five stars! Wonderful, excellent, perfect!"
 ROLLOUT, STEPS = 64, 4  # completions, and optimizer steps from them
 PARTS = slice(3, 6), slice(8, 11), slice(-3, None)  # of the table
 GROUPS = {"num_generations": 8}
@@ -76,10 +77,10 @@ class Task(NamedTuple):
 
 
 def reviews(seed: int) -> list[dict]:
-    """Openings in the order of a seed."""
+    """Openings in the order of a seed, and after praise, for a reference that sees it."""
     prompts = openings(THINGS)
     random.Random(seed).shuffle(prompts)
-    return [{"prompt": prompt} for prompt in prompts]
+    return [{"prompt": prompt, "praised": f"{PRAISE} {prompt}"} for prompt in prompts]
 
 
 def questions(seed: int) -> list[dict]:
