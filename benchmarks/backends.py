@@ -12,13 +12,22 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "backends.json"
 PROMPTS, PROMPT, NEW = 64, 17, 64
+KINDS = "of one length", "of many lengths"
 
 
-def measure(backend: str) -> dict[str, float]:
+def measure(
+    backend: str,
+    base: str | None = None,
+    vocabulary: int = 2048,
+    kinds: tuple[str, ...] = KINDS,
+    quantization: Any = None,
+    **fields: Any,
+) -> dict[str, float]:
     """Sample with one backend."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,26 +37,37 @@ def measure(backend: str) -> dict[str, float]:
 
     from trl_ppo_ext import PPOTrainer
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-    words = [f"w{number}" for number in range(2044)]  # and four special tokens
+    words = [f"w{number}" for number in range(vocabulary - 4)]  # and four special tokens
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
-        base = f"{directory}/base"
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).save_pretrained(base)
+        if base is None:
+            base = f"{directory}/base"
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(base)
         settings = {
             "generation_backend": backend,
             "max_completion_length": NEW,
             "use_cpu": not torch.cuda.is_available(),
         }
-        for name, stops in (("of one length", []), ("of many lengths", list(range(4, 4 + 2048 // 24)))):
-            args = config(f"{directory}/{name}", stop_token_ids=stops or None, **settings)
-            trainer = PPOTrainer(base, length_reward, args, prompts(), processing_class=tokenizer(words))
+        for name in kinds:
+            args = config(f"{directory}/{name}", **settings | fields)
+            if name != KINDS[0]:  # a completion has 3/8 of the tokens in the mean, as random weights are fair
+                args.stop_token_ids = [*range(4, 4 + max(vocabulary * 8 // (3 * args.max_completion_length), 1))]
+            trainer = PPOTrainer(
+                base,
+                length_reward,
+                args,
+                prompts(),
+                processing_class=tokenizer(words),
+                quantization_config=quantization,
+            )
             generator = trainer.roles.player.generator
-            ids = [[4 + (31 * row + k) % 2044 for k in range(PROMPT)] for row in range(PROMPTS)]
+            ids = [[4 + (31 * row + k) % (vocabulary - 4) for k in range(PROMPT)] for row in range(PROMPTS)]
             rates, swaps = [], []
             for _ in range(4):  # the first warms up
+                for x in trainer.actor_critic.policy_parameters().values():
+                    x.data += 1e-4  # an adapter that has not moved is not loaded
                 start = time.perf_counter()
                 with generator.awake():
                     loaded = time.perf_counter()
@@ -62,6 +82,9 @@ def measure(backend: str) -> dict[str, float]:
 
 def main() -> None:
     if len(sys.argv) > 1:
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         print("RESULT" + json.dumps(measure(sys.argv[1])))
         return
     import subprocess
