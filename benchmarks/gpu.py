@@ -104,10 +104,10 @@ CASES = {
     "1.5B NF4, short": Case("Qwen2.5-1.5B", base="nf4", reward="nf4"),
     "7B NF4, short": Case("Qwen2.5-7B", base="nf4", reward="nf4"),
 }
-SAMPLED = {"program": "sampling", "response": 256}
+SAMPLED: dict[str, Any] = {"program": "sampling", "response": 256, "limit": 200}
 for shape, base in {"0.5B": "bf16", "7B": "nf4"}.items():
     name, model = f"{shape} {base.replace('nf4', 'NF4')}", {"shape": f"Qwen2.5-{shape}", "base": base}
-    learned = model | {"program": "padding", "response": 1024, "batch": 8, "checkpointing": True}
+    learned = model | {"program": "padding", "response": 1024, "batch": 8, "checkpointing": True, "limit": 200}
     CASES[f"{name}, packed"] = Case(**learned)
     CASES[f"{name}, padded"] = Case(**learned, packs=False)
     CASES[f"{name}, packed, flash attention"] = Case(**learned, attention="flash_attention_2")
@@ -226,6 +226,8 @@ def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, s
     first = [str(ENVIRONMENTS / "trl")] if program == "trl" else []
     paths = [*first, str(ROOT), str(ENVIRONMENTS / "gpu"), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1", LIMIT: str(limit)}
+    if program != "overlap":  # the Trainer would spread a batch over all GPUs
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [sys.executable, str(HERE / "gpu_case.py"), *arguments]
     try:
         done = subprocess.run(
@@ -298,7 +300,7 @@ def line(name: str, result: dict, ours: dict | None) -> str:
     if "settings" in result and result["settings"]["base"] != CASES[name].base:
         name += " (in bf16)"
     if "measured" in result:
-        return f"{name:35} " + ", ".join(f"{x} {result['measured'][x]:.4g}" for x in result["measured"])
+        return f"{name:35} {', '.join(f'{x} {n:.4g}' for x, n in result['measured'].items())} {failure}".rstrip()
     if "peak_gb" not in result:
         return f"{name:26} {failure}"
     estimate = result.get("estimate", {})
@@ -329,8 +331,11 @@ def groups(names: list[str], smoke: bool) -> list[list[str]]:
     """Cases by process: one each, but tiny cases share one, because imports would take longest."""
     if not smoke:
         return [[name] for name in names]
-    of_peer = ([name for name in names if (CASES[name].program == "trl") == peer] for peer in (False, True))
-    return [group for group in of_peer if group]
+    by_process: dict[str, list[str]] = {}
+    for name in names:
+        program = CASES[name].program
+        by_process.setdefault(program if program in ("trl", "overlap") else "ours", []).append(name)
+    return list(by_process.values())
 
 
 def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory: str) -> dict[str, dict]:

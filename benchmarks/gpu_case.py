@@ -334,19 +334,25 @@ def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
     results, cores = directory / "overlap.json", sorted(os.sched_getaffinity(0))
     options = {"base": directory / "base", "results": results, "seeds": 1, "rollouts": case.steps + 1}
     options |= {"completions": 2 * case.batch, "tokens": case.response}
-    options |= {"gpus": "0,1", "dtype": "bfloat16"} if GPU else {"cores": f"{cores[0]},{cores[-1]}"}
+    if GPU:
+        options |= {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"), "dtype": "bfloat16"}
+    else:
+        options["cores"] = f"{cores[0]},{cores[-1]}"
     program = [sys.executable, str(Path(__file__).with_name("overlap.py"))]
-    process = subprocess.Popen([*program, *(f"--{name}={x}" for name, x in options.items())])
+    process, result = subprocess.Popen([*program, *(f"--{name}={x}" for name, x in options.items())]), {}
     try:
         code = process.wait(float(os.environ[LIMIT]) - 20)
     finally:
         process.terminate()  # it ends its server
         process.wait()
+        if results.exists():
+            runs = json.loads(results.read_text())
+            rates = {name: run["completions/s"] for name in ("with", "without") for run in runs[name]}
+            result["measured"] = {f"completions/s {name}": x for name, x in rates.items()}
+            tell(result)
     if code:
         raise RuntimeError(f"overlap.py ended with {code}")
-    runs = json.loads(results.read_text())
-    rates = {name: runs[name][0]["completions/s"] for name in ("with", "without")}
-    return {"measured": {f"completions/s {name}": x for name, x in rates.items()}}
+    return result
 
 
 # ---- TRL's last PPO ----
@@ -409,11 +415,17 @@ def run(name: str, directory: Path, smoke: bool) -> None:
     """Run a case; return its result, or the reason of its failure."""
     case = case_of(name, smoke)
     program = {"ours": ours, "trl": trl, "padding": padding, "sampling": sampling, "overlap": overlap}[case.program]
+    told: dict[str, Any] = {}
+
+    def tell(result: dict[str, Any]) -> None:
+        told.update(result)
+        say(name, "cut short", told)
+
     try:
-        say(name, "done", program(case, directory / case.shape, lambda result: say(name, "cut short", result)))
+        say(name, "done", program(case, directory / case.shape, tell))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
-        say(name, "failed", {"reason": reason, "errors": traceback.format_exc()[-1500:]})
+        say(name, "failed", told | {"reason": reason, "errors": traceback.format_exc()[-1500:]})
 
 
 def make_tiny() -> None:
