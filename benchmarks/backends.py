@@ -1,8 +1,8 @@
 """Tokens per second of each sampling backend, and milliseconds of an adapter's swap: `python benchmarks/backends.py`.
 
-SmolLM2-135M-Instruct in bfloat16, LoRA of rank 16 on all linear layers, and 64 openings of reviews with up to 64 new
-tokens: once all of 64, once with stops, so that half are shorter than 24. One core; the best of three. Needs vLLM for
-its row: `make test-vllm` installs it into .venv-vllm.
+SmolLM2-135M-Instruct in bfloat16, LoRA of rank 16 on all linear layers, and 64 prompts of 17 tokens with up to 64 new
+tokens: once without other ends than its own, once with every 24th token as an end. One core; the best of three. Needs
+vLLM for its row: `make test-vllm` installs it into .venv-vllm.
 """
 
 import json
@@ -13,43 +13,56 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "backends.json"
-PROMPTS, NEW, STOPS = 64, 64, 36  # every 36th token of the vocabulary ends a completion
+PROMPTS, PROMPT, NEW = 64, 17, 64
+KINDS = "of one length", "of many lengths"
 
 
-def measure(backend: str) -> dict[str, float]:
+def measure(
+    backend: str,
+    base: str,
+    vocabulary: int,
+    kinds: tuple[str, ...] = KINDS,
+    quantization: Any = None,
+    **fields: Any,
+) -> dict[str, float]:
     """Sample with one backend."""
     import torch
-    from datasets import Dataset
 
-    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes" / "smollm2")]
-    from reviews import THINGS, openings
-    from smollm2 import base_model
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+    from tiny import config, length_reward, prompts, tokenizer
 
-    from trl_ppo_ext import PPOConfig, PPOTrainer
-    from trl_ppo_ext.rewards import no_reward
+    from trl_ppo_ext import PPOTrainer
 
-    torch.set_num_threads(1)
+    words = [f"w{number}" for number in range(vocabulary - 4)]  # and four special tokens
     results: dict[str, float] = {}
-    data = Dataset.from_list([{"prompt": prompt} for prompt in openings(THINGS)[:PROMPTS]])
-    settings = {
-        "generation_backend": backend,
-        "max_completion_length": NEW,
-        "model_init_kwargs": {"dtype": "bfloat16"},
-    }
-    settings |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "use_cpu": not torch.cuda.is_available()}
     with tempfile.TemporaryDirectory() as directory:
-        for name, stops in (("of one length", []), ("of many lengths", [*range(0, 49152, STOPS)])):
-            args = PPOConfig(f"{directory}/{name}", stop_token_ids=stops or None, **settings)
-            trainer = PPOTrainer(base_model(), no_reward, args, data)
+        settings = {
+            "generation_backend": backend,
+            "max_completion_length": NEW,
+            "use_cpu": not torch.cuda.is_available(),
+        }
+        for name in kinds:
+            args = config(f"{directory}/{name}", **settings | fields)
+            if name != KINDS[0]:  # a completion has 3/8 of the tokens in the mean, if all tokens are as likely
+                args.stop_token_ids = [*range(4, vocabulary, max(3 * args.max_completion_length // 8, 1))]
+            trainer = PPOTrainer(
+                base,
+                length_reward,
+                args,
+                prompts(),
+                processing_class=tokenizer(words),
+                quantization_config=quantization,
+            )
             generator = trainer.roles.player.generator
-            ids = trainer.processing_class(data["prompt"][:])["input_ids"]
+            ids = [[4 + (31 * row + k) % (vocabulary - 4) for k in range(PROMPT)] for row in range(PROMPTS)]
             rates, swaps = [], []
             for _ in range(4):  # the first warms up
                 for x in trainer.actor_critic.policy_parameters().values():
-                    x.data += 1e-6  # an adapter that has not moved is not loaded again
+                    x.data += 1e-4  # an adapter that has not moved is not loaded
                 start = time.perf_counter()
                 with generator.awake():
                     loaded = time.perf_counter()
@@ -57,8 +70,6 @@ def measure(backend: str) -> dict[str, float]:
                     end = time.perf_counter()
                 rates.append(sum(map(len, completions)) / (end - loaded))
                 swaps.append(1000 * (loaded - start))
-            lengths = sorted(map(len, completions))
-            print(name, "lengths:", lengths[0], lengths[PROMPTS // 2], lengths[-1], file=sys.stderr)
             results[f"tokens/s {name}"] = round(max(rates[1:]))
             results["swap ms"] = round(min(swaps[1:]), 1)
     return results
@@ -67,10 +78,16 @@ def measure(backend: str) -> dict[str, float]:
 def main() -> None:
     """Measure each backend in a process of its own."""
     if len(sys.argv) > 1:
-        print("RESULT" + json.dumps(measure(sys.argv[1])))
+        import torch
+
+        sys.path.append(str(HERE.parent / "recipes" / "smollm2"))
+        from smollm2 import base_model
+
+        torch.set_num_threads(1)
+        settings: dict = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}
+        print("RESULT" + json.dumps(measure(sys.argv[1], base_model(), 49152, **settings)))
         return
-    results = {}
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    results, alone = {}, os.environ | {"OMP_NUM_THREADS": "1"}
     for backend in ("transformers", *(["vllm"] if find_spec("vllm") else [])):
         run = subprocess.run([sys.executable, __file__, backend], capture_output=True, text=True, env=alone)
         lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]

@@ -1,10 +1,19 @@
-"""PPO steps on a CUDA GPU, compared with TRL's and with memory limits: `bash benchmarks/gpu.sh`.
+"""What a CUDA GPU does, in three calls of at most ten minutes:
 
-A step is: generate, score, values and reference, advantages, four epochs of updates. Models have Qwen2.5's shapes and
-random weights; only missing packages are downloaded (never torch). Each case runs in its own process with a time
-limit. It reports medians over the steps after the warm-up, peaks of the allocator by phase, and `estimate_memory`.
-benchmarks/results/gpu.json is written after every case, and keeps earlier results. A case that cannot be run is
-skipped, with the reason in the file.
+    bash benchmarks/gpu.sh --parts steps
+    bash benchmarks/gpu.sh --parts padding
+    bash benchmarks/gpu.sh --parts sampling overlap
+
+steps: PPO steps, compared with TRL's and with memory limits. A step is: generate, score, values and reference,
+advantages, four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by phase, and
+`estimate_memory`. padding: tokens computed for each real one, and seconds, of packed and padded micro-batches
+(padding.py). sampling: tokens per second of each backend (backends.py). overlap: completions per second with the next
+rollout sampled beside the updates, on two GPUs (overlap.py).
+
+Models have Qwen2.5's shapes and random weights; only missing packages are downloaded (never torch). Without
+bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process with a time limit, and one that fails does not
+stop the others. benchmarks/results/gpu.json is written after every case, and keeps earlier results. A case that cannot
+be run is skipped, with the reason in the file.
 
     bash benchmarks/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
     bash benchmarks/gpu.sh --smoke    # tiny models, also on a CPU; installs nothing, judges nothing
@@ -25,6 +34,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +45,7 @@ GB = 1e9
 ROOM = 22 * GB  # bytes of the weights of all shapes
 TRL = "1.12.0"
 MARK = "RESULT "  # prefix of a result in the output of a case
+LIMIT = "BENCHMARK_SECONDS"  # variable with the time limit of a process
 PHASES = ("generate", "score", "forward", "update")
 
 
@@ -45,7 +56,7 @@ class Case:
     shape: str
     base: str = "bf16"  # or "nf4"
     reward: str = "bf16"  # a classifier of the same shape; "nf4"; or an "adapter" on the base
-    program: str = "ours"  # or "trl"
+    program: str = "ours"  # or "trl", "padding", "sampling", "overlap"
     prompt: int = 128
     response: int = 128
     batch: int = 16  # completions of a micro-batch
@@ -56,6 +67,15 @@ class Case:
     steps: int = 3  # measured
     limit: int = 150  # seconds
     bar: float | None = None  # GB of tensors at the peak
+    packs: bool = True  # of "padding"
+    attention: str = "sdpa"  # or "flash_attention_2"
+    sampler: str = "transformers"  # or "vllm", in the process
+    lengths: str = "of many lengths"  # or "of one length"
+
+    @property
+    def part(self) -> str:
+        """Part of the measurements."""
+        return "steps" if self.program in ("ours", "trl") else self.program
 
 
 LONG: dict[str, Any] = {
@@ -84,11 +104,30 @@ CASES = {
     "1.5B NF4, short": Case("Qwen2.5-1.5B", base="nf4", reward="nf4"),
     "7B NF4, short": Case("Qwen2.5-7B", base="nf4", reward="nf4"),
 }
+SAMPLED: dict[str, Any] = {"program": "sampling", "response": 256, "limit": 200}
+for shape, base in {"0.5B": "bf16", "7B": "nf4"}.items():
+    name, model = f"{shape} {base.replace('nf4', 'NF4')}", {"shape": f"Qwen2.5-{shape}", "base": base}
+    learned = model | {"program": "padding", "response": 1024, "batch": 8, "checkpointing": True, "limit": 200}
+    CASES[f"{name}, packed"] = Case(**learned)
+    CASES[f"{name}, padded"] = Case(**learned, packs=False)
+    CASES[f"{name}, packed, flash attention"] = Case(**learned, attention="flash_attention_2")
+    CASES[f"{name}, transformers samples"] = Case(**model | SAMPLED)
+    CASES[f"{name}, vLLM samples"] = Case(**model | SAMPLED, sampler="vllm")
+CASES["0.5B bf16, transformers, one length"] = Case("Qwen2.5-0.5B", **SAMPLED, lengths="of one length")
+CASES["0.5B bf16, vLLM, one length"] = Case("Qwen2.5-0.5B", **SAMPLED, sampler="vllm", lengths="of one length")
+for shape in ("0.5B", "7B"):  # trainer and server have the same base
+    CASES[f"{shape} bf16, overlap"] = Case(f"Qwen2.5-{shape}", program="overlap", response=256, steps=8, limit=270)
+PARTS = ["steps", "padding", "sampling", "overlap"]
 
 
-def tiny(case: Case) -> Case:
-    """The same case with tiny sizes."""
-    return replace(case, prompt=6, response=8, batch=2, accumulation=min(case.accumulation, 2), steps=1, limit=60)
+def case_of(name: str, smoke: bool) -> Case:
+    """A case as it is run: with tiny sizes, and in bf16 without bitsandbytes."""
+    case = CASES[name]
+    if smoke:
+        case = replace(case, prompt=6, response=8, batch=2, accumulation=min(case.accumulation, 2), steps=1, limit=60)
+    if importlib.util.find_spec("bitsandbytes") is None and "nf4" in (case.base, case.reward):
+        case = replace(case, base="bf16", reward=case.reward.replace("nf4", "bf16"), bar=None)
+    return case
 
 
 # ---- packages ----
@@ -171,7 +210,10 @@ def why_not(case: Case) -> str | None:
     if case.program == "trl" and not (ENVIRONMENTS / "trl" / "trl").is_dir():
         return f"trl {TRL} is not in {(ENVIRONMENTS / 'trl').relative_to(ROOT)}"
     needed = ["torch", "transformers", "accelerate", "peft", "datasets", "trl"]
-    needed += ["bitsandbytes"] if "nf4" in (case.base, case.reward) else []
+    needed += ["vllm"] if "vllm" in case.sampler or case.program == "overlap" else []
+    needed += ["flash_attn"] if "flash" in case.attention else []
+    if case.program == "overlap" and gpus() == 1:
+        return "server and trainer need a GPU each, and there is one"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
 
@@ -183,7 +225,9 @@ def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, s
     """Run one process; return stdout, stderr, and the reason of a failure or None."""
     first = [str(ENVIRONMENTS / "trl")] if program == "trl" else []
     paths = [*first, str(ROOT), str(ENVIRONMENTS / "gpu"), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1", LIMIT: str(limit)}
+    if program != "overlap":  # the Trainer would spread a batch over all GPUs
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [sys.executable, str(HERE / "gpu_case.py"), *arguments]
     try:
         done = subprocess.run(
@@ -253,6 +297,10 @@ def line(name: str, result: dict, ours: dict | None) -> str:
     if result["status"] != "done":
         last = result.get("errors", "").splitlines()[-1:] if "exit" in result["reason"] else []
         failure = f"{result['status']}: {': '.join([result['reason'], *last])[:160]}"
+    if "settings" in result and result["settings"]["base"] != CASES[name].base:
+        name += " (in bf16)"
+    if "measured" in result:
+        return f"{name:35} {', '.join(f'{x} {n:.4g}' for x, n in result['measured'].items())} {failure}".rstrip()
     if "peak_gb" not in result:
         return f"{name:26} {failure}"
     estimate = result.get("estimate", {})
@@ -283,8 +331,11 @@ def groups(names: list[str], smoke: bool) -> list[list[str]]:
     """Cases by process: one each, but tiny cases share one, because imports would take longest."""
     if not smoke:
         return [[name] for name in names]
-    by_program = ([name for name in names if CASES[name].program == program] for program in ("ours", "trl"))
-    return [group for group in by_program if group]
+    by_process: dict[str, list[str]] = {}
+    for name in names:
+        program = CASES[name].program
+        by_process.setdefault(program if program in ("trl", "overlap") else "ours", []).append(name)
+    return list(by_process.values())
 
 
 def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory: str) -> dict[str, dict]:
@@ -300,7 +351,7 @@ def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory
         elif able:
             rows |= run(able, directory, smoke, min(left, limit))
         for name, result in rows.items():
-            case = tiny(CASES[name]) if smoke else CASES[name]
+            case = case_of(name, smoke)
             date = datetime.now(UTC).isoformat(timespec="seconds")
             result |= {"settings": asdict(case), "smoke": smoke, "date": date, "packages_lacking": unmet}
             result["bars"] = judged(case, result, smoke)
@@ -316,22 +367,25 @@ def place() -> str | None:
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
 
 
-def has_gpu() -> bool:
-    """Check for a CUDA GPU in another process, so that this one takes none of its memory."""
-    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
-    return subprocess.run(command, capture_output=True).returncode == 0
+@cache
+def gpus() -> int:
+    """Number of CUDA GPUs, counted in another process, so that this one takes none of their memory."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True).stdout or 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="CASE", help="in place of parts")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too")
     parser.add_argument("--seconds", type=float, default=570, help="time limit of all cases")
     parser.add_argument("--results", type=Path, help=f"by default {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     began = time.monotonic()
+    args.cases = args.cases or [name for part in args.parts for name, case in CASES.items() if case.part == part]
     if not args.smoke:
-        if not has_gpu():
+        if not gpus():
             parser.exit(2, "There is no CUDA GPU (or no torch); `--smoke` runs tiny models on a CPU.\n")
         provide(os.environ.get("WHEELS"))
     path = args.results or (SMOKE_RESULTS if args.smoke else RESULTS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO steps on a CUDA GPU, compared with TRL's and with memory limits, in under ten minutes: bash benchmarks/gpu.sh
+# What a CUDA GPU does, in calls of at most ten minutes: bash benchmarks/gpu.sh --parts steps
 #   WHEELS=FOLDER  take missing packages from wheels there, not from the package index
 #   PYTHON=PYTHON  interpreter; torch must be there already
 # `bash benchmarks/gpu.sh --help` lists all options.

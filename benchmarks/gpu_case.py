@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 
 sys.path.insert(1, str(Path(__file__).parent / "peers"))
 from common import EPOCHS, LORA, Clock, Shape, prompts, tokenizer
-from gpu import CASES, GB, MARK, PHASES, Case, tiny
+from gpu import CASES, GB, LIMIT, MARK, PHASES, Case, case_of
 
 GPU = torch.cuda.is_available()
 
@@ -125,7 +126,6 @@ def rows(case: Case, directory: Path) -> tuple[Any, list[str]]:
 def arguments(case: Case, directory: Path) -> dict[str, Any]:
     """Arguments of both the trainer and the estimate."""
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig
 
     from trl_ppo_ext import PPOConfig
 
@@ -150,10 +150,16 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
-    quantization = None
-    if case.base == "nf4":
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    return {"args": args, "peft_config": LoraConfig(**LORA), "quantization_config": quantization}
+    return {"args": args, "peft_config": LoraConfig(**LORA), "quantization_config": quantization_of(case)}
+
+
+def quantization_of(case: Case) -> Any:
+    """Quantization of the base."""
+    from transformers import BitsAndBytesConfig
+
+    if case.base != "nf4":
+        return None
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
@@ -285,6 +291,70 @@ def timed(seconds: list[float], case: Case) -> dict[str, Any]:
     return {"seconds": seconds, "median_s": statistics.median(seconds) if seconds else None}
 
 
+# ---- the other benchmarks ----
+
+
+def with_peak(numbers: dict[str, float]) -> dict[str, Any]:
+    """Measurements, on a GPU with the peak of the allocator."""
+    return {"measured": numbers | ({"peak GB": torch.cuda.max_memory_allocated() / GB} if GPU else {})}
+
+
+def padding(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Scoring and update of completions of lognormal lengths, in four minibatches."""
+    from padding import measure
+
+    save_models(case.shape, directory)
+    settings = {
+        "generation_batch_size": 8 * case.batch,
+        "per_device_train_batch_size": case.batch,
+        "max_completion_length": case.response,
+        "gradient_checkpointing": case.checkpointing,
+        "model_init_kwargs": {"attn_implementation": case.attention},
+    }
+    ratio, seconds = measure(4, str(directory / "base"), case.packs, quantization_of(case), **settings)
+    return with_peak({"computed per real token": ratio} | {f"{phase} s": x for phase, x in seconds.items()})
+
+
+def sampling(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Tokens per second of a backend; vLLM serves the base unquantized."""
+    from backends import measure
+
+    save_models(case.shape, directory)
+    base = str(directory / "base")
+    vocabulary = json.loads((directory / "base" / "config.json").read_text())["vocab_size"]
+    settings: dict[str, Any] = {"bf16": True, "max_completion_length": case.response}
+    if case.sampler == "vllm":
+        settings["vllm_base_model"] = base
+    return with_peak(measure(case.sampler, base, vocabulary, (case.lengths,), quantization_of(case), **settings))
+
+
+def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Completions per second of runs with a server."""
+    save_models(case.shape, directory)
+    results, cores = directory / "overlap.json", sorted(os.sched_getaffinity(0))
+    options = {"base": directory / "base", "results": results, "seeds": 1, "rollouts": case.steps + 1}
+    options |= {"completions": 2 * case.batch, "tokens": case.response}
+    if GPU:
+        options |= {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"), "dtype": "bfloat16"}
+    else:
+        options["cores"] = f"{cores[0]},{cores[-1]}"
+    program = [sys.executable, str(Path(__file__).with_name("overlap.py"))]
+    process, result = subprocess.Popen([*program, *(f"--{name}={x}" for name, x in options.items())]), {}
+    try:
+        code = process.wait(float(os.environ[LIMIT]) - 20)
+    finally:
+        process.terminate()  # it ends its server
+        process.wait()
+        if results.exists():
+            runs = json.loads(results.read_text())
+            rates = {name: run["completions/s"] for name in ("with", "without") for run in runs[name]}
+            result["measured"] = {f"completions/s {name}": x for name, x in rates.items()}
+            tell(result)
+    if code:
+        raise RuntimeError(f"overlap.py ended with {code}")
+    return result
+
+
 # ---- TRL's last PPO ----
 
 
@@ -343,20 +413,26 @@ def say(name: str, status: str, result: dict[str, Any]) -> None:
 
 def run(name: str, directory: Path, smoke: bool) -> None:
     """Run a case; return its result, or the reason of its failure."""
-    case = tiny(CASES[name]) if smoke else CASES[name]
-    program = {"ours": ours, "trl": trl}[case.program]
+    case = case_of(name, smoke)
+    program = {"ours": ours, "trl": trl, "padding": padding, "sampling": sampling, "overlap": overlap}[case.program]
+    told: dict[str, Any] = {}
+
+    def tell(result: dict[str, Any]) -> None:
+        told.update(result)
+        say(name, "cut short", told)
+
     try:
-        say(name, "done", program(case, directory / case.shape, lambda result: say(name, "cut short", result)))
+        say(name, "done", program(case, directory / case.shape, tell))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
-        say(name, "failed", {"reason": reason, "errors": traceback.format_exc()[-1500:]})
+        say(name, "failed", told | {"reason": reason, "errors": traceback.format_exc()[-1500:]})
 
 
 def make_tiny() -> None:
     """Replace every shape by a tiny one."""
     from estimate import MODELS
 
-    MODELS.update({name: (64, 128, 2, 4, 2, 512, tied) for name, (*_, tied) in MODELS.items()})
+    MODELS.update({name: (64, 128, 2, 2, 1, 512, tied) for name, (*_, tied) in MODELS.items()})
 
 
 def main() -> None:
@@ -366,7 +442,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--make", metavar="SHAPE")
     args = parser.parse_intermixed_args()
-    if args.smoke and (args.make or CASES[args.cases[0]].program == "ours"):  # TRL reads these files
+    if args.smoke and (args.make or CASES[args.cases[0]].program != "trl"):  # TRL reads these files
         make_tiny()
     if args.make:
         save_models(args.make, args.directory / args.make)

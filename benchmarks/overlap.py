@@ -3,20 +3,27 @@
 SmolLM2-135M-Instruct learns positive reviews, with `vllm serve` on one core (the first of `--cores 0,1`) and the
 trainer on the other, as on two devices: for each seed a run without and one with overlap. Prints completions per
 second of whole runs, and the mean reward of their last quarter. Needs `make test-vllm`, and its environment.
+`--gpus 0,1` takes GPUs in place of cores, and `--base` another model, rewarded for the length of its completions.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / name) for name in ("", "recipes/smollm2", "tests/with_vllm")]
 RESULTS = HERE / "results" / "overlap.json"
+
+
+def length(completion_ids: list, **kwargs: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:
@@ -24,12 +31,17 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from reviews import THINGS, openings, vader
-    from smollm2 import base_model
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
+    if options.base:
+        base, reward, texts = options.base, length, [f"w{row} w{row + 1}" for row in range(64)]
+    else:
+        from reviews import THINGS, openings, vader
+        from smollm2 import base_model
+
+        base, reward, texts = base_model(), vader, openings(THINGS)
     with tempfile.TemporaryDirectory() as directory:
         args = PPOConfig(
             directory,
@@ -48,14 +60,14 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             model_init_kwargs={"dtype": options.dtype},
             bf16=options.dtype == "bfloat16",
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=not options.gpus,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
         )
-        data = Dataset.from_dict({"prompt": openings(THINGS)})
+        data = Dataset.from_dict({"prompt": texts})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = PPOTrainer(base_model(), vader, args, data, peft_config=lora)
+        trainer = PPOTrainer(base, reward, args, data, peft_config=lora)
         start = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - start
@@ -70,6 +82,9 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", default="0,1")
+    parser.add_argument("--gpus", help="in place of cores, e.g. 0,1")
+    parser.add_argument("--base", help="another model, rewarded for the length of its completions")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--completions", type=int, default=32)
@@ -85,20 +100,25 @@ def main() -> None:
     from smollm2 import base_model
     from vllm_servers import ADAPTERS, Server
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # with its server
     results: dict[str, list] = {"with": [], "without": []}
-    cores = options.cores.split(",")
+    places, more = (options.gpus or options.cores).split(","), ["--dtype", options.dtype, "--max-model-len", "512"]
+    if options.gpus:
+        more += ["--no-enforce-eager", "--enable-chunked-prefill"]  # not as on a CPU
+    commands: list[list[str]] = [[] if options.gpus else ["taskset", "-c", place] for place in places]
+    environments = [{"CUDA_VISIBLE_DEVICES": place} if options.gpus else {} for place in places]
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(base_model(), f"{folder}/log", (*ADAPTERS, "--dtype", options.dtype, "--max-model-len", "512"))
-        server.command[:0] = ["taskset", "-c", cores[0]]
+        server = Server(options.base or base_model(), f"{folder}/log", (*ADAPTERS, *more), **environments[0])
+        server.command[:0] = commands[0]
         server.start()
         try:
             server.wait()
             for run in range(-1, 2 * options.seeds):  # the first, a short one, warms the server up
                 seed, overlaps = max(run, 0) // 2, run % 2
                 own = {"url": server.url, "seed": seed, "overlaps": overlaps} | ({"rollouts": 2} if run < 0 else {})
-                command = ["taskset", "-c", cores[1], sys.executable, __file__, *sys.argv[1:]]
+                command = [*commands[1], sys.executable, __file__, *sys.argv[1:]]
                 command += [f"--{name}={x}" for name, x in own.items()]
-                environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+                environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environments[1]
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
                 lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
                 if not lines:
@@ -107,11 +127,13 @@ def main() -> None:
                 if run >= 0:
                     results["with" if overlaps else "without"].append(result)
                     print(f"seed {seed}, {'with' if overlaps else 'without'} overlap:", result, flush=True)
+                    options.results.write_text(
+                        json.dumps({"settings": vars(options), **results}, indent=1, default=str) + "\n"
+                    )
         finally:
             server.kill()
     rates = {name: sum(x["completions/s"] for x in runs) / len(runs) for name, runs in results.items()}
     print(f"with overlap {rates['with'] / rates['without']:.2f} times the completions per second")
-    RESULTS.write_text(json.dumps({"settings": vars(options), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
+from typing import Any
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))
 import torch
@@ -19,6 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.modeling import actor_critic
 
 ROLLOUT, MICRO_BATCH, LONGEST, ROLLOUTS = 64, 8, 256, 3
 PHASES = "forward", "update"
@@ -26,36 +30,40 @@ PHASES = "forward", "update"
 
 def episodes(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
     """Token ids of random lengths in place of samples, the same for every checkout."""
-    draw = random.Random(trainer.state.global_step)
+    draw, longest = random.Random(trainer.state.global_step), trainer.args.max_completion_length
+    largest = min(49000, trainer.model.config.vocab_size)
 
     def ids(length: float) -> list[int]:
-        return [draw.randrange(10, 49000) for _ in range(int(length))]
+        return [draw.randrange(10, largest) for _ in range(int(length))]
 
+    median = 60 / LONGEST * longest
     return {
         "prompt_ids": [ids(draw.uniform(16, 41)) for _ in prompts],
-        "completion_ids": [ids(min(60 * draw.lognormvariate(0, 0.8), LONGEST) + 1)[:LONGEST] for _ in prompts],
+        "completion_ids": [ids(min(median * draw.lognormvariate(0, 0.8), longest) + 1)[:longest] for _ in prompts],
     }
 
 
-def measure(num_mini_batches: int) -> tuple[float, dict[str, float]]:
+def measure(
+    num_mini_batches: int, base: str | None = None, packs: bool = True, quantization: Any = None, **fields: Any
+) -> tuple[float, dict[str, float]]:
     """Computed over real tokens, and mean seconds of each phase after a first rollout."""
     shape, tokens, computes = shape_of("smollm2"), Counter[str](), [False]
-    args = PPOConfig(
-        tempfile.mkdtemp(),
-        max_steps=ROLLOUTS * num_mini_batches,
-        num_mini_batches=num_mini_batches,
-        generation_batch_size=ROLLOUT,
-        per_device_train_batch_size=MICRO_BATCH,
-        max_completion_length=LONGEST,
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=num_mini_batches,
-        logging_first_step=False,
-    )
+    settings = {
+        "max_steps": ROLLOUTS * num_mini_batches,
+        "num_mini_batches": num_mini_batches,
+        "generation_batch_size": ROLLOUT,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "max_completion_length": LONGEST,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": num_mini_batches,
+        "logging_first_step": False,
+    }
+    args = PPOConfig(tempfile.mkdtemp(), **settings | fields)
 
     def played(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
         output, computes[0] = episodes(prompts, trainer), True
@@ -63,11 +71,12 @@ def measure(num_mini_batches: int) -> tuple[float, dict[str, float]]:
         return output
 
     trainer = PPOTrainer(
-        model(shape, torch.bfloat16),
+        base or model(shape, torch.bfloat16),
         lambda completions, **kwargs: [float(len(x)) for x in completions],
         args,
-        Dataset.from_dict({"prompt": ["w1"] * ROLLOUT}),
-        processing_class=tokenizer(shape),
+        Dataset.from_dict({"prompt": ["w1"] * args.generation_batch_size}),
+        processing_class=None if base else tokenizer(shape),
+        quantization_config=quantization,
         peft_config=LoraConfig(**LORA),
         rollout_func=played,
     )
@@ -76,7 +85,8 @@ def measure(num_mini_batches: int) -> tuple[float, dict[str, float]]:
         tokens["computed"] += computes[0] * (inputs[0] if inputs else kwargs["input_ids"]).numel()
 
     trainer.actor_critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
-    trainer.train()
+    with nullcontext() if packs else patch.object(actor_critic, "allow_packing", lambda model: False):
+        trainer.train()
     logs = [log for log in trainer.state.log_history if "time/forward" in log][1:]
     return tokens["computed"] / tokens["real"], {x: mean(log[f"time/{x}"] for log in logs) for x in PHASES}
 

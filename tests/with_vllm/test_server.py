@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import sys
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,9 +21,16 @@ from tiny import WORDS, config, llama, prompts, tokenizer
 from vllm_servers import VLLM, served
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints import save
 from trl_ppo_ext.checkpoints.atomic import checkpoints
 from trl_ppo_ext.episodes import vllm_server
-from trl_ppo_ext.episodes.engine import VLLMError
+from trl_ppo_ext.episodes.engine import Ahead, VLLMError
+from trl_ppo_ext.episodes.vllm_server import VLLMServer
+from trl_ppo_ext.ppo import rollouts
+from trl_ppo_ext.ppo.updates import Updates
+
+sys.path.append(str(Path(__file__).parents[1] / "resume"))
+import killed_runs
 
 pytestmark = pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM, see `make test-vllm`")
 
@@ -199,6 +208,68 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(base, server, expec
     run = trainer(base, server, tmp_path, **saving)
     run.train(resume_from_checkpoint=True)
     check_equal(weights(run), expected)
+
+
+# ---- runs that are killed while the next rollout is sampled ----
+
+OVERLAP = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "overlap_rollouts": True,
+    "max_steps": 48,  # 12 rollouts of 16 completions, in 2 epochs of 2 minibatches
+    "save_steps": 5,  # so that checkpoints are at each step of a rollout
+    "gradient_accumulation_steps": 4,
+    "max_completion_length": 24,
+    "learning_rate": 1e-2,
+    "rows": 40,
+}
+# optimizer step from which on, the call that does not return, and which one of them
+KILLS = [
+    (1, VLLMServer, "_read", 3),  # the third completion of the next rollout has come
+    (4, killed_runs, "length_reward", 1),
+    (6, Updates, "loss", 2),
+    (9, save, "save_file", 1),  # a checkpoint's run state
+    (14, save, "publish", 1),  # a checkpoint is written, but not renamed
+    (16, VLLMServer, "load", 1),  # the next rollout's adapter is written, but not loaded
+    (24, VLLMServer, "start", 1),  # or loaded, and no request is sent
+    (28, rollouts, "score_tokens", 1),
+    (34, Ahead, "state_dict", 1),  # a checkpoint waits for completions
+    (40, VLLMServer, "_read", 12),
+]
+
+
+def train_until(output_dir, settings, step, owner, name, calls):
+    reached, counted, original, training_step = [-1], count(1), getattr(owner, name), PPOTrainer.training_step
+
+    def dies(*args, **kwargs):
+        if reached[0] >= step and next(counted) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    def recorded(self, *args, **kwargs):
+        reached[0] = self.state.global_step
+        return training_step(self, *args, **kwargs)
+
+    setattr(owner, name, dies)
+    PPOTrainer.training_step = recorded
+    killed_runs.train(output_dir, settings)
+
+
+def test_run_killed_ten_times_amid_overlap_ends_as_the_uninterrupted_one(base, server, tmp_path):
+    settings = OVERLAP | {"model": base, "vllm_server_base_url": server.url}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert finished([in_a_fork(lambda: killed_runs.train(whole, settings), {})], bound=300) == [0]
+    resumed = []
+    for kill in KILLS:
+        assert finished([in_a_fork(partial(train_until, killed, settings, *kill), {})], bound=300) == [-signal.SIGKILL]
+        resumed.append(killed_runs.newest(killed))
+    assert resumed == [0, 0, 5, 5, 10, 15, 20, 25, 30, 40]
+    assert finished([in_a_fork(lambda: killed_runs.train(killed, settings), {})], bound=300) == [0]
+    assert killed_runs.drawn(killed, 1) == killed_runs.drawn(whole, 1)
+    (weights, logs), expected = killed_runs.outcome(killed), killed_runs.outcome(whole)
+    assert sum("reward" in log for log in logs) == 12
+    assert logs == expected[1]
+    check_equal(weights, expected[0])
 
 
 # ---- what goes wrong in a run ----
