@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -403,14 +404,14 @@ class PPOTrainer(Trainer):
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
             num_valid = max(gradient_state.remainder - self.accelerator.process_index * self.args.eval_batch_size, 0)
+        self._awake.enter_context(self.roles.player.generator.awake())  # not before the Trainer has prepared the model
         metrics = self._metrics["eval"]
         self._samples["eval"] = sample(self.roles, inputs, self.run_state, metrics, self.state, num_valid)
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
-        seed, awake = self.args.seed + self.accelerator.process_index, self.roles.player.generator.awake()
-        with awake, fixed_seed(seed, self.accelerator.device):
+        with ExitStack() as self._awake, fixed_seed(self.args.seed + self.args.process_index, self.args.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})

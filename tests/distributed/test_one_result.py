@@ -42,7 +42,7 @@ CHOICES = {
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
-    # ranks have other numbers of turns, and of batches
+    # evaluated before training; ranks have other numbers of turns, of batches, and of sampled tokens
     "turns": {
         "plays": True,
         "top_k": 1,
@@ -81,12 +81,14 @@ RUNS = {
         ("plain", "2 x 4"),
         ("default critic", "2 x 4"),
         ("all that is steered or added", "2 x 4"),
+        ("turns", "2 x 4"),
     ],
-    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "turns", "an empty rollout")],
+    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("default critic", "2 x 4"),
         ("all other ways", "2 x 4"),
+        ("turns", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],
 }
@@ -185,6 +187,20 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
     assert sum(entry.get("skipped_steps", 0) for entry in log) == ("nan_at" in CHOICES[choice])
     assert state["kl_coef"] == pytest.approx(expected_state["kl_coef"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("how", "gathers"), [("ZeRO-3", range(1, 100)), ("FSDP2", [3])])
+def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
+    """Of a tiny model FSDP gathers two layers and the rest, and ZeRO-3 each parameter by itself."""
+    about, *_ = outcomes(how, "turns", "2 x 4")
+    (_, before), *rollouts, (_, after) = about["plays"]
+    counts, forwards = zip(*rollouts)
+    assert len(rollouts) == 3 and len({*counts}) == 1
+    ends = 2  # that every rank has sampled: the length of a message, and the message
+    assert counts[0] - ends in gathers
+    assert about["plays"][0][0] == about["plays"][-1][0] == ends  # an evaluation gathers before its first batch
+    assert all(len({*each}) == 2 for each in (before, *forwards, after))  # ranks sample by themselves
+    assert max(map(max, forwards)) > 3 * min(map(min, forwards))
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP2"])
