@@ -56,11 +56,19 @@ CHOICES = {
 }
 OF_THE_RUN = ("nan_at", "others", "plays", "weighs")  # not of its config
 COVERED = ("critic adapter", "side critic", "turns")  # by choices that add to them, or by other launches
-SPREADS = {
-    "8": {"per_device_train_batch_size": 8},
-    "8 micro-batches of 1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-    "2 x 4": {"per_device_train_batch_size": 4},
-    "2 x 2 micro-batches of 2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+SPREADS = {  # two batches of an evaluation
+    "8": {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4},
+    "8 micro-batches of 1": {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "per_device_eval_batch_size": 4,
+    },
+    "2 x 4": {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2},
+    "2 x 2 micro-batches of 2": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
+    },
 }
 # what is run beside one process with the whole batch: by how it is launched
 RUNS = {
@@ -193,13 +201,11 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
 def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
     """Of a tiny model FSDP gathers two layers and the rest, and ZeRO-3 each parameter by itself."""
     about, *_ = outcomes(how, "turns", "2 x 4")
-    (_, before), *rollouts, (_, after) = about["plays"]
-    counts, forwards = zip(*rollouts)
-    assert len(rollouts) == 3 and len({*counts}) == 1
+    counts, forwards = zip(*about["plays"])  # in an evaluation of two batches, three rollouts, and another evaluation
     ends = 2  # that every rank has sampled: the length of a message, and the message
-    assert counts[0] - ends in gathers
-    assert about["plays"][0][0] == about["plays"][-1][0] == ends  # an evaluation gathers before its first batch
-    assert all(len({*each}) == 2 for each in (before, *forwards, after))  # ranks sample by themselves
+    assert {*counts[:2], *counts[-2:]} == {ends}  # an evaluation gathers before its first batch
+    assert len(counts) == 7 and len({*counts[2:5]}) == 1 and counts[2] - ends in gathers
+    assert all(len({*each}) == 2 for each in forwards[2:5])  # ranks sample by themselves
     assert max(map(max, forwards)) > 3 * min(map(min, forwards))
 
 
