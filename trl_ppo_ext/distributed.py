@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations import deepspeed as transformers_deepspeed
@@ -82,6 +82,23 @@ def gathered(parameters: Iterable[Any], changed: bool = False) -> Iterator[None]
     if sharded:
         from deepspeed.runtime.zero import GatheredParameters
     with GatheredParameters(sharded, modifier_rank=0 if changed else None) if sharded else nullcontext():
+        yield
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Gather all weights, once for all forwards within. All ranks must enter; one inside another changes nothing."""
+    with gathered(model.parameters()), ExitStack() as stack:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in [*hooks.items()][::-1]:  # put back in their order
+                    if hook.__module__.startswith("deepspeed."):  # it shards a module again after its forward
+                        stack.callback(hooks.__setitem__, key, hooks.pop(key))
+            if isinstance(module, FSDPModule) and any(isinstance(x, DTensor) for x in module.parameters()):
+                stack.callback(module.reshard)
+                stack.callback(module.set_reshard_after_forward, True, recurse=False)
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
         yield
 
 
@@ -205,6 +222,9 @@ def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
 def prepare_sharded(trainer: Any, prepare: Callable, checkpoint: str | None) -> tuple[nn.Module, Any]:
     """Run the Trainer's preparation under FSDP or DeepSpeed, and load a checkpoint into the sharded model."""
     groups = []
+    if trainer.deepspeed is not None:  # of an evaluation or an earlier training: Accelerate has forgotten it
+        trainer.deepspeed.destroy()
+        trainer.model_wrapped = trainer.model
     if trainer.is_fsdp_enabled:
         optimizer = trainer.create_optimizer()
         groups = [list(group["params"]) for group in optimizer.param_groups]

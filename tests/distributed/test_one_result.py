@@ -42,7 +42,7 @@ CHOICES = {
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
-    # ranks have other numbers of turns, and of batches
+    # evaluated before training; ranks have other numbers of turns, of batches, and of sampled tokens
     "turns": {
         "plays": True,
         "top_k": 1,
@@ -56,11 +56,19 @@ CHOICES = {
 }
 OF_THE_RUN = ("nan_at", "others", "plays", "weighs")  # not of its config
 COVERED = ("critic adapter", "side critic", "turns")  # by choices that add to them, or by other launches
-SPREADS = {
-    "8": {"per_device_train_batch_size": 8},
-    "8 micro-batches of 1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-    "2 x 4": {"per_device_train_batch_size": 4},
-    "2 x 2 micro-batches of 2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+SPREADS = {  # two batches of an evaluation
+    "8": {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4},
+    "8 micro-batches of 1": {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "per_device_eval_batch_size": 4,
+    },
+    "2 x 4": {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2},
+    "2 x 2 micro-batches of 2": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
+    },
 }
 # what is run beside one process with the whole batch: by how it is launched
 RUNS = {
@@ -81,12 +89,14 @@ RUNS = {
         ("plain", "2 x 4"),
         ("default critic", "2 x 4"),
         ("all that is steered or added", "2 x 4"),
+        ("turns", "2 x 4"),
     ],
-    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "turns", "an empty rollout")],
+    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("default critic", "2 x 4"),
         ("all other ways", "2 x 4"),
+        ("turns", "2 x 4"),
     ],
     "FSDP2, all": [(choice, "2 x 4") for choice in CHOICES],
 }
@@ -185,6 +195,18 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
     assert sum(entry.get("skipped_steps", 0) for entry in log) == ("nan_at" in CHOICES[choice])
     assert state["kl_coef"] == pytest.approx(expected_state["kl_coef"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("how", "gathers"), [("ZeRO-3", range(1, 100)), ("FSDP2", [3])])
+def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
+    """Of a tiny model FSDP gathers two layers and the rest, and ZeRO-3 each parameter by itself."""
+    about, *_ = outcomes(how, "turns", "2 x 4")
+    counts, forwards = zip(*about["plays"])  # in an evaluation of two batches, three rollouts, and another evaluation
+    ends = 2  # that every rank has sampled: the length of a message, and the message
+    assert {*counts[:2], *counts[-2:]} == {ends}  # an evaluation gathers before its first batch
+    assert len(counts) == 7 and len({*counts[2:5]}) == 1 and counts[2] - ends in gathers
+    assert all(len({*each}) == 2 for each in forwards[2:5])  # ranks sample by themselves
+    assert max(map(max, forwards)) > 3 * min(map(min, forwards))
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP2"])

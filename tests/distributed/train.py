@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from processes import finished, start
 from runs_of_tiny import write_completions
 from tiny import config, llama, prompts, tokenizer
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.sequences import Sequences
@@ -72,6 +74,33 @@ def without_a_gradient_at(trainer, step):
         return loss
 
     trainer.compute_loss = computing
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what processes exchange."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace == "c10d"
+        return function(*args, **kwargs or {})
+
+
+def counting(trainer):
+    """Collectives of each time that episodes are played, beside the forwards of each process."""
+    player, forwards, counts = trainer.roles.player, [], []
+    play = player.play
+    trainer.actor_critic.trunk.register_forward_pre_hook(lambda *given: forwards.append(given))
+
+    def counted(*given):
+        forwards.clear()
+        with Collectives() as collectives:
+            episodes = play(*given)
+        counts.append([collectives.count, gather_object([len(forwards)])])
+        return episodes
+
+    player.play = counted
+    return counts
 
 
 class Game:
@@ -133,8 +162,10 @@ def train(
         write_completions(trainer, completions_of)
     if nan_at is not None:
         without_a_gradient_at(trainer, nan_at)
-    if others:
+    counts = counting(trainer) if plays else []
+    if others or plays:
         trainer.evaluate()
+    if others:
         trainer.train()
     trainer.train(resume_from_checkpoint=resume_from)
     evaluation = trainer.evaluate()
@@ -145,7 +176,7 @@ def train(
         plugin = trainer.accelerator.state.deepspeed_plugin
         about = {"num_processes": trainer.accelerator.num_processes, "zero_stage": plugin and plugin.zero_stage}
         about["part"] = part_of_the_parameters(trainer.actor_critic) if trainer.is_fsdp_enabled else None
-        about["logprobs"] = logprobs.tolist()
+        about |= {"logprobs": logprobs.tolist(), "plays": counts}
         with open(f"{output_dir}/log.json", "w") as file:
             json.dump([about, *trainer.state.log_history, evaluation], file)
     return trainer

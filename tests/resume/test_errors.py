@@ -121,17 +121,19 @@ def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
 
 
-def test_error_in_sampling_on_one_rank_ends_all_with_a_checkpoint(tmp_path):
-    def fail():
-        built = trainer(tmp_path, max_steps=8)
-        generate = built.roles.player.generator.generate
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
-        def failing(prompts, *args):
+
+@pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["DDP", "FSDP2"])
+def test_error_in_sampling_on_one_rank_ends_all_with_a_checkpoint(tmp_path, sharding):
+    def fail():
+        built = trainer(tmp_path, max_steps=8, **sharding)
+
+        def failing(*given):
             if built.state.global_step == 4 and built.accelerator.process_index == 1:
                 raise FaultError("no memory")
-            return generate(prompts, *args)
 
-        built.roles.player.generator.generate = failing
+        built.actor_critic.trunk.layers[1].register_forward_pre_hook(failing)
         try:
             built.train()
         except Exception as error:

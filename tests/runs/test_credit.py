@@ -14,7 +14,6 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands.probe import held_out_rollouts, probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
-from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
@@ -246,10 +245,7 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     samples = samples._replace(sequences=sequences, batch=replace(batch, episodes=episodes), scored=scored)
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
-    for is_sharded in (False, True):
-        monkeypatch.setattr(ActorCritic, "is_sharded", is_sharded)
-        outputs = rollouts.outputs_after(run.roles, samples, state)
-        torch.testing.assert_close(outputs * samples.is_cut, expected)
+    torch.testing.assert_close(rollouts.outputs_after(run.roles, samples, state) * samples.is_cut, expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])

@@ -107,6 +107,7 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         ),
         ({"use_adaptive_entropy": True}, r"set `entropy_coef`"),
         ({"off_policy_mask_threshold": 0.5}, r"must be omitted, got 0.5 .*set `dual_clip`"),
+        ({"ds3_gather_for_generation": False}, r"must be True or omitted, got False .* DDP with a 4-bit base"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )

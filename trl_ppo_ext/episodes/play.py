@@ -41,9 +41,8 @@ class Player:
         """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
         episodes = [Episode.of(row) for row in rows]
         self.generator.evaluates = evaluates
-        failures = (Exception,) if self.generator.samples_alone else ()
         with self.generator.awake():
-            on_every_rank(partial(self._sample, episodes, rows, seeds, step), *failures)
+            on_every_rank(partial(self._sample, episodes, rows, seeds, step), Exception)
         if self.begin_next is not None and step is not None:
             self.begin_next()
         decode(episodes, self.tokenizer)
@@ -116,10 +115,10 @@ class EnvironmentPlayer(Player):
 
         active, going_on = episodes, [*range(len(episodes))]
         sample_turns = self.generator.conversation()
-        while self.generator.largest_count(len(active)):
+        while active:
             # 4. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = sample_turns([episode.ids for episode in active], max(rooms, default=1), going_on)
+            turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
             sampled = zip(active, turns, rooms, self.generator.sampled_logprobs or repeat(None))
             for episode, turn, room, logprobs in sampled:
                 turn = turn[:room]

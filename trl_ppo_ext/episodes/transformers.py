@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from ..config import PPOConfig
+from ..distributed import unsharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
 from .engine import Ahead
@@ -43,7 +44,6 @@ class Generator(Protocol):
     # of the completions of the last call, per token; None if the policy itself samples
     sampled_logprobs: list[list[float]] | None = None
     ahead: Ahead | None = None  # the next rollout, if it was begun
-    samples_alone: bool = True  # or in step with other ranks, which an error on one of them leaves waiting
 
     @property
     def temperature(self) -> float:
@@ -61,10 +61,6 @@ class Generator(Protocol):
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
-
-    def largest_count(self, count: int) -> int:
-        """Largest count of all ranks, if they sample in step."""
-        return count
 
     def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
         """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
@@ -132,9 +128,7 @@ class _Ends(StoppingCriteria):
     def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, max_length: int):
         self.start, self.strings = input_ids.shape[1], generator.stop_strings
         self.stops = generator._on_device([*generator.stop_token_ids])
-        # ranks that sample in step need the same calls
-        self.share = 1 if generator.actor_critic.is_sharded else generator.leaving
-        self.lengths = input_ids.new_full((len(input_ids),), max_length)
+        self.share, self.lengths = generator.leaving, input_ids.new_full((len(input_ids),), max_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         completions = input_ids[:, self.start :]
@@ -153,7 +147,6 @@ class TransformersGenerator(Generator):
         self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
     ):
         self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
-        self.batch_size, self.samples_alone = args.per_device_generation_batch_size, not actor_critic.is_sharded
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
@@ -169,8 +162,12 @@ class TransformersGenerator(Generator):
         except ValueError as error:
             cause = f"`stop_strings` are not supported by this tokenizer ({error})"
             raise ValueError(f"{cause}; use `stop_token_ids`.") from error
-        self.reuses = can_reuse(actor_critic, self.config)
+        self.reuses, self.batch_size = can_reuse(actor_critic, self.config), args.per_device_generation_batch_size
         self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Gather sharded weights for a rollout or an evaluation: ranks then sample by themselves."""
+        return unsharded(self.actor_critic)
 
     def new_cache(self) -> Cache:
         """Empty cache, if it can be reused."""
@@ -182,7 +179,7 @@ class TransformersGenerator(Generator):
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
         (ids, mask), width, is_turn = inputs, inputs[0].shape[1], cache is not None
-        ends, options = _Ends(self, ids, max_new_tokens), dict[str, Any](synced_gpus=self.actor_critic.is_sharded)
+        ends, options = _Ends(self, ids, max_new_tokens), dict[str, Any](synced_gpus=False)
         options["stopping_criteria"] = StoppingCriteriaList([ends])
         if self.reuses:
             options["past_key_values"] = cache = cache or self.new_cache()
@@ -210,25 +207,16 @@ class TransformersGenerator(Generator):
             cache.batch_select_indices(self._on_device(sorted(range(len(rows)), key=rows.__getitem__)))
         return [completions[row] for row in sorted(completions)]
 
-    def largest_count(self, count: int) -> int:
-        """Largest count of all ranks if layers are gathered for all of them, so that they sample in step."""
-        if not self.actor_critic.is_sharded:
-            return count
-        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
-
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
         ended, strings = super().has_stopped(completion), self.stop_strings
         return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt; a rank that has none, or fewer batches, samples in step with others."""
-        size, limit = self.batch_size or len(prompts) or 1, max_new_tokens or self.config.max_new_tokens
-        longest = self.largest_count(limit)  # a rank at its own limit would go on beyond its cache
+        """Sample a completion for each prompt."""
+        size, limit = self.batch_size or len(prompts), max_new_tokens or self.config.max_new_tokens
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        parts += [[[self.config.pad_token_id]]] * (self.largest_count(len(parts)) - len(parts))
-        sampled = [ids for part in parts for ids in self._generate_batch(self._padded(part), longest)]
-        return [ids[:limit] for ids in sampled[: len(prompts)]]
+        return [ids for part in parts for ids in self._generate_batch(self._padded(part), limit)]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
@@ -255,8 +243,7 @@ class Conversation:
     def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
-        is_batched = len(prompts) > (generator.batch_size or len(prompts))
-        if not generator.reuses or generator.actor_critic.is_sharded or is_batched:
+        if not generator.reuses or len(prompts) > (generator.batch_size or len(prompts)):
             return generator.generate(prompts, max_new_tokens)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:

@@ -11,7 +11,6 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -136,12 +135,6 @@ class ActorCritic(nn.Module):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the policy's adapter, as a `PeftModel` does."""
         self.policy.save_pretrained(save_directory, **{"selected_adapters": [self.policy_adapter]} | kwargs)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold shards of the base (ZeRO-3, FSDP), so that they must run it together."""
-        embedding = self.get_input_embeddings().weight
-        return hasattr(embedding, "ds_id") or isinstance(embedding, DTensor)
 
     @property
     def trunk(self) -> nn.Module:
@@ -275,7 +268,7 @@ class ActorCritic(nn.Module):
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
         tokens = sequences.pick(sequences.completion_ids)
-        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
+        with gathered([head.weight, head.bias]):
             kwargs |= {"bias": head.bias, "cap": self._logit_cap}
             return token_logprobs(hidden, head.weight, tokens, temperature / self._logit_scale, **kwargs)
 
@@ -292,7 +285,7 @@ class ActorCritic(nn.Module):
         hidden = self.trunk(input_ids=ids, use_cache=False).last_hidden_state
         logits = base(input_ids=ids, use_cache=False).logits
         head = base.get_output_embeddings()
-        with gathered([head.weight, head.bias]) if self.is_sharded else nullcontext():
+        with gathered([head.weight, head.bias]):
             projected = head(hidden).float()
         if (cap := self._logit_cap) is not None:
             projected = cap * torch.tanh(projected / cap)

@@ -162,7 +162,7 @@ class SamplerComparison:
         """
         now = {f"policy.{name}": x.detach().clone() for name, x in actor_critic.policy_parameters().items()}
         policies, self.policies = self.policies, [now, *self.policies][: self.kept]
-        if not policies or self.tolerance is None or actor_critic.is_sharded:
+        if not policies or self.tolerance is None:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))
         rows = (slice(len(some)), slice(some.completion_ids.shape[1]))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..config import PPOConfig
+from ..distributed import unsharded
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
@@ -463,11 +464,9 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None` if there are none."""
     actor_critic, device = roles.actor_critic, roles.accelerator.device
     episodes, sequences = samples.batch.episodes, samples.sequences
-    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
-    if actor_critic.is_sharded:  # ranks need as many forwards
-        rows = [*range(len(sequences))] if roles.all_sum(samples.is_cut.sum()) else []
-    if not rows:
+    if not roles.all_sum(samples.is_cut.sum()):  # on any rank
         return None
+    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps] or [0]
     # the value of a state is at the token that follows it: one that nothing else reads
     pad_token_id, index = roles.tokenizer.pad_token_id, torch.tensor(rows)
     own, on_device = sequences.rows(index), index.to(device)
@@ -481,7 +480,8 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
         scores, mask = samples.scored.tokens[on_device], sequences.completion_mask[on_device]
         scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
         ends = with_rewards_so_far(ends, scores, mask | ends.completion_mask, run)
-    outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
+    with unsharded(actor_critic):  # ranks have other numbers of rows
+        outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
 
 

@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.episodes.transformers import LEAVING, TransformersGenerator
-from trl_ppo_ext.modeling import ActorCritic
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
@@ -146,20 +145,16 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
     assert ratios[0] > 2 and ratios[1] < 1.35
 
 
-@pytest.mark.parametrize(
-    "settings, is_sharded",
-    [({}, True), ({"generation_kwargs": {"min_new_tokens": 2}}, False), ({"repetition_penalty": 1.2}, False)],
-)
-def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, monkeypatch, settings, is_sharded):
+@pytest.mark.parametrize("settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}])
+def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
     trainer, calls = build(stop_token_ids=[*range(16, 32)], **settings), []
     generator, sample = trainer.roles.player.generator, trainer.actor_critic.sample
 
     def counted(*args, **kwargs):
         calls.append(args)
-        return sample(*args, **kwargs | {"synced_gpus": False})
+        return sample(*args, **kwargs)
 
     trainer.actor_critic.sample = counted
-    monkeypatch.setattr(ActorCritic, "is_sharded", is_sharded)
     lengths = {len(ids) for ids in generator.generate(UNEVEN * 4)}
     assert len(calls) == 1 and len(lengths) > 2
 
