@@ -152,7 +152,7 @@ def train(
         rewards + ([reward_adapter(output_dir)] if others else []),
         config(output_dir, **defaults | settings),
         prompts(),
-        eval_dataset=prompts(5).to_iterable_dataset() if others else prompts(5),  # of a length that two do not share
+        eval_dataset=prompts(7).to_iterable_dataset() if others else prompts(7),  # of a length that two do not share
         processing_class=tokenizer(),
         **supervised,
         environment_factory=Game if plays else None,
