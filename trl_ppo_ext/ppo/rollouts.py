@@ -464,9 +464,10 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None` if there are none."""
     actor_critic, device = roles.actor_critic, roles.accelerator.device
     episodes, sequences = samples.batch.episodes, samples.sequences
-    if not roles.all_sum(samples.is_cut.sum()):  # on any rank
+    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
+    if not gather_object(rows):  # on any rank
         return None
-    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps] or [0]
+    rows = rows or [0]
     # the value of a state is at the token that follows it: one that nothing else reads
     pad_token_id, index = roles.tokenizer.pad_token_id, torch.tensor(rows)
     own, on_device = sequences.rows(index), index.to(device)
