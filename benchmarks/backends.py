@@ -71,7 +71,7 @@ def measure(
                 rates.append(sum(map(len, completions)) / (end - loaded))
                 swaps.append(1000 * (loaded - start))
             results[f"tokens/s {name}"] = round(max(rates[1:]))
-            results["swap ms"] = round(min(swaps[1:]), 1)
+            results["swap ms"] = round(min(swaps[1:]), 1) if backend == "vllm" else 0.0
     return results
 
 

@@ -2,7 +2,7 @@
 
     bash benchmarks/gpu.sh --parts steps
     bash benchmarks/gpu.sh --parts padding
-    bash benchmarks/gpu.sh --parts sampling overlap
+    bash benchmarks/gpu.sh --parts overlap sampling
 
 steps: PPO steps, compared with TRL's and with memory limits. A step is: generate, score, values and reference,
 advantages, four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by phase, and

@@ -23,6 +23,7 @@ RESULTS = HERE / "results" / "overlap.json"
 
 
 def length(completion_ids: list, **kwargs: Any) -> list[float]:
+    """A reward: the number of tokens."""
     return [float(len(ids)) for ids in completion_ids]
 
 
@@ -106,7 +107,9 @@ def main() -> None:
     if options.gpus:
         more += ["--no-enforce-eager", "--enable-chunked-prefill"]  # not as on a CPU
     commands: list[list[str]] = [[] if options.gpus else ["taskset", "-c", place] for place in places]
-    environments = [{"CUDA_VISIBLE_DEVICES": place} if options.gpus else {} for place in places]
+    environments = [
+        {"CUDA_VISIBLE_DEVICES": place, "TORCHDYNAMO_DISABLE": "0"} if options.gpus else {} for place in places
+    ]
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.base or base_model(), f"{folder}/log", (*ADAPTERS, *more), **environments[0])
         server.command[:0] = commands[0]

@@ -147,7 +147,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     temperature: float = number(1.0, above=0)
     """Temperature of sampling and of log-probs."""
     per_device_eval_batch_size: int | None = number(None, at_least=1)
-    """Completions sampled at a time in an evaluation per process. Default: those of a rollout."""
+    """Most completions of an evaluation's batch per process. Default: those of a rollout."""
     eval_temperature: float | None = number(None, at_least=0)
     """Temperature of sampling in evaluations, 0 if greedy. Default: `temperature`, which KL and entropy keep."""
     top_p: float = number(1.0, above=0, at_most=1)
@@ -388,8 +388,10 @@ class PPOConfig(TRLFields, TrainingArguments):
         if (launched := getattr(self, "mixed_precision", "no")) != "no" and not (self.fp16 or self.bf16):
             raise ValueError(f"`bf16` or `fp16` must be True to launch with `--mixed_precision {launched}`; set it.")
         data = self.accelerator_config
-        if data.split_batches or not data.even_batches:
-            logger.warning("`split_batches` and `even_batches` change nothing: ranks share a rollout evenly.")
+        if data.split_batches or not data.even_batches or self.dataloader_drop_last:
+            ignored = "`split_batches`, `even_batches` and `dataloader_drop_last`"
+            logger.warning("%s change nothing: ranks share a rollout evenly, and no row is dropped.", ignored)
+        self.dataloader_drop_last = False
         # each rank reads a stream itself: text cannot be sent
         data.split_batches, data.even_batches, data.dispatch_batches = False, True, False
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)

@@ -1,6 +1,7 @@
 """Everything that DeepSpeed, FSDP2 and several ranks need done differently."""
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -90,10 +91,12 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all weights, once for all forwards within. All ranks must enter; one inside another changes nothing."""
     with gathered(model.parameters()), ExitStack() as stack:
         for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in [*hooks.items()][::-1]:  # put back in their order
-                    if hook.__module__.startswith("deepspeed."):  # it shards a module again after its forward
-                        stack.callback(hooks.__setitem__, key, hooks.pop(key))
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name)
+                if any(str(x.__module__).startswith("deepspeed.") for x in hooks.values()):
+                    stack.callback(setattr, module, name, hooks)  # DeepSpeed's shard a module after its forward
+                    others = ((key, x) for key, x in hooks.items() if not str(x.__module__).startswith("deepspeed."))
+                    setattr(module, name, OrderedDict(others))
             if isinstance(module, FSDPModule) and any(isinstance(x, DTensor) for x in module.parameters()):
                 stack.callback(module.reshard)
                 stack.callback(module.set_reshard_after_forward, True, recurse=False)

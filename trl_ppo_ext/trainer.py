@@ -372,7 +372,7 @@ class PPOTrainer(Trainer):
                 dataset = list(dataset)
             copies = range(self.args.num_generations_eval or 1)
             dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
-            # batches of like size: the last one is filled on every rank, by rows that do not count
+            # even batches: the last one is filled on every rank, by rows that do not count
             count = math.ceil(len(dataset) / self.accelerator.num_processes)
             kwargs["batch_size"] = math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
             return super()._get_dataloader(dataset, description, **kwargs)

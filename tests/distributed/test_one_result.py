@@ -197,13 +197,13 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     assert state["kl_coef"] == pytest.approx(expected_state["kl_coef"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("how", "gathers"), [("ZeRO-3", range(1, 100)), ("FSDP2", [3])])
+@pytest.mark.parametrize(("how", "gathers"), [("ZeRO-3", 53), ("FSDP2", 3)])
 def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
     """Of a tiny model FSDP gathers two layers and the rest, and ZeRO-3 each parameter by itself."""
     about, *_ = outcomes(how, "turns", "2 x 4")
     counts, forwards = zip(*about["plays"])  # in an evaluation of two batches, three rollouts, and another evaluation
     ends = 2  # that every rank has sampled: the length of a message, and the message
-    assert len(counts) == 7 and len({*counts}) == 1 and counts[0] - ends in gathers
+    assert len(counts) == 7 and len({*counts}) == 1 and counts[0] - ends == gathers
     assert all(len({*each}) == 2 for each in forwards[2:5])  # ranks sample by themselves
     assert max(map(max, forwards)) > 3 * min(map(min, forwards))
 

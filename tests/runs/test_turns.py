@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import time
-from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -778,7 +777,6 @@ def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
 def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):
     run, valid = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Echo), []
     monkeypatch.setattr(trainer_module, "sample", lambda *given: valid.append(given[-1]))
-    run._awake = ExitStack()
     for rank in range(3):  # the last batch has three rows for three ranks with two each
         state = SimpleNamespace(end_of_dataloader=True, remainder=3)
         run.accelerator = SimpleNamespace(gradient_state=state, process_index=rank)

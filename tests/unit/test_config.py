@@ -109,7 +109,11 @@ def test_keys_of_generation_kwargs_that_are_fields_set_them():
     ("settings", "message"),
     [
         ({"remove_unused_columns": True}, "`remove_unused_columns=True` changes nothing: rewards need the columns"),
-        ({"accelerator_config": {"split_batches": True, "even_batches": False}}, "`even_batches` change nothing"),
+        (
+            {"accelerator_config": {"split_batches": True, "even_batches": False}},
+            "change nothing: ranks share a rollout",
+        ),
+        ({"dataloader_drop_last": True}, "and `dataloader_drop_last` change nothing"),
     ],
     ids=str,
 )

@@ -52,7 +52,7 @@ class Generator(Protocol):
         return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context of a rollout or an evaluation, in which the policy does not change."""
+        """Context of a rollout or a batch of an evaluation, in which the policy does not change."""
         return nullcontext()
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
@@ -166,7 +166,7 @@ class TransformersGenerator(Generator):
         self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
 
     def awake(self) -> AbstractContextManager[None]:
-        """Gather sharded weights for a rollout or an evaluation: ranks then sample by themselves."""
+        """Gather sharded weights: ranks then sample by themselves."""
         return unsharded(self.actor_critic)
 
     def new_cache(self) -> Cache:

@@ -75,16 +75,12 @@ class VLLMGenerator(Generator):
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
         self.served: dict[str, Tensor] | None = None  # weights of the version
-        self.is_awake = False
         with self.awake():  # an adapter that vLLM refuses ends the run now
             pass
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Sample from the policy of this moment within a context; one inside another changes nothing."""
-        if self.is_awake:
-            yield
-            return
+        """Sample from the policy of this moment within a context."""
         try:
             self.engine.wake()
             # an adapter that has not moved, e.g. since an evaluation, is still there
@@ -92,10 +88,8 @@ class VLLMGenerator(Generator):
             weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
             if served is None or any(not x.equal(served[name]) for name, x in weights.items()):
                 self._load(weights)
-            self.is_awake = True
             yield
         finally:
-            self.is_awake = False
             self.engine.sleep()
 
     def _load(self, weights: dict[str, Tensor]) -> None:

@@ -45,7 +45,7 @@ def test_adapter_that_has_not_moved_is_loaded_once(tmp_path, base, monkeypatch):
     run = trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True)
     generator = run.roles.player.generator
     for _ in range(2):
-        with generator.awake(), generator.awake():
+        with generator.awake():
             pass
     llm = generator.engine.llm
     assert llm.llm_engine.add_lora.call_count == 1
