@@ -7,7 +7,8 @@
     python benchmarks/textworld_games.py --table
 
 All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread each. A run is
-scored once, at its end, on games that nobody trains on, by one program for all: greedily, and at temperature 1. TRL's
+scored once, at its end, on games that nobody trains on, of the same size and a larger one, by one program for all:
+greedily, and at temperature 1. TRL's
 trainer plays the same episodes with `environment_factory`, because the chat template of the start reads a turn as the
 call of a tool. Writes benchmarks/results/textworld_games.json.
 """
@@ -31,7 +32,7 @@ sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
 RESULTS, RUNS = HERE / "results" / "textworld_games.json", Path("runs/textworld")
 RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
 TRAINED, HELD_OUT = range(96), range(2000, 2032)  # seeds of games
-SMALL, LARGER = (2, 3, 3), (3, 4, 4)  # rooms, objects, and commands of the quest; nobody trains on larger ones
+SMALL, LARGER = (2, 3, 3), (3, 4, 4)  # rooms, objects, and commands of the quest; no rival trains on larger ones
 PARTS = slice(4, 8), slice(-4, None)  # of the table
 ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 12, 640  # episodes, optimizer steps from them, rollouts, tokens
 GROUPS = {"num_generations": 8}
@@ -240,19 +241,16 @@ def table(runs: list[dict]) -> str:
         "| | rate | rollouts 5 to 8 | last 4 | held-out, greedy | sampled | larger, greedy | sampled | seconds |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    groups: dict[str, list[dict]] = {}
+    groups: dict[tuple, list[dict]] = {}
     for run in runs:
         if run["seed"] in (*SEEDS, None) and not run["settings"]:
-            group = groups.setdefault(run["rival"], [])
-            if group and group[0]["rate"] != run["rate"]:
-                raise ValueError(f"{run['rival']} has runs of two rates; remove those of one.")
-            group.append(run)
-    for rival, group in groups.items():
+            groups.setdefault((run["rival"], run["rate"]), []).append(run)
+    for (rival, rate), group in groups.items():
         cells = ["", "", "", ""]
-        if group[0]["seed"] is not None:  # a model that was not trained has one run
+        if rate is not None:  # otherwise a model that was not trained
             parts = [[statistics.mean(run["won"][part]) for run in group] for part in PARTS]
             seconds = statistics.mean(run["seconds"][-1] for run in group)
-            cells = [f"{group[0]['rate']:g}", *map(interval, parts), f"{seconds:.0f}"]
+            cells = [f"{rate:g}", *map(interval, parts), f"{seconds:.0f}"]
         scores = [[run["held_out"][name][size] for run in group] for size in (0, 1) for name in ("greedy", "sampled")]
         cells[3:3] = map(interval, scores)
         lines.append(f"| {' | '.join([rival, *cells])} |")
