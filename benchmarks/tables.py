@@ -13,6 +13,7 @@ from typing import Any
 import arena
 import optimum
 import real
+import textworld_games
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
@@ -83,6 +84,7 @@ TABLES = {
     "real.json": real.table,
     "scaling.json": scaling,
     "step.json": step,
+    "textworld_games.json": textworld_games.table,
 }
 
 
