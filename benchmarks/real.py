@@ -230,9 +230,11 @@ def table(runs: list[dict]) -> str:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean reward over seeds, a panel per task."""
+    """Mean reward over seeds, a panel per task whose rewards are from 0 to 1."""
     panels: dict[str, list[Curve]] = {}
     for (task, rival), group in chosen(runs).items():
+        if TASKS[task].goal < 0:
+            continue
         means = [statistics.mean(rewards) for rewards in zip(*(run["rewards"] for run in group))]
         panels.setdefault(task, []).append(Curve(rival, COLORS[rival], means))
     return picture(panels, ROLLOUT)
