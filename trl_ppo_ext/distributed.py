@@ -93,10 +93,10 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)
-                if any(str(x.__module__).startswith("deepspeed.") for x in hooks.values()):
-                    stack.callback(setattr, module, name, hooks)  # DeepSpeed's shard a module after its forward
-                    others = ((key, x) for key, x in hooks.items() if not str(x.__module__).startswith("deepspeed."))
-                    setattr(module, name, OrderedDict(others))
+                kept = OrderedDict((k, x) for k, x in hooks.items() if not str(x.__module__).startswith("deepspeed."))
+                if len(kept) < len(hooks):  # DeepSpeed's shard a module again after its forward
+                    stack.callback(setattr, module, name, hooks)
+                    setattr(module, name, kept)
             if isinstance(module, FSDPModule) and any(isinstance(x, DTensor) for x in module.parameters()):
                 stack.callback(module.reshard)
                 stack.callback(module.set_reshard_after_forward, True, recurse=False)
