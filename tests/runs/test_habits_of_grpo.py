@@ -339,3 +339,25 @@ def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
     names = "clip_ratio/low_min clip_ratio/high_max eval_reward eval_completions/min_terminated_length".split()
     assert {name: logs[name] for name in names} == pytest.approx({name: others[name] for name in names})
+
+
+def test_value_after_a_completion_that_one_rank_cut_is_that_of_one_process(tmp_path):
+    rows = prompts(8)  # a rollout
+    cut = tokenizer()(rows["prompt"][0])["input_ids"]
+
+    def run(processes):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1, "max_steps": 2}
+        settings = {"gamma": 0.5, "bootstrap_truncated": True, "max_completion_length": 6}
+        built = trainer(tmp_path / str(processes), dataset=rows, **sizes, **settings)
+        write_completions(built, lambda batch: [[5] * 6 if ids == cut else [5, 1] for ids in batch])
+        built.train()
+        if built.is_world_process_zero():
+            torch.save((weights(built), built.state.log_history), tmp_path / f"{processes}.pt")
+        built.end()
+
+    for processes in (1, 2):
+        assert finished(start(partial(run, processes), processes), 60) == [0] * processes
+    (one, logs), (two, _) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    assert logs[0]["completions/clipped_ratio"] == 1 / 8
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
