@@ -256,8 +256,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     critic_init: str | None = None
     """Pretrained critic, checkpoint or, for `critic="adapter"`, reward adapter."""
     cliprange: float | None = number(None, above=0)
-    """Clip range of the ratio, e.g. 0.2. By default a token has no gradient once its probability has changed by a
-    factor of 2 in a rollout: `cliprange=0.5`, `cliprange_high=1.0` and `dual_clip=2.0`, unless they are set."""
+    """Clip range of the ratio, e.g. 0.2. By default (`cliprange=0.5`, `cliprange_high=1.0`, `dual_clip=2.0`) a token
+    twice as likely as before has no gradient, nor one half as likely with a negative advantage."""
     cliprange_high: float | None = number(None, above=0)
     """Clip range above 1. Defaults to `cliprange`."""
     dual_clip: float | None = number(None, above=1)

@@ -99,7 +99,7 @@ _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 
 def _field(name: str) -> tuple[str, Any, Any]:
     kind, accepted, effect = NAMES[name]
-    help_text = "See docs/from_grpo.md."
+    help_text = "See docs/from_grpo.md and docs/from_trl_ppo.md."
     if accepted is not ANY:
         help_text = f"{accepted} only: {effect}."
     elif isinstance(effect, str):

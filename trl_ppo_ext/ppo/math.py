@@ -27,7 +27,7 @@ SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate",
 LOG_RATIO_BOUND = 20.0
 KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
-TRUST = 2.0  # factor of a token's probability, per rollout, beyond which it has no gradient by default
+TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
 
 
 def _same_shape(**tensors: Tensor) -> None:
