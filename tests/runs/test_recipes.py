@@ -342,23 +342,39 @@ def test_offline_twin_learns_what_its_readme_says(name, offline, tmp_path):
 
 QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+QWEN_1_5B = QWEN_7B | {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
+QWEN_1_5B |= {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
+QWEN_0_5B = QWEN_1_5B | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+QWEN_0_5B |= {"num_attention_heads": 14}
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_labels": 1}
 
 
-def test_recipe_for_24_gb_is_estimated_to_fit(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "file, shape",
+    [
+        ("calculator/ppo", QWEN_1_5B),
+        ("wordle/ppo", QWEN_1_5B),
+        ("search/ppo", QWEN_1_5B),
+        ("gsm8k/critic", QWEN_0_5B),
+        ("gsm8k/grpo", QWEN_0_5B),
+        ("chat_qlora_24gb/ppo", QWEN_7B),
+    ],
+)
+def test_recipe_for_24_gb_needs_what_its_readme_says(file, shape, tmp_path, capsys):
     """With the real models' shapes: nothing of theirs is needed but their configs."""
-    Qwen2Config(**QWEN_7B, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path / "policy")
+    Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path / "policy")
     LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "reward")
-    file = RECIPES / "chat_qlora_24gb" / "ppo.yaml"
-    models = ["--model_name_or_path", str(tmp_path / "policy"), "--reward_funcs", str(tmp_path / "reward")]
-    command = ["estimate", "--config", str(file), *models, "--memory", "24"]
-    assert cli.main([*command, "--prompt_length", "1024"]) == 0
+    config = RECIPES / f"{file}.yaml"
+    page = " ".join((config.parent / "README.md").read_text().split())
+    stated, prompt_length = re.search(r"[Aa]bout (\d+) GiB[^.]* prompts of ([\d,]+) tokens", page).groups()
+    command = ["estimate", "--config", str(config), "--model_name_or_path", str(tmp_path / "policy")]
+    if shape is QWEN_7B:
+        command += ["--reward_funcs", str(tmp_path / "reward")]
+    assert cli.main([*command, "--memory", "24", "--prompt_length", prompt_length.replace(",", "")]) == 0
     shown = capsys.readouterr().out
     assert "fits in" in shown
-    needed = float(re.search(r"([\d.]+) GiB with context", shown)[1])
-    told = re.search(r"about (\d+) GiB, with context", " ".join((file.parent / "README.md").read_text().split()))[1]
-    assert float(told) == pytest.approx(needed, rel=0.1)
+    assert float(re.search(r"([\d.]+) GiB with context", shown)[1]) == pytest.approx(float(stated), rel=0.1)
 
 
 # ---- how processes are started ----
