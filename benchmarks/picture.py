@@ -13,7 +13,7 @@ class Curve(NamedTuple):
     shares: list[float]
 
 
-def picture(panels: dict[str, list[Curve]], rollout: int) -> str:
+def picture(panels: dict[str, list[Curve]], rollout: int, unit: str = "completions") -> str:
     """Draw panels in rows, each as long as its longest curve, with the legend at the right."""
     columns = min(len(panels), COLUMNS)
     size = f"{WIDTH * columns + 200} {HEIGHT * -(-len(panels) // COLUMNS)}"
@@ -42,7 +42,7 @@ def picture(panels: dict[str, list[Curve]], rollout: int) -> str:
         for step in (0, rollouts // 2, rollouts):
             x = place(step, 0)[0]
             parts.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{step * rollout:,}</text>')
-        parts.append(f'<text x="{(left + right) / 2}" y="{bottom + 38}" text-anchor="middle">completions</text>')
+        parts.append(f'<text x="{(left + right) / 2}" y="{bottom + 38}" text-anchor="middle">{unit}</text>')
         for curve in curves:
             points = " ".join("{:.1f},{:.1f}".format(*place(n + 1, share)) for n, share in enumerate(curve.shares))
             parts.append(f'<polyline points="{points}" fill="none" stroke="{curve.color}" stroke-width="2.5"/>')

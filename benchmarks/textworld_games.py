@@ -29,7 +29,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
 
-RESULTS, RUNS = HERE / "results" / "textworld_games.json", Path("runs/textworld")
+from picture import Curve, picture
+
+RESULTS, FIGURE = HERE / "results" / "textworld_games.json", HERE.parent / "docs" / "textworld.svg"
+RUNS = Path("runs/textworld")
 RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
 TRAINED, HELD_OUT = range(96), range(2000, 2032)  # seeds of games
 SMALL, LARGER = (2, 3, 3), (3, 4, 4)  # rooms, objects, and commands of the quest; no rival trains on larger ones
@@ -43,6 +46,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "GRPO": GROUPS | {"critic": "none"},
     "TRL GRPO": GROUPS,
 }
+COLORS = {"PPO": "#4f81bd", "TRL GRPO": "#b4552d", "ReBN": "#7a6fb0", "RLOO": "#c9a227", "GRPO": "#888888"}
 
 
 def won(environments: list, **kwargs) -> list[float]:
@@ -235,24 +239,43 @@ def interval(values: list[float]) -> str:
     return mean if len(values) < 3 else f"{mean} ± {430 * statistics.stdev(values) / len(values) ** 0.5:.0f}"
 
 
+def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
+    """Runs of the seeds in the table, by rival and rate: rivals in their order, those without training last."""
+    groups: dict[tuple, list[dict]] = {}
+    order = [*RIVALS, "start", "base"]
+    for run in sorted(runs, key=lambda run: (order.index(run["rival"]), run["rate"] or 0, run["seed"] or 0)):
+        if run["seed"] in (*SEEDS, None) and not run["settings"]:
+            groups.setdefault((run["rival"], run["rate"]), []).append(run)
+    return groups
+
+
+def figure(runs: list[dict]) -> str:
+    """Mean success in training, for each rival with the rate that has the most seeds."""
+    best: dict[str, list[dict]] = {}
+    for (rival, rate), group in grouped(runs).items():
+        if rate is not None and len(group) > len(best.get(rival, [])):
+            best[rival] = group
+    curves = [
+        Curve(rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))])
+        for rival, group in best.items()
+    ]
+    return picture({"TextWorld, games won": curves}, ROLLOUT, "episodes")
+
+
 def table(runs: list[dict]) -> str:
     """Markdown table: success in training and on held-out games of each size, in percent."""
     lines = [
-        "| | rate | rollouts 5 to 8 | last 4 | held-out, greedy | sampled | larger, greedy | sampled | seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| | rate | seeds | rollouts 5-8 | last 4 | held-out, greedy | sampled | larger, greedy | sampled | time, s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    groups: dict[tuple, list[dict]] = {}
-    for run in runs:
-        if run["seed"] in (*SEEDS, None) and not run["settings"]:
-            groups.setdefault((run["rival"], run["rate"]), []).append(run)
-    for (rival, rate), group in groups.items():
-        cells = ["", "", "", ""]
+    for (rival, rate), group in grouped(runs).items():
+        cells = ["", "", "", "", ""]
         if rate is not None:  # otherwise a model that was not trained
             parts = [[statistics.mean(run["won"][part]) for run in group] for part in PARTS]
             seconds = statistics.mean(run["seconds"][-1] for run in group)
-            cells = [f"{rate:g}", *map(interval, parts), f"{seconds:.0f}"]
+            cells = [f"{rate:g}", str(len(group)), *map(interval, parts), f"{seconds:.0f}"]
         scores = [[run["held_out"][name][size] for run in group] for size in (0, 1) for name in ("greedy", "sampled")]
-        cells[3:3] = map(interval, scores)
+        cells[4:4] = map(interval, scores)
         lines.append(f"| {' | '.join([rival, *cells])} |")
     return "\n".join(lines)
 
@@ -272,6 +295,7 @@ def main() -> None:
         known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
         runs = [*known.values()]
         RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+        FIGURE.write_text(figure(runs))
         print(table(runs))
     elif options.what == "prepare":
         prepare()
