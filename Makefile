@@ -36,7 +36,7 @@ $(VENV)-vllm/.test: setup.cfg constraints.txt tests/with_vllm/install.py
 	$(VENV)-vllm/bin/python tests/with_vllm/install.py
 	@touch $@
 
-# environments of other packages, trained on, in an environment of their own (0.4 GB more than that of `make test`)
+# environments of other packages, trained on, in an environment of their own (0.9 GB more than that of `make test`)
 test-environments: $(VENV)-environments/.test
 	$(VENV)-environments/bin/python -m pytest tests/with_environments
 

@@ -15,7 +15,6 @@ del logging, warnings
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig
     from .episodes import StepResult as StepResult
-    from .episodes import openenv as openenv
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
     from .rewards import RewardAdapter as RewardAdapter
@@ -33,7 +32,6 @@ _MODULES = {
     "RewardError": "rewards",
     "StepResult": "episodes",
     "estimate_memory": "memory",
-    "openenv": "episodes",
 }
 
 __all__ = [*_MODULES]

@@ -5,6 +5,8 @@ models with random weights earn different rewards.
 """
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +72,52 @@ def games_of_textworld(folder):
     return TextWorld, sorted(commands), [row | {"prompt": ""} for row in games], 4
 
 
-PACKAGES = [guessing_of_textarena, guessing_of_gem, sums_of_reasoning_gym, games_of_textworld]
+def doors_of_openenv(folder):
+    openenv = pytest.importorskip("openenv.core", **NEEDED)
+    import uvicorn
+    from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+    class Said(Action):
+        text: str
+
+    class Seen(Observation):
+        text: str
+
+    class Door(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+        state = State()
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            self.code, self.tries = 1 + seed % 4, 0
+            return Seen(text="locked")
+
+        def step(self, action, timeout_s=None, **kwargs):
+            self.tries, opens = self.tries + 1, action.text == str(self.code)
+            text, reward = ("open", 1.0) if opens else ("locked", -0.5)
+            return Seen(text=text, reward=reward, done=opens or self.tries == 4)
+
+    app = create_fastapi_app(Door, Said, Seen, max_concurrent_envs=64)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.05)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    class OpenEnv:
+        def __init__(self):
+            self.client = openenv.GenericEnvClient(base_url=url)
+
+        async def reset(self, row, seed):
+            return (await self.client.reset(seed=seed)).observation["text"]
+
+        async def step(self, text):
+            result = await self.client.step({"text": text})
+            return result.observation["text"], result.reward or 0.0, result.done
+
+    return OpenEnv, ["1", "2", "3", "4"], [{"prompt": ""}], 4
+
+
+PACKAGES = [guessing_of_textarena, guessing_of_gem, sums_of_reasoning_gym, games_of_textworld, doors_of_openenv]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -81,7 +128,7 @@ def test_environment_of_a_package_is_trained_on(tmp_path, package):
         llama(len(text), max_position_embeddings=2048),
         args=config(
             tmp_path / "run",
-            max_steps=2,
+            max_steps=4,  # two rollouts: environments are used again
             num_ppo_epochs=1,
             per_device_train_batch_size=8,
             max_completion_length=1024,

@@ -146,41 +146,6 @@ class TextEnvironment:
         return Answer(messages, float(reward), ends, bool(truncated and not done))
 
 
-def openenv(
-    client: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], str], name: str = "OpenEnv"
-) -> type:
-    """Make an `environment_factory` of a client of OpenEnv, asynchronous or synchronous.
-
-    `reset` of the client gets the columns of the row other than the prompt, and the seed of the episode if the row has
-    none.
-
-    Args:
-        client (`Callable`):
-            Makes a client, such as `partial(EchoEnv, base_url="http://localhost:8000")`, once per episode of a batch.
-        action (`Callable`): Makes an action of the text of a turn.
-        text (`Callable`): Makes text for the policy of an observation.
-        name (`str`, *optional*, defaults to `"OpenEnv"`): Name of the class, and so of its reward in the logs.
-
-    Returns:
-        `type`: The class of a plain environment.
-    """
-
-    class OpenEnv:
-        def __init__(self) -> None:
-            self.client = client()
-
-        async def reset(self, row: dict[str, Any], seed: int) -> str:
-            columns = {name: x for name, x in row.items() if name != "prompt"}
-            return text((await called(self.client.reset, **{"seed": seed} | columns)).observation)
-
-        async def step(self, said: str) -> tuple[str, float, bool]:
-            result = await called(self.client.step, action(said))
-            return text(result.observation), result.reward or 0.0, result.done
-
-    OpenEnv.__name__ = name
-    return OpenEnv
-
-
 class Kind:
     """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
 

@@ -4,10 +4,8 @@ import asyncio
 import random
 import threading
 import time
-from collections import namedtuple
 from contextlib import suppress
 from functools import wraps
-from operator import attrgetter
 from types import SimpleNamespace
 
 import numpy
@@ -17,7 +15,7 @@ from datasets import Dataset
 from scripted import Script, call, player_of, rows_of
 from tiny import byte_tokenizer
 
-from trl_ppo_ext import StepResult, openenv
+from trl_ppo_ext import StepResult
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
@@ -350,29 +348,6 @@ def test_environment_of_gem_is_played_under_its_own_name():
         assert one.error is two.error is None and one.prompt[-1]["content"] == "alpha guess"
         assert [reward for _, reward in one.rewards] == [0, 1] and (one.turns, two.turns) == (2, 1)
         assert scores(player, episodes) == {"Gem": [one.rewards, two.rewards]}
-
-
-def test_client_of_openenv_is_a_plain_environment():
-    Action, Seen = namedtuple("Action", "said"), namedtuple("Seen", "text")
-    Result = namedtuple("Result", "observation reward done", defaults=[None, False])
-
-    class Client:  # `step` is asynchronous, `reset` is not
-        def reset(self, **kwargs):
-            assert kwargs == {"seed": 5, "code": "42"}  # all but the prompt; the row's seed overrides the episode's
-            self.code = kwargs["code"]
-            return Result(Seen(" locked"))
-
-        async def step(self, action):
-            is_open = action.said == self.code
-            return Result(Seen("open" if is_open else "locked"), 1.0 if is_open else None, is_open)
-
-    rows = rows_of("alpha", code=["42"], seed=[5])
-    player = player_of({"alpha": ["41", "42"]}, rows, factory=openenv(Client, Action, attrgetter("text"), name="Door"))
-    [episode] = played(player, rows, [11])
-    assert episode.error is None and episode.prompt[-1]["content"] == "alpha locked"
-    assert [m["content"] for m in episode.messages] == ["41", "locked", "42"]
-    assert [reward for _, reward in episode.rewards] == [0, 1] and episode.ending == "stopped"
-    assert player.environments.rewards[0].name == "Door"
 
 
 @pytest.mark.parametrize(("limit", "turns"), [(2, 2), (1, 1), (0, 1)])
