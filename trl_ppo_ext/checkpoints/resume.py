@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..config import LOCK
@@ -145,12 +144,7 @@ def find_checkpoint(
         trainer._retuned = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
         if trainer._retuned and is_writer:
             logger.warning("The run resumes under other settings: %s.", trainer._retuned)
-        rank = trainer.accelerator.process_index
-        needed = {TRAINER_STATE_NAME, f"rng_state_{rank}.pth" if trainer.args.world_size > 1 else "rng_state.pth"}
-        needed |= set() if trainer.is_deepspeed_enabled else {OPTIMIZER_NAME, SCHEDULER_NAME}
-        for name in needed - {*os.listdir(directory)}:  # the Trainer would go on without
-            raise CheckpointError(f"`{directory}` has no {name}. Resume from another checkpoint.")
-        return load_file(os.path.join(directory, RUN_STATE.format(rank=rank)))
+        return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
 
     try:
         # one rank of those that share a disk reads all of it
