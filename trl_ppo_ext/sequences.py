@@ -42,11 +42,9 @@ def _send(x: Tensor, device: torch.device | str) -> Tensor:
     return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, left: bool, device: torch.device | str) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    fill = [[pad_token_id] * (width - len(row)) for row in rows]
-    padded = [space + list(row) if left else list(row) + space for row, space in zip(rows, fill)]
-    return _send(torch.tensor(padded, dtype=torch.long).reshape(len(rows), width), device)
+def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, side: str, device: torch.device | str) -> Tensor:
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return _send(nn.utils.rnn.pad_sequence(tensors, True, pad_token_id, side), device)
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,13 @@ class Sequences:
         """
         optional: dict[str, Tensor] = {}
         for role, rows in (other_prompts or {}).items():
-            optional[f"{role}_prompt_ids"] = _pad(rows, pad_token_id, left=True, device=device)
+            optional[f"{role}_prompt_ids"] = _pad(rows, pad_token_id, "left", device)
             optional[f"{role}_prompt_lengths"] = torch.tensor([len(row) for row in rows])
         if sampled is not None:
-            optional["sampled"] = _pad(sampled, 0, left=False, device="cpu")
+            optional["sampled"] = _pad(sampled, 0, "right", "cpu")
         return cls(
-            prompt_ids=_pad(prompts, pad_token_id, left=True, device=device),
-            completion_ids=_pad(completions, pad_token_id, left=False, device=device),
+            prompt_ids=_pad(prompts, pad_token_id, "left", device),
+            completion_ids=_pad(completions, pad_token_id, "right", device),
             prompt_lengths=torch.tensor([len(row) for row in prompts]),
             completion_lengths=torch.tensor([len(row) for row in completions]),
             **optional,
