@@ -245,7 +245,8 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     samples = samples._replace(sequences=sequences, batch=replace(batch, episodes=episodes), scored=scored)
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
-    torch.testing.assert_close(rollouts.outputs_after(run.roles, samples, state) * samples.is_cut, expected)
+    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+    torch.testing.assert_close(rollouts.outputs_after(run.roles, samples, state) * is_cut, expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])

@@ -49,12 +49,6 @@ class Samples(NamedTuple):
     returns: Tensor | None = None  # [batch, response], what the values are to predict; None in evaluation
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
-    @property
-    def is_cut(self) -> Tensor:
-        """Completions after which the value bootstraps, `[batch]`."""
-        cut = torch.tensor([episode.bootstraps for episode in self.batch.episodes])
-        return cut.to(self.stopped.device, non_blocking=True)
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -259,7 +253,9 @@ def collect(
             signals = rewards[order], steps[order], completion_mask[order], (gamma * torch.ones_like(rewards))[order]
             fitted = fit_new(new_critic, recorded, *signals, all_sum)
             tokens = tokens._replace(values=tokens.values + fitted[order.argsort()])
-        of_run, after_cuts = (run.returns, head.is_normalized), (outputs_after(roles, samples, run), samples.is_cut)
+        is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+        after_cuts = outputs_after(roles, samples, run), is_cut.to(steps.device, non_blocking=True)
+        of_run = run.returns, head.is_normalized
         result, returns = of_critic(
             rewards, tokens.values, steps, *of_run, gamma, lam, lam_critic, *after_cuts, all_sum
         )
