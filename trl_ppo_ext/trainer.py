@@ -203,7 +203,6 @@ class PPOTrainer(Trainer):
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
         self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
-        self.reward_weights = torch.tensor(self.roles.reward_weights or [1.0] * len(rewards))
         self.tools, self.tokenizer, self.ref_model = environments.tools, tokenizer, None  # as in TRL with an adapter
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
@@ -226,6 +225,11 @@ class PPOTrainer(Trainer):
     def environments(self) -> list | None:
         """Environments of the last episodes, as in TRL; `None` without."""
         return [episode.environment for episode in self.roles.player.lent] or None
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """Weights of the rewards, which a run does not change."""
+        return torch.tensor(self.roles.reward_weights or [1.0] * len(self.roles.rewards))
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 

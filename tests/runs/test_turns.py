@@ -509,6 +509,8 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
     logs = run.state.log_history[0]
     assert run.reward_func_names == ["brevity", "Calculator"]
     assert run.reward_weights.tolist() == pytest.approx([0.1, 1])
+    with pytest.raises(AttributeError, match="reward_weights"):  # it would change nothing
+        run.reward_weights = torch.ones(2)
     assert [tool.__name__ for tool in run.tools] == ["fails", "add"]
     assert [environment.total for environment in run.environments] == received["totals"]
     assert logs["tools/call_frequency"] == 5 / 4 and logs["tools/failure_frequency"] == pytest.approx(1 / 5)
