@@ -228,6 +228,9 @@ def prepare_sharded(trainer: Any, prepare: Callable, checkpoint: str | None) -> 
     if trainer.deepspeed is not None:  # of an evaluation or an earlier training: Accelerate has forgotten it
         trainer.deepspeed.destroy()
         trainer.model_wrapped = trainer.model
+        for module in trainer.model.modules():  # they keep its backward hooks, and a new engine would call those
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                vars(module).pop(name, None)
     if trainer.is_fsdp_enabled:
         optimizer = trainer.create_optimizer()
         groups = [list(group["params"]) for group in optimizer.param_groups]

@@ -42,9 +42,10 @@ CHOICES = {
     "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
-    # evaluated before training; ranks have other numbers of turns, of batches, and of sampled tokens
+    # evaluated before training, which recomputes layers; ranks have other numbers of turns, batches and sampled tokens
     "turns": {
         "plays": True,
+        "gradient_checkpointing": True,
         "top_k": 1,
         "max_completion_length": 24,
         "stop_token_ids": [*range(16, 32)],
