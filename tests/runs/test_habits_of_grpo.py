@@ -53,6 +53,18 @@ def test_model_generates_as_the_trained_policy(trained, inputs):
         assert not torch.equal(trained.model(ids[:, :-1]).logits, logits)
 
 
+def test_model_generates_with_its_cache_in_training(trained, inputs):
+    """Layers that are recomputed would drop it in silence, and read the last token alone."""
+    expected = trained.model.eval().generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=31)
+    model = trained.model.train()
+    model.gradient_checkpointing_enable()
+    try:
+        generated = model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=31)
+        assert torch.equal(generated, expected) and model.training
+    finally:
+        model.gradient_checkpointing_disable()
+
+
 def test_model_keeps_its_generation_config(trained):
     trained.evaluate(prompts(2))
     assert trained.model.generation_config is trained.model.policy.get_base_model().generation_config

@@ -314,6 +314,15 @@ class ActorCritic(nn.Module):
         self._is_checked = True
 
     @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as a `PeftModel` does, in evaluation mode: layers that are recomputed in training keep no cache."""
+        was_training = self.training
+        self.eval()
+        try:
+            return self.policy.generate(*args, **kwargs)
+        finally:
+            self.train(was_training)
+
     def sample(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any) -> Tensor:
         """Sample from the policy for a rollout, with nothing of the model's own generation config."""
         self._activate(self.policy_adapter)  # threads of environments may have left contexts of others in any order
