@@ -250,14 +250,11 @@ def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean success in training, for each rival with the rate that has the most seeds."""
-    best: dict[str, list[dict]] = {}
-    for (rival, rate), group in grouped(runs).items():
-        if rate is not None and len(group) > len(best.get(rival, [])):
-            best[rival] = group
+    """Mean success in training, for each rival with all seeds."""
     curves = [
         Curve(rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))])
-        for rival, group in best.items()
+        for (rival, _), group in grouped(runs).items()
+        if len(group) == len(SEEDS)
     ]
     return picture({"TextWorld, games won": curves}, ROLLOUT, "episodes")
 
