@@ -313,7 +313,6 @@ class ActorCritic(nn.Module):
             raise ValueError(f"{type(base).__name__} {wrong}.")
         self._is_checked = True
 
-    @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as a `PeftModel` does, in evaluation mode: layers that are recomputed in training keep no cache."""
         was_training = self.training
@@ -323,6 +322,7 @@ class ActorCritic(nn.Module):
         finally:
             self.train(was_training)
 
+    @torch.no_grad()
     def sample(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any) -> Tensor:
         """Sample from the policy for a rollout, with nothing of the model's own generation config."""
         self._activate(self.policy_adapter)  # threads of environments may have left contexts of others in any order
