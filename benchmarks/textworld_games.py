@@ -80,6 +80,13 @@ def as_tool() -> Any:
     return TextWorldTool
 
 
+def dtype() -> str:
+    """bfloat16 on CPUs with instructions for it, a third of the time of float32 there and eight times elsewhere."""
+    import torch
+
+    return "bfloat16" if torch.cpu.get_capabilities()["avx512_bf16"] else "float32"
+
+
 def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
     """Arguments of all trainers."""
     return {
@@ -87,8 +94,8 @@ def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
         "per_device_train_batch_size": ROLLOUT // STEPS,
         "generation_batch_size": ROLLOUT,
         "max_completion_length": LENGTH,
-        "model_init_kwargs": {"dtype": "bfloat16"},  # three times as fast as float32 on CPUs with its instructions
-        "bf16": True,
+        "model_init_kwargs": {"dtype": dtype()},
+        "bf16": dtype() == "bfloat16",
         "gradient_checkpointing": False,
         "use_cpu": True,
         "report_to": "none",
@@ -139,8 +146,8 @@ def train(rival: str, rate: float, seed: int, given: dict) -> dict:
     names = "reward", "entropy", "value/explained_variance", "episodes/turns", "completions/mean_length"
     history = [row for row in run.state.log_history if "reward" in row]
     logged = {name: [round(row[name], 4) for row in history if name in row] for name in names}
-    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "won": wins, "seconds": seconds}
-    return result | {"held_out": held_out, "logged": logged}
+    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "dtype": dtype()}
+    return result | {"won": wins, "seconds": seconds, "held_out": held_out, "logged": logged}
 
 
 def score(model: str, adapter: str | None = None) -> dict:
@@ -180,7 +187,7 @@ def prepare() -> None:
     for name, model in (("base", base_model()), ("start", start_model())):
         if not (file := RUNS / f"{name}.json").exists():
             print(name, flush=True)
-            untrained = {"rival": name, "rate": None, "seed": None, "settings": {}}
+            untrained = {"rival": name, "rate": None, "seed": None, "settings": {}, "dtype": dtype()}
             file.write_text(json.dumps(untrained | {"held_out": score(model)}))
 
 

@@ -237,7 +237,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     """With a critic `"gae"`. Without one `"grpo"` (then the default), `"dr_grpo"`, `"rloo"`, `"reinforce"` or `"rebn"`
     (whitened rewards-to-go per token)."""
     drop_equal_groups: bool = False
-    """With `critic="none"`, exclude prompts whose completions all have the same score from the loss and its means."""
+    """With a baseline over groups, exclude prompts whose completions all have the same score from the loss."""
     advantage_level: Literal["token", "turn", "both"] = "token"
     """With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are summed over a turn,
     values are those at its first token, and `gamma` and `lam` count turns. `"both"` counts turns too, but each token
@@ -436,18 +436,19 @@ class PPOConfig(TRLFields, TrainingArguments):
     def _check_groups(self) -> None:
         """Raise a `ValueError` if the settings of baselines over a prompt's completions contradict each other."""
         estimator = self.advantage_estimator
-        if estimator in ("grpo", "dr_grpo", "rloo") and self.num_generations < 2:
+        compares = estimator in ("grpo", "dr_grpo", "rloo")
+        if compares and self.num_generations < 2:
             needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
         normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
         if self.drop_equal_groups:
-            if self.num_generations < 2 or self.critic != "none":
-                raise ValueError("`drop_equal_groups=True` needs `critic='none'` and `num_generations` of at least 2.")
-            if normalizes_each or self.reference_prompt is not None:
-                also = (
-                    "`multi_objective_aggregation='normalize_then_sum'`" if normalizes_each else "`reference_prompt`"
-                )
-                wrong = f"would drop prompts from which {also} learns, since it compares sums of scores"
+            if not compares:
+                needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
+                raise ValueError(f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn from all.")
+            also = {"a KL in the reward": self.reward_kl, "`reference_prompt`": self.reference_prompt}
+            also |= {"`multi_objective_aggregation='normalize_then_sum'`": normalizes_each}
+            for name in (name for name, given in also.items() if given):
+                wrong = f"compares sums of scores, but {name} makes other differences to learn from"
                 raise ValueError(f"`drop_equal_groups=True` {wrong}; remove one of them.")
         if normalizes_each:
             needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "

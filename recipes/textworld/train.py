@@ -36,8 +36,7 @@ def main() -> None:
         generation_batch_size=32,
         per_device_train_batch_size=8,
         max_completion_length=640,  # of a whole episode, the observations included
-        model_init_kwargs={"dtype": "bfloat16"},
-        bf16=True,
+        model_init_kwargs={"dtype": "float32"},  # eight times as fast as bfloat16 on CPUs without its instructions
         per_device_eval_batch_size=32,
         gradient_checkpointing=False,
         use_cpu=True,

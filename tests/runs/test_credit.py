@@ -171,6 +171,23 @@ def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
     )
 
 
+def test_new_critic_is_fitted_to_the_first_rollout_that_has_a_score(tmp_path):
+    calls = []
+
+    def late(completion_ids, **kwargs):
+        calls.append(None)
+        return [None if len(calls) == 1 else float(ids[0]) for ids in completion_ids]
+
+    settings = {"max_reward_failures": 1.0, "critic": "side", "num_ppo_epochs": 1, "num_mini_batches": 1}
+    run, first_fit = trainer(tmp_path, None, late, max_steps=2, **settings), []
+    run.updates.start = lambda rollout, step, start=run.updates.start: (
+        first_fit.append(run.actor_critic.value_head.first_fit.norm().item()),
+        start(rollout, step),
+    )
+    run.train()
+    assert first_fit[0] == 0 < first_fit[1]
+
+
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
     run, compared = episodes_run(tmp_path, Ending, advantage_level=level, critic="side"), []

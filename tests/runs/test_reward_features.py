@@ -448,6 +448,14 @@ def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
     assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
 
 
+def test_groups_that_only_a_penalty_tells_apart_are_kept(tmp_path):
+    settings = {"critic": "none", "num_generations": 2, "kl_coef": 0, "drop_equal_groups": True, "max_steps": 1}
+    run = trainer(tmp_path, None, lambda prompts, **kwargs: [0.0] * len(prompts), missing_eos_penalty=1.0, **settings)
+    write_completions(run, lambda ids: [[5, 6, 7, 8 if place % 2 else 1] for place in range(len(ids))])
+    run.train()
+    assert run.state.log_history[0]["frac_reward_zero_std"] == 1 and run.state.log_history[0]["grad_norm"] > 0
+
+
 @pytest.mark.parametrize("choice", [{}, {"advantage_estimator": "rloo"}, {"whiten_advantages": True}], ids=str)
 def test_dropped_groups_leave_the_step_of_the_others(tmp_path, choice):
     """As if the prompts whose completions have equal scores were not in the rollout."""

@@ -110,6 +110,9 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
     rewards = ppo_math.token_rewards(scores, torch.tensor([30.0, 3.0]), torch.ones(2, 6), mask, 0.5)
     expected = torch.tensor([[1.0, 14.0, 0.0, 0.0, 15.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 2.0]]) - 0.5 * mask
     assert torch.equal(rewards, expected)
+    late = torch.tensor([[0, 0, 1, 1]]).bool()  # a `rollout_func` may begin with text of the environment
+    rewards = ppo_math.token_rewards(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), torch.tensor([3.0]), late * 0.0, late, 0.0)
+    assert rewards.tolist() == [[0.0, 0.0, 1.0, 2.0]]
 
 
 # ---- whole runs ----

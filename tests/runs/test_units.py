@@ -76,6 +76,24 @@ def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
     assert rollouts[0][0].kl_coef == pytest.approx(0.3 / units[0], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"critic": "none", "advantage_estimator": "rebn", "kl_placement": "loss", "kl_estimator": "k2"},
+        {"whiten_rewards": True, "kl_placement": "both", "kl_estimator": "exact", "normalize_values": False},
+    ],
+    ids=["advantages", "rewards"],
+)
+@pytest.mark.parametrize("score", [0.0, 3.0])
+def test_kl_in_the_loss_keeps_its_weight_when_nothing_is_there_to_whiten(tmp_path, settings, score):
+    settings = {"whiten_advantages": settings["kl_placement"] == "loss", "max_steps": 1, "kl_coef": 0.3} | settings
+    settings |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_completion_length": 1}
+    run = trainer(tmp_path, reward_funcs=lambda completions, **kwargs: [score] * len(completions), **settings)
+    rollouts = rollouts_of(run)
+    run.train()
+    assert rollouts[0][0].kl_coef == pytest.approx(0.3, rel=1e-6)
+
+
 def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path):
     """The unit of the returns then goes to 0, and faster than the critic's errors."""
     calls = []

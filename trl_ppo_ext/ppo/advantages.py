@@ -1,6 +1,5 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
-import math
 from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -109,9 +108,14 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
 
 def whitened(result: Advantages, mask: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
     """Shift and scale the advantages of a rollout to zero mean and unit variance."""
-    variance = ppo_math.masked_var(result.advantages, mask, all_sum)
-    advantages = ppo_math.whiten(result.advantages, mask, all_sum)
-    return result._replace(advantages=advantages, unit=math.sqrt(float(variance) + 1e-8))
+    unit = ppo_math.whitening_unit(result.advantages, mask, all_sum)
+    return result._replace(advantages=ppo_math.whiten(result.advantages, mask, all_sum), unit=unit)
+
+
+def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:
+    """Whether the scores of a completion's group differ, at those of all ranks."""
+    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size).view(-1, group_size)
+    return (deviations != 0).any(1).repeat_interleave(group_size)  # exactly 0, if there is no spread
 
 
 def of_groups(

@@ -267,6 +267,12 @@ def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Reduction = torch.c
     return _masked((x - mean) * torch.rsqrt(variance + 1e-8) + mean, mask)
 
 
+def whitening_unit(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> float:
+    """What whitening divides `x` by; 1 if it varies by no more than its rounding, which tells nothing of its scale."""
+    mean, variance = torch.stack(_moments(x, mask, all_sum)).tolist()
+    return math.sqrt(variance + 1e-8) if variance > (UNIT_FLOOR * mean) ** 2 else 1.0
+
+
 def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
     """Pearson's correlation of `x` and `y` over the mask, a scalar; 0 if one of them is constant."""
     _same_shape(x=x, y=y, mask=mask)
@@ -319,7 +325,8 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
     to optimize: their sum if nothing shapes it. Where `completion_mask` is 0 the rewards are 0.
     """
     place = torch.arange(token_scores.shape[1], device=token_scores.device)
-    latest = (place * completion_mask).cummax(1).values  # sampled position, at or before each one
+    # sampled position, at or before each one, or else the first
+    latest = (place * completion_mask).cummax(1).values.maximum(completion_mask.int().argmax(1, keepdim=True))
     rewards = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
     rewards = rewards - kl_coef * _masked(kl, completion_mask)
     last = latest[:, -1]  # EOS, or the token at which the completion was truncated

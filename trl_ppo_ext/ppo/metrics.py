@@ -10,6 +10,7 @@ from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import Scored
 from . import math as ppo_math
+from .advantages import in_groups_that_differ
 from .math import Reduction
 
 # first parts of the names that the trainer logs
@@ -104,14 +105,12 @@ def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: T
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
 
 
-def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> Tensor:
-    """Log the share of prompts whose completions all have the same reward; return `True` at others, on all ranks."""
-    totals, usable = gather(scored.totals), gather(scored.usable)
-    deviations = ppo_math.dr_grpo_advantages(totals, usable, group_size).view(-1, group_size)
-    differs = (deviations != 0).any(1)  # exactly 0, if there is no spread
+def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
+    """Log the share of completions whose group all have the same reward."""
     if group_size > 1:
-        metrics.mean("frac_reward_zero_std", ~differs, usable.view(-1, group_size).any(1))
-    return differs.repeat_interleave(group_size)
+        differs = in_groups_that_differ(scored.totals, scored.usable, group_size, gather)
+        any_usable = gather(scored.usable).view(-1, group_size).any(1)
+        metrics.mean("frac_reward_zero_std", ~differs, any_usable.repeat_interleave(group_size))
 
 
 def log_completions(

@@ -1,6 +1,5 @@
 """Collect a rollout: sample, score, log-probs and values, KL-shaped rewards, advantages."""
 
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,17 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import DECAY, default_lambda, in_units, of_critic, of_groups, of_objectives, to_go, whitened
+from .advantages import (
+    DECAY,
+    default_lambda,
+    in_groups_that_differ,
+    in_units,
+    of_critic,
+    of_groups,
+    of_objectives,
+    to_go,
+    whitened,
+)
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
@@ -212,7 +221,7 @@ def collect(
     group_size, gather, rank = args.num_generations, roles.accelerator.gather, roles.accelerator.process_index
 
     # 1. Play, score, and run policy, reference and critic.
-    head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run, state)
+    head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run)
     with ExitStack() as stack:
         recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
         samples = sample(roles, rows, run, metrics, state, num_valid=None)
@@ -224,16 +233,17 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         check_scores_are_not_spread(roles, scored, completion_mask)
-    differs = log_groups(metrics, scored, group_size, gather)[rank * len(rows) :][: len(rows)]
-    if args.drop_equal_groups:
-        response_mask = policy_mask = policy_mask & differs[:, None]
+    log_groups(metrics, scored, group_size, gather)
 
     # 2. Rewards per token, in the unit of the scores or whitened.
     rewards, after = shaped_rewards(roles, samples, run)
     metrics.mean("objective", rewards.sum(1), usable)
+    if args.drop_equal_groups:  # after the shaping, which may make a difference
+        differs = in_groups_that_differ(rewards.sum(1), usable, group_size, gather)[rank * len(rows) :][: len(rows)]
+        response_mask = policy_mask = policy_mask & differs[:, None]
     reward_unit = 1.0
     if args.whiten_rewards:
-        reward_unit = math.sqrt(float(ppo_math.masked_var(rewards, response_mask, all_sum)) + 1e-8)
+        reward_unit = ppo_math.whitening_unit(rewards, response_mask, all_sum)
         rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, all_sum)
 
     # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
@@ -321,11 +331,10 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
     return ppo_math.token_rewards(token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef), after
 
 
-def new_side_critic(roles: Roles, run: RunState, state: TrainerState) -> SideCritic | None:
-    """The side critic, if it has not seen a rollout yet."""
+def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
+    """The side critic, if it has not seen a return yet."""
     head = roles.actor_critic.value_head
-    is_new = roles.args.critic_init is None and state.global_step == 0 and not run.returns.weight
-    if not (is_new and isinstance(head, SideCritic)):
+    if roles.args.critic_init is not None or run.returns.weight or not isinstance(head, SideCritic):
         return None
     head.first_fit.zero_()  # of a first rollout that was abandoned
     return head

@@ -1,5 +1,6 @@
 """Build rewards from the arguments of a trainer; functions have TRL's signature."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
@@ -111,6 +112,9 @@ def build_rewards(
         else:
             rewards.append(FunctionReward(cast(Callable, entry)))
     for index, reward in enumerate(rewards):
-        while reward.name in [other.name for other in rewards[:index]]:  # metrics need distinct names
+        names = {other.name for other in rewards[:index]}
+        if reward.name in names:
+            rewards[index] = reward = copy.copy(reward)  # which may be that of an earlier place
+        while reward.name in names:  # metrics need distinct names
             reward.name = f"{reward.name}_{index}"
     return rewards

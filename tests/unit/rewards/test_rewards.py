@@ -185,6 +185,8 @@ def test_rewards_have_distinct_names_of_their_functions():
     for wanted, given in (("fgff", ["f", "g", "f_2", "f_3"]), (["f_2", "f", "f"], None), (["f", "f", "f_1"], None)):
         built = names(*map(named, wanted))
         assert len(set(built)) == len(built) and built == (given or built)
+    twice = FunctionReward(Judge())  # one object at two places
+    assert names(twice, twice) == ["Judge", "Judge_1"] and twice.name == "Judge"
 
 
 # ---- classifiers ----
