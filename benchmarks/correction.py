@@ -35,9 +35,9 @@ def with_noise(trainer, noise, seed):
 
     class NoisyGenerator(TransformersGenerator):
         @torch.no_grad()
-        def generate(self, prompts, max_new_tokens=None):
+        def generate(self, prompts, rooms=None):
             torch._foreach_copy_(weights, noisy)
-            completions = super().generate(prompts, max_new_tokens)
+            completions = super().generate(prompts, rooms)
             sequences = Sequences.from_token_ids(prompts, completions, self.config.pad_token_id, weights[0].device)
             logprobs = self.actor_critic(sequences, self.config.temperature).logprobs.tolist()
             torch._foreach_copy_(weights, exact)

@@ -30,14 +30,15 @@ class Script(Generator):
         self.tokenizer, self.turns, self.end = tokenizer, turns, end
         self.calls = []  # rows and budget of each call
 
-    def generate(self, prompts, max_new_tokens=1000):
-        self.calls.append((len(prompts), max_new_tokens))
+    def generate(self, prompts, rooms=None):
+        rooms = rooms or [1000] * len(prompts)
+        self.calls.append((len(prompts), max(rooms)))
         written = []
-        for ids in prompts:
+        for ids, room in zip(prompts, rooms):
             text = self.tokenizer.decode(ids)
             turns = next(turns for question, turns in self.turns.items() if question in text)
             reply = turns[min(text.count("<|im_start|>assistant") - 1, len(turns) - 1)]
-            written.append(self.tokenizer(reply + self.end)["input_ids"][:max_new_tokens])
+            written.append(self.tokenizer(reply + self.end)["input_ids"][:room])
         return written
 
     def has_stopped(self, completion):

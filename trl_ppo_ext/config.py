@@ -445,7 +445,7 @@ class PPOConfig(TRLFields, TrainingArguments):
             if not compares:
                 needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
                 raise ValueError(f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn from all.")
-            also = {"a KL in the reward": self.reward_kl, "`reference_prompt`": self.reference_prompt}
+            also: dict[str, Any] = {"a KL in the reward": self.reward_kl, "`reference_prompt`": self.reference_prompt}
             also |= {"`multi_objective_aggregation='normalize_then_sum'`": normalizes_each}
             for name in (name for name, given in also.items() if given):
                 wrong = f"compares sums of scores, but {name} makes other differences to learn from"

@@ -227,10 +227,10 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
     turns, rows, tails = generator.conversation(), [*range(6)], []
     for turn in range(4):
         seen = forwards_of(run)
-        sampled = turns(episodes, length, rows)
+        sampled = turns(episodes, [length] * len(episodes), rows)
         if turn and batch_size is None:  # only what is new
             assert seen[0][0] == len(episodes) and seen[0][1] <= max(map(len, tails)) + 1
-        assert sampled == generator.generate(episodes, length)
+        assert sampled == generator.generate(episodes, [length] * len(episodes))
         rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
         tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
@@ -249,9 +249,9 @@ def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_pat
     episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
     turns, alone = generator.conversation(), generator.conversation()
     for turn in range(6):
-        sampled = turns(episodes, 3, [*range(8)])
-        assert sampled == generator.generate(episodes, 3)
-        assert alone(episodes[:1], 3, [0]) == sampled[:1]
+        sampled = turns(episodes, [3] * 8, [*range(8)])
+        assert sampled == generator.generate(episodes, [3] * 8)
+        assert alone(episodes[:1], [3], [0]) == sampled[:1]
         tail = [] if silent(turn) else [5 + turn]
         assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1  # the last one is read next
         episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
@@ -275,8 +275,8 @@ def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
     run.actor_critic.eval()
     turns, episodes = generator.conversation(), [[4 + row, 5, 6][row % 2 :] for row in range(6)]
     for _ in range(3):
-        sampled = turns(episodes, 4, [*range(6)])
-        assert sampled == generator.generate(episodes, 4)
+        sampled = turns(episodes, [4] * 6, [*range(6)])
+        assert sampled == generator.generate(episodes, [4] * 6)
         episodes = [ids + new for ids, new in zip(episodes, sampled)]
 
 

@@ -72,8 +72,8 @@ def move(trainer, gpu):
     for metrics in trainer._metrics.values():
         metrics.device = DEVICE
 
-    def sampled(inputs, max_new_tokens, cache=None):
-        return torch.zeros(len(inputs[0]), max_new_tokens, dtype=torch.long, device=DEVICE).tolist()
+    def sampled(inputs, rooms, cache=None):
+        return torch.zeros(len(inputs[0]), max(rooms), dtype=torch.long, device=DEVICE).tolist()
 
     trainer.roles.player.generator._generate_batch = sampled
 

@@ -118,7 +118,7 @@ class EnvironmentPlayer(Player):
         while active:
             # 4. Sample a turn for each unfinished episode, within what is left of its length.
             rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = sample_turns([episode.ids for episode in active], max(rooms), going_on)
+            turns = sample_turns([episode.ids for episode in active], rooms, going_on)
             sampled = zip(active, turns, rooms, self.generator.sampled_logprobs or repeat(None))
             for episode, turn, room, logprobs in sampled:
                 turn = turn[:room]

@@ -55,16 +55,16 @@ class Generator(Protocol):
         """Context of a rollout or a batch of an evaluation, in which the policy does not change."""
         return nullcontext()
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
-        """Sample completions of at most `max_completion_length` tokens, or fewer."""
+    def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
+        """Sample a completion for each prompt, of at most `max_completion_length` tokens, or of those that fit it."""
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
 
-    def conversation(self) -> Callable[[list[list[int]], int, list[int]], list[list[int]]]:
-        """Function that samples a turn after everything so far, up to a length, given the rows of its last call."""
-        return lambda prompts, max_new_tokens, rows: self.generate(prompts, max_new_tokens)
+    def conversation(self) -> Callable[[list[list[int]], list[int], list[int]], list[list[int]]]:
+        """Function that samples a turn after everything so far, up to each one's room, given rows of its last call."""
+        return lambda prompts, rooms, rows: self.generate(prompts, rooms)
 
 
 def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
@@ -125,10 +125,10 @@ class _Layer(DynamicLayer):
 class _Ends(StoppingCriteria):
     """Ends rows at stop tokens and stop strings of the completion, and a call when a share of its rows has ended."""
 
-    def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, max_length: int):
+    def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, rooms: list[int]):
         self.start, self.strings = input_ids.shape[1], generator.stop_strings
         self.stops = generator._on_device([*generator.stop_token_ids])
-        self.share, self.lengths = generator.leaving, input_ids.new_full((len(input_ids),), max_length)
+        self.share, self.lengths = generator.leaving, generator._on_device(rooms)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         completions = input_ids[:, self.start :]
@@ -175,21 +175,21 @@ class TransformersGenerator(Generator):
         return Cache(layers=[_Layer() for _ in layers])
 
     def _generate_batch(
-        self, inputs: tuple[Tensor, Tensor], max_new_tokens: int, cache: Cache | None = None
+        self, inputs: tuple[Tensor, Tensor], rooms: list[int], cache: Cache | None = None
     ) -> list[list[int]]:
         """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
-        (ids, mask), width, is_turn = inputs, inputs[0].shape[1], cache is not None
-        ends, options = _Ends(self, ids, max_new_tokens), dict[str, Any](synced_gpus=False)
+        (ids, mask), width, is_turn, longest = inputs, inputs[0].shape[1], cache is not None, max(rooms)
+        ends, options = _Ends(self, ids, rooms), dict[str, Any](synced_gpus=False)
         options["stopping_criteria"] = StoppingCriteriaList([ends])
         if self.reuses:
             options["past_key_values"] = cache = cache or self.new_cache()
             for layer in cache.layers:
-                layer.length = width + max_new_tokens
+                layer.length = width + longest
         config = copy(self.config)
         config.temperature, config.top_k = self.temperature or 1.0, config.top_k if self.temperature else 1
         rows, completions = [*range(len(ids))], dict[int, list[int]]()  # rows by place in the cache
         while True:
-            config.max_new_tokens = width + max_new_tokens - ids.shape[1]
+            config.max_new_tokens = width + longest - ids.shape[1]
             with self.accelerator.autocast():
                 ids = self.actor_critic.sample(ids, mask, config, **options)
             sampled = torch.cat([ends.lengths[:, None], ids[:, width:]], 1).tolist()
@@ -201,7 +201,7 @@ class TransformersGenerator(Generator):
             order = staying + (sorted({*range(len(rows))} - {*staying}) if is_turn else [])
             cache.batch_select_indices(self._on_device(order))
             rows, index = [rows[place] for place in order], self._on_device(staying)
-            ids, ends.lengths = ids[index], ends.lengths.new_full(index.shape, max_new_tokens)
+            ids, ends.lengths = ids[index], ends.lengths[index]
             mask = nn.functional.pad(mask[index], (0, ids.shape[1] - mask.shape[1]), value=1)
         if cache is not None and rows != sorted(rows):
             cache.batch_select_indices(self._on_device(sorted(range(len(rows)), key=rows.__getitem__)))
@@ -212,11 +212,11 @@ class TransformersGenerator(Generator):
         ended, strings = super().has_stopped(completion), self.stop_strings
         return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt."""
-        size, limit = self.batch_size or len(prompts), max_new_tokens or self.config.max_new_tokens
-        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        return [ids for part in parts for ids in self._generate_batch(self._padded(part), limit)]
+    def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
+        """Sample a completion for each prompt, of at most so many tokens."""
+        size, rooms = self.batch_size or len(prompts), rooms or [self.config.max_new_tokens] * len(prompts)
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        return [ids for x in parts for ids in self._generate_batch(self._padded(prompts[x]), rooms[x])]
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
@@ -240,11 +240,11 @@ class Conversation:
         self.columns: tuple[Tensor, Tensor]  # ids and mask of the columns of the cache
         self.counts: list[int] = []  # tokens of each row that the cache has
 
-    def __call__(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int]) -> list[list[int]]:
+    def __call__(self, prompts: list[list[int]], rooms: list[int], rows: list[int]) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
         if not generator.reuses or len(prompts) > (generator.batch_size or len(prompts)):
-            return generator.generate(prompts, max_new_tokens)
+            return generator.generate(prompts, rooms)
         # 1. Keys and values of the rows that go on, and the tokens that they lack.
         if self.cache is None:
             self.cache = generator.new_cache()
@@ -258,7 +258,7 @@ class Conversation:
             inputs = ids, mask
 
         # 2. Sample; the cache then has all columns but the last.
-        turns = generator._generate_batch(inputs, max_new_tokens, self.cache)
+        turns = generator._generate_batch(inputs, rooms, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
         # the last token of a turn is read again: the next turn follows it if the answer in between has no token

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,17 +128,18 @@ class VLLMGenerator(Generator):
                 for version in left:
                     self._forget(version)
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt."""
-        requests = self._requests(prompts, max_new_tokens)
+    def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
+        """Sample a completion for each prompt, of at most so many tokens."""
+        requests = self._requests(prompts, rooms)
         return self._completions(prompts, self.engine.sample(str(self.version), requests))
 
-    def _requests(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[Request]:
-        copies, longest = Counter(map(tuple, prompts)), max_new_tokens or self.limit
+    def _requests(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[Request]:
+        copies = Counter(map(tuple, prompts))
+        room = dict(zip(map(tuple, prompts), rooms or repeat(self.limit)))  # the same after the same ids
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         self.engine.settings["temperature"] = self.temperature
-        return [Request([*x], n, seed, longest) for (x, n), seed in zip(copies.items(), seeds)]
+        return [Request([*x], n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
 
     def _completions(self, prompts: list[list[int]], sampled: list[list[Sampled]]) -> list[list[int]]:
         by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(iter, sampled)))
@@ -165,15 +166,15 @@ class OverlappingGenerator(VLLMGenerator):
         with super().awake() if self.evaluates or self.ahead is None else nullcontext():
             yield
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int | None = None) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
         """Completions of a rollout that was begun, or new ones."""
         ahead = self.ahead
         if self.evaluates or ahead is None:
-            return super().generate(prompts, max_new_tokens)
+            return super().generate(prompts, rooms)
         self.ahead = None
         if any(gather_object([ahead.prompts != prompts])):  # it was resumed with other prompts
             with super().awake():
-                return super().generate(prompts, max_new_tokens)
+                return super().generate(prompts, rooms)
         return self._completions(prompts, ahead.wait())
 
 

@@ -83,6 +83,16 @@ def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, ca
     assert generator.generate(UNEVEN) == expected
 
 
+@pytest.mark.parametrize("case", ["dynamic cache", "sliding window"])
+def test_each_row_samples_within_its_own_room(build, case):
+    generator = greedily(build(CACHES[case][0]()))
+    generator.stop_token_ids, generator.config.eos_token_id = frozenset(), None
+    completions, rooms = generator.generate(UNEVEN), [1 + place % 4 for place in range(len(UNEVEN))]
+    short = generator.generate(UNEVEN, rooms)
+    assert [len(ids) for ids in completions] == [generator.config.max_new_tokens] * len(UNEVEN)
+    assert short == [ids[:room] for ids, room in zip(completions, rooms)]
+
+
 def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monkeypatch):
     """No allocator reserves more than all bytes that are ever allocated."""
     allocated, caches, update = [], [], Cache.update
@@ -135,11 +145,11 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
     )
     completions, ratios, answered = [], [], [*range(0, 64, 3)][::-1]
     for generator.leaving in (1, LEAVING):
-        turns = generator.conversation() if in_turns else lambda prompts, length, rows: generator.generate(prompts)
+        turns = generator.conversation() if in_turns else lambda prompts, rooms, rows: generator.generate(prompts)
         steps.clear()
-        first = turns(prompts, 50, [*range(64)])
+        first = turns(prompts, [50] * 64, [*range(64)])
         ratios.append(sum(steps) / sum(map(len, first)))
-        second = turns([prompts[row] + first[row] + [5] * (row % 4) for row in answered], 50, answered)
+        second = turns([prompts[row] + first[row] + [5] * (row % 4) for row in answered], [50] * 22, answered)
         completions.append((first, second))
     assert completions[0] == completions[1] and len({len(ids) for ids in completions[0][0]}) > 10
     assert ratios[0] > 2 and ratios[1] < 1.35
