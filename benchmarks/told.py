@@ -1,10 +1,9 @@
 """What a reference that sees the answer is worth: the arena's *guess*, with a base that can read a number it is told.
 
-    python benchmarks/told.py                # five seeds of each setting, a minute and a half per run on a core
-    python benchmarks/told.py --table
+    python benchmarks/told.py                # five seeds of each setting, 40 seconds per run on a core
 
-The base is the arena's model, taught to say the number if that stands before the prompt, and otherwise a random one.
-The reference reads it, the policy does not. Writes benchmarks/results/told.json.
+The base is the arena's model, taught to guess the number if that stands before the prompt, else a random one. The
+reference reads it, the policy does not. Writes benchmarks/results/told.json.
 """
 
 import argparse
@@ -49,32 +48,31 @@ class Unpaid(Paid):
 
 @cache
 def taught() -> tuple[Any, Any]:
-    """The base and its tokenizer: each guess of an episode is the number that it was told, or a random one."""
+    """The base and its tokenizer: each guess is the number if that stands before the prompt, else a random one."""
     import torch
 
     model, tokenizer = model_of(WORDS)
     dice, optimizer = random.Random(0), torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(600):
-        episodes = [played(dice, told) for told in (True, False) for _ in range(32)]
-        loss = 0
-        for part in (episodes[:32], episodes[32:]):  # of one length each
-            ids = torch.tensor(part)
-            labels = ids.clone()
-            labels[:, : ids.shape[1] - 8] = -100
-            labels[:, -7::2] = -100  # answers
-            loss = loss + model(input_ids=ids, labels=labels).loss
+        loss = sum(model(**episodes(dice, told)).loss for told in (True, False))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return model, tokenizer
 
 
-def played(dice: random.Random, told: bool) -> list[int]:
-    """Words of an episode of random guesses; if told, the first one is right, and the rest too, as if it went on."""
-    number = dice.randrange(KINDS)
-    guesses = [number if told else dice.randrange(KINDS) for _ in range(Guess.turns)]
-    answers = [2 if x == number else 0 if x < number else 1 for x in guesses]
-    return [*([number] if told else []), 20, 3, *(x for pair in zip(guesses, answers) for x in pair)]
+def episodes(dice: random.Random, told: bool, count: int = 32) -> dict:
+    """Episodes of random guesses and their answers, with what the base is to guess each time."""
+    import torch
+
+    ids, labels = [], []
+    for _ in range(count):
+        number, guesses = dice.randrange(KINDS), [dice.randrange(KINDS) for _ in range(Guess.turns)]
+        answers = [2 if x == number else 0 if x < number else 1 for x in guesses]
+        prompt = [*([number] if told else []), 20, 3]
+        ids.append([*prompt, *(x for pair in zip(guesses, answers) for x in pair)])
+        labels.append([-100] * len(prompt) + [x for guess in guesses for x in (number if told else guess, -100)])
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
 
 
 def train(setting: str, seed: int) -> dict:

@@ -9,10 +9,10 @@ import torch
 from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import has_file, logging
 
 from .config import HIDDEN_STATE, PPOConfig
-from .data import tokenize_prompts
+from .data import tokenize_prompts, with_prompts
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
@@ -83,11 +83,11 @@ def check_trainer_arguments(
     if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
         remedy = "pass one as `environment_factory`, or rename a column of that name"
         raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
-    if args.reference_prompt not in (None, HIDDEN_STATE) and (environments.has_instances or environments.rollout_func):
-        wrong = (
-            "is a column, which lacks what an environment or a `rollout_func` adds to the prompt; use 'hidden_state'"
-        )
-        raise ValueError(f"`reference_prompt={args.reference_prompt!r}` {wrong} of an environment, or remove it.")
+    columns = [column for column in args.other_prompts.values() if column != HIDDEN_STATE]
+    if columns and (environments.has_instances or environments.rollout_func):
+        wrong = "is a column, which lacks what an environment or a `rollout_func` adds to the prompt"
+        remedy = "use 'hidden_state' of an environment, or remove it"
+        raise ValueError(f"The prompt {columns[0]!r} of the critic or the reference {wrong}; {remedy}.")
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
             needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"
@@ -108,6 +108,12 @@ def check_callbacks(callbacks: list) -> None:
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
         raise ValueError(f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` averages adapters).")
+
+
+def tokenizer_name(model_id: str, peft_config: Any) -> str:
+    """Where the policy's tokenizer is: with the adapter that it starts from, if that was saved with one."""
+    is_saved = isinstance(peft_config, str) and has_file(peft_config, "tokenizer_config.json")
+    return peft_config if is_saved else model_id
 
 
 def load_tokenizer(
@@ -175,6 +181,8 @@ def read_prompts(
             return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
         if dataset is None:
             return None
+        if environments.has_instances:
+            dataset = with_prompts(dataset, tokenizer, rows)
         return environments.checked(tokenize_prompts(dataset, tokenizer, name, *settings))
 
     datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")

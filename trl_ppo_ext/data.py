@@ -209,7 +209,7 @@ def encode(
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), kinds):
             needed = 'a mapping with a "role" and a "content" that are text'
             raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
         needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]

@@ -88,10 +88,12 @@ def read_key(api_key_env: str | None, url: str) -> str:
 
 
 def without_key(text: str, key: str) -> str:
-    """Beginning of a server's text, unless it repeats six letters of a key: in any case, encoded, or split."""
+    """Beginning of a server's text, unless it repeats six letters of a key: in any case, encoded, or split.
+
+    A key of fewer than eight letters, such as `EMPTY`, protects nothing, and may be a word of the text.
+    """
     letters, secret = (re.sub(r"[^a-z\d]", "", unquote(x).lower()) for x in (text[:2000], key))
-    parts = {secret[start : start + 6] for start in range(max(len(secret) - 5, 1))} - {""}
-    repeats = any(part in letters for part in parts)
+    repeats = len(secret) >= 8 and any(secret[start : start + 6] in letters for start in range(len(secret) - 5))
     return "*** (it repeats a part of the key)" if repeats else shortened(" ".join(text[:2000].split()))
 
 

@@ -32,7 +32,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Sa
 from transformers.utils import logging
 
 from . import distributed
-from .arguments import as_list, check_callbacks, check_trainer_arguments, check_unknown_arguments, read_prompts
+from .arguments import (
+    as_list,
+    check_callbacks,
+    check_trainer_arguments,
+    check_unknown_arguments,
+    read_prompts,
+    tokenizer_name,
+)
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .concurrency import FAILURES
@@ -156,7 +163,8 @@ class PPOTrainer(Trainer):
             distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
 
         # 2. Tokenize and check every prompt.
-        prompts = read_prompts(model, model_id, processing_class, args, environments, train_dataset, eval_dataset)
+        named = tokenizer_name(model_id, peft_config)
+        prompts = read_prompts(model, named, processing_class, args, environments, train_dataset, eval_dataset)
         tokenizer, context_length, template_kwargs, self._tokenize, train_dataset, eval_dataset = prompts
 
         # 3. Load one base with its adapters, and the rewards.
@@ -473,8 +481,8 @@ class PPOTrainer(Trainer):
                 checkpoint, self._resumed = resume.find_checkpoint(self, source, output_dir, is_writer)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-            if not (self._begun or in_place):
-                resume.check_directory(output_dir, is_writer, begin_anew=source is False)
+            if not in_place:  # a second training must not be mixed with the first one's checkpoints either
+                resume.check_directory(output_dir, is_writer, begin_anew=source is False or self._begun)
             if not in_place:  # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)

@@ -111,6 +111,16 @@ def test_run_begun_anew_moves_earlier_checkpoints_aside(copy, settings, argument
     verify(aside / "checkpoint-2")
 
 
+def test_second_training_moves_the_checkpoints_of_the_first_aside(tmp_path):
+    """Otherwise a resume of the second, if it is killed, would take those of the first."""
+    run = trainer(tmp_path, **SAVING)
+    run.train()
+    run.args.max_steps = 1
+    run.train()
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert names(next(tmp_path.glob(f"{EARLIER}*"))) == ["checkpoint-2", "checkpoint-1"]
+
+
 def test_checkpoints_of_another_trainer_are_moved_aside(tmp_path):
     """With two names changed, a script of GRPOTrainer runs in the directory that it had."""
     (tmp_path / "checkpoint-9").mkdir()

@@ -249,7 +249,10 @@ def test_unfit_prompt_of_another_role_raises(tmp_path, settings, message):
         trainer(tmp_path, dataset=secret_prompts(), **settings)
 
 
-def test_column_of_the_reference_with_an_environment_raises(tmp_path):
+@pytest.mark.parametrize(
+    "settings", [TEACHER, {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}}], ids=["reference", "critic"]
+)
+def test_column_of_another_role_with_an_environment_raises(tmp_path, settings):
     """It would lack the observation that the policy reads first."""
 
     class Game:
@@ -259,5 +262,5 @@ def test_column_of_the_reference_with_an_environment_raises(tmp_path):
         def step(self, text):
             return "w4", 1.0, True
 
-    with pytest.raises(ValueError, match="`reference_prompt='answer'` is a column, which lacks what an environment"):
-        trainer(tmp_path, dataset=secret_prompts(), environment_factory=Game, **TEACHER)
+    with pytest.raises(ValueError, match=r"The prompt 'answer' of .* is a column, which lacks what an environment"):
+        trainer(tmp_path, dataset=secret_prompts(), environment_factory=Game, **settings)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from processes import finished, start
 from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights, write_completions
 from scripted import Echo, call, fails, write_turns
@@ -118,6 +118,11 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 # ---- whole runs ----
 
 
+def test_tools_beside_plain_environments_raise(tmp_path):
+    with pytest.raises(ValueError, match="`tools` have no effect with environments that have `step`"):
+        PPOTrainer(llama(), args=config(tmp_path), processing_class=tokenizer(), environment_factory=Echo, tools=[len])
+
+
 def echo_trainer(output_dir, **kwargs):
     names = kwargs.keys() & {"environment_factory", "train_dataset", "eval_dataset", "curriculum"}
     extra = {name: kwargs.pop(name) for name in names}
@@ -200,6 +205,7 @@ def test_environment_needs_no_dataset_and_no_reward_function(tmp_path):
     run = echo_trainer(tmp_path, train_dataset=None, max_steps=2)
     run.train()
     assert run.reward_func_names == ["Echo"] and run.state.log_history[0]["rewards/Echo/mean"] > 0
+    assert run.evaluate(Dataset.from_list([{"level": 1}, {"level": 2}]))["eval_rewards/Echo/mean"] > 0
     with pytest.raises(ValueError, match="`reward_funcs` is empty"):
         PPOTrainer(llama(), args=config(tmp_path), train_dataset=prompts(), processing_class=tokenizer())
 

@@ -31,8 +31,6 @@ from ..trl_names import NAMES
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-# environment variables that choose the code of processes
-CODE_VARIABLES = re.compile(r"(LD_|DYLD_|PYTHON|GLIBC_|GCONV_|BASH_|GIT_).*|PATH|ENV|SHELL|CC|CXX")
 INHERITED = [entry.name for entry in fields(TrainingArguments) if entry.name not in PPOConfig.__annotations__]
 
 
@@ -175,9 +173,6 @@ def _read_config(path: str) -> dict[str, Any]:
     variables = config.pop("env", None) or {}
     if not isinstance(variables, dict):
         raise ValueError(f"`env` must be a mapping of environment variables, got {shown('env', variables)}.")
-    if refused := [name for name in variables if CODE_VARIABLES.fullmatch(str(name))]:
-        remedy = "export it before `trl-ppo` starts, if you want that"
-        raise ValueError(f"`env` must not set `{refused[0]}`, which chooses the code of processes; {remedy}.")
     if variables and os.environ.get("RANK", "0") == "0":
         listed = shortened(", ".join(map(str, variables)))
         print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
@@ -226,6 +221,8 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
     """Load the splits of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
     train, test = script.dataset_train_split, script.dataset_test_split
     if script.dataset_name is None:
+        if script.environment_factory:  # which may write the prompts
+            return {}
         raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     if script.eval_rows is not None and test == train:
         raise ValueError(f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}.")
@@ -288,7 +285,8 @@ def trainer_arguments(
     factory, directory = script.environment_factory, script.directory
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
-    kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
+    if splits:
+        kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
     return kwargs

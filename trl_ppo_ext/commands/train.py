@@ -11,7 +11,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
-from ..arguments import check_trainer_arguments, read_prompts
+from ..arguments import check_trainer_arguments, read_prompts, tokenizer_name
 from ..checkpoints.files import CheckpointError, check_target
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
@@ -84,7 +84,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     check_target(str(args.output_dir), name)
     if (start := args.critic_init) is not None:
         read_critic(start, args.critic, name, args.reward_label)
-    prompts = read_prompts(name, name, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"])
+    named = tokenizer_name(name, arguments["peft_config"])
+    prompts = read_prompts(name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"])
     if not PartialState().is_main_process:
         return
 

@@ -1,5 +1,6 @@
 """Token ids of what an environment writes, and messages of what the policy sampled."""
 
+from collections.abc import Collection
 from contextlib import suppress
 from operator import eq
 from typing import Any
@@ -48,10 +49,10 @@ class ChatFormat:
             )
         if with_tools and getattr(tokenizer, "response_template", None) is None:
             add_response_schema(tokenizer)  # raises an error for a template that it does not know
-        following, turn = [_RESPONSE if with_tools else _QUESTION], None
+        following, end = [_RESPONSE if with_tools else _QUESTION], None
         with suppress(TypeError):  # some templates take arguments as text only; their training template does not
-            turn = self._stand_in(following, self.template_kwargs)
-        if turn is None or turn[2][: len(turn[0])] != turn[0]:
+            end = self._end(*self._stand_in(following, self.template_kwargs))
+        if end is None:
             self.template_kwargs["chat_template"] = get_training_chat_template(tokenizer)
         if not with_tools:
             return
@@ -98,17 +99,24 @@ class ChatFormat:
             return self.encoded("".join(texts))
         # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
         before, start, after = self._stand_in(messages, template_kwargs)
-        # the last delimiter of the stand-in ends its turn, and often a line break follows, which no policy samples
-        ends = [place for place in range(start, len(before)) if before[place] in self.special_ids]
-        ends = ends or [place for place in range(start, len(before)) if before[place] in stop_token_ids]
-        end = ends[-1] if ends else len(before)  # or the header of the next message does
-        kept = before[: end + 1]
-        if after[: len(kept)] != kept:
+        end = self._end(before, start, after, stop_token_ids)
+        if end is None:
             raise PromptError("The chat template changes earlier messages when others follow; use another template.")
-        if ends and before[end] not in stop_token_ids:
+        if end < len(before) and before[end] not in stop_token_ids:
             wrong = f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy does not stop"
             logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
         return after[end + (turn[-1] == after[end]) :]
+
+    def _end(self, before: list[int], start: int, after: list[int], stops: Collection[int] = ()) -> int | None:
+        """Place of the token that ends a stand-in for a turn also when messages follow; `None` if they change it."""
+        same = [*map(eq, before, after), False].index(False)
+        if self.tokenizer.decode(before[same:], skip_special_tokens=True).strip():
+            return None
+        # its last delimiter, after which often a line break follows, or an end of the text, which no policy samples
+        for delimiters in (self.special_ids, stops):
+            if ends := [place for place in range(start, same) if before[place] in delimiters]:
+                return ends[-1]
+        return len(before) if same == len(before) else None  # then the header of the next message ends it
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:
         """Parse a turn as a message; `None` if its tool calls are invalid."""

@@ -188,6 +188,8 @@ class Environments:
         kinds = self.kinds.values()
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
         self.rewards = [EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)]
+        if tools and all(isinstance(kind.pool[0], TextEnvironment) for kind in kinds):
+            raise ValueError("`tools` have no effect with environments that have `step`; remove them.")
         self.has_instances = bool(factory)  # which reward functions receive
         self.timeout: float | None = None  # seconds
         self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
@@ -254,31 +256,18 @@ class EnvironmentReward:
 
     def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
-        asks = [self._ask(episode) for episode in batch.episodes]
-        seeds = [random.getrandbits(31) for _ in asks]
+        seeds = [random.getrandbits(31) for _ in batch.episodes]
 
         async def entries() -> list:
-            return await asyncio.gather(*map(seeded, map(self._entry, batch.episodes, asks), seeds))
+            return await asyncio.gather(*map(seeded, map(self._entry, batch.episodes), seeds))
 
         return started(entries(), waits=True)
 
-    def _ask(self, episode: Episode) -> Callable[[], Awaitable[Any]] | None:
-        """Return a function that waits for `get_reward`, which the main thread calls unless there is a timeout."""
+    async def _entry(self, episode: Episode) -> Any:
         if episode.kind.type is not self.type:
             return None
-        get_reward, timeout = getattr(episode.environment, "get_reward", lambda: None), self.environments.timeout
-        if timeout is None and episode.error is None and not episode.place.has("reward"):
-            result: Future[Any] = Future()
-            try:
-                result.set_result(get_reward())
-            except FAILURES as error:
-                result.set_exception(error)
-            get_reward = result.result
-        return partial(bounded, partial(called, get_reward), timeout)
-
-    async def _entry(self, episode: Episode, ask: Callable[[], Awaitable[Any]] | None) -> Any:
-        if ask is None:
-            return None
+        get_reward = getattr(episode.environment, "get_reward", lambda: None)
+        ask = partial(bounded, partial(called, get_reward), self.environments.timeout)
         try:
             if episode.error is not None:
                 raise episode.error

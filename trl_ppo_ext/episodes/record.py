@@ -109,10 +109,6 @@ class Place(NamedTuple):
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
         return self._replace(key=f"row {self.row}, {len(ids)} tokens {digest},")
 
-    def has(self, part: str) -> bool:
-        """Return whether an answer is recorded."""
-        return f"{self.key} {part}" in self.record.answers
-
     async def answer(self, part: str, ask: Callable[[], Awaitable[Any]], has_state: bool = False) -> Any:
         """Recorded answer, or a new one. With a state, what is asked runs again, and its new answer is ignored."""
         key, answers = f"{self.key} {part}", self.record.answers

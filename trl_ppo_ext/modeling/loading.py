@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -79,6 +79,9 @@ def check_model_arguments(
         return
     if config.is_prompt_learning:
         raise ValueError(f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`.")
+    if config.peft_type == PeftType.ADALORA or getattr(config, "layer_replication", None):
+        wrong = "must not be AdaLoRA, whose ranks no trainer here moves, nor have `layer_replication`"
+        raise ValueError(f"`peft_config` {wrong}, with which the critic would change the policy; use `LoraConfig`.")
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
     if (bias := getattr(config, "bias", "none")) != "none":

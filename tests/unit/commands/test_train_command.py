@@ -16,7 +16,7 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import llama
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from trl_ppo_ext import PPOConfig, data
 from trl_ppo_ext.commands import main as cli
@@ -80,6 +80,17 @@ def test_run_starts_from_an_adapter(there, capsys):
     assert before.keys() == after.keys() and all(torch.equal(x, after[name]) for name, x in before.items())
 
 
+def test_run_reads_the_tokenizer_of_the_adapter_that_it_starts_from(there, capsys):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained("policy"), lora).save_pretrained("chats")
+    saved = AutoTokenizer.from_pretrained("policy")
+    saved.chat_template = "{% for m in messages %}w7 {{ m.content }}{% endfor %}"
+    saved.save_pretrained("chats")
+    save(there / "chats.jsonl", [{"prompt": [{"role": "user", "content": "w9"}]}] * 8)
+    assert run("--dry_run", adapter_name_or_path="chats", dataset_name="chats.jsonl") == 0
+    assert capsys.readouterr().out.rstrip().endswith("w7 w9")
+
+
 def test_command_line_wins_over_the_file(there, capsys):
     assert run("--max_steps", "2", "--dry_run") == 0
     assert "2 optimizer steps" in capsys.readouterr().out
@@ -126,6 +137,12 @@ def test_map_function_adds_missing_prompts(there, capsys):
 def test_environment_writes_missing_prompts(there):
     settings = {"dataset_name": "questions.jsonl", "environment_factory": "cli_rewards.Walk", "reward_funcs": None}
     assert run("--dry_run", **settings) == 0
+
+
+def test_environment_writes_all_prompts(there):
+    settings = {"environment_factory": "cli_rewards.Walk", "reward_funcs": None, "dataset_name": None, "max_steps": 2}
+    assert run("--dry_run", **settings) == 0
+    assert run(**settings) == 0
 
 
 def test_edited_map_function_maps_again(tmp_path):
@@ -269,10 +286,6 @@ WRONG = [
     ({"ignore_bias_buffers": True}, "`ignore_bias_buffers`", "without adapters", "omit it"),
     ({"dtype": "bfloat16", "model_init_kwargs": {"dtype": "float32"}}, "`dtype`", "'float32'", "omit one of the two"),
     ({"reward_funcs": "cli_rewards.not_a_reward"}, "'cli_rewards.not_a_reward'", "of the type int", "name a function"),
-    *(
-        ({"env": {"OK": 1, name: "x"}}, "`env`", f"`{name}`", "export it before")
-        for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "GIT_SSH_COMMAND")
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 from trl import add_response_schema
 
-from trl_ppo_ext.data import encode
+from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes.chat import ChatFormat
 
 
@@ -62,6 +62,23 @@ def test_observation_of_a_plain_environment_is_a_message_of_the_user(template):
     text = chat.tokenizer.decode(ids)
     assert text.endswith("north<|im_end|>\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n")
     assert chat.parsed(turn, prompt, []) == {"role": "assistant", "content": "north"}
+
+
+def test_template_may_end_a_conversation_with_more_than_its_last_turn():
+    """As those of Phi-3 and Phi-4-mini do."""
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    chat = ChatFormat(tokenizer, None, conversational=True, with_tools=False)
+    assert "chat_template" not in chat.template_kwargs
+    turn = tokenizer("north<|im_end|>")["input_ids"]
+    ids = turn + chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
+    assert tokenizer.decode(ids) == "north<|im_end|>\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content if loop.last }}")
+    with pytest.raises(PromptError, match="changes earlier messages"):
+        chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
 
 
 def test_turn_that_ends_in_another_way_is_closed_by_the_environment():

@@ -123,8 +123,10 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
         (peft.VeraConfig(r=4, target_modules=["q_proj"]), "VERA saves other tensors.*`LoraConfig`"),
         (LoraConfig(alora_invocation_tokens=[4], task_type="CAUSAL_LM"), "`alora_invocation_tokens` must be None"),
         (LoraConfig(init_lora_weights="pissa"), "`init_lora_weights='pissa'` changes the base"),
+        (peft.AdaLoraConfig(total_step=9, task_type="CAUSAL_LM"), "must not be AdaLoRA"),
+        (LoraConfig(layer_replication=[[0, 2], [1, 2]]), "nor have `layer_replication`"),
     ],
-    ids=["other tensors", "activated", "changes the base"],
+    ids=["other tensors", "activated", "changes the base", "moving ranks", "layers twice"],
 )
 def test_adapters_that_cannot_be_trained_are_refused(tmp_path, adapter, message):
     with pytest.raises(ValueError, match=message):

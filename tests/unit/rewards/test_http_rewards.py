@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
 
+from trl_ppo_ext.redaction import without_key
 from trl_ppo_ext.rewards import FunctionReward, RewardError, ScoringBatch, http
 from trl_ppo_ext.rewards.http import Judge
 from trl_ppo_ext.rewards.scoring import collect_scores
@@ -230,6 +231,11 @@ def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
     for start in range(len(KEY) - 5):
         assert re.sub(r"\W", "", KEY)[start : start + 5] not in text, (KEY[start:], str(error))
     assert isinstance(error, RewardError) and "***" in str(error)
+
+
+def test_key_that_is_a_word_hides_no_error():
+    assert without_key("max_tokens cannot be empty", "EMPTY") == "max_tokens cannot be empty"
+    assert without_key("max_tokens is wrong", "MaxTokens1") == "*** (it repeats a part of the key)"
 
 
 def test_control_characters_of_a_server_are_escaped(port):
