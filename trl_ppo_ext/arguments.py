@@ -83,11 +83,10 @@ def check_trainer_arguments(
     if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
         remedy = "pass one as `environment_factory`, or rename a column of that name"
         raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
-    columns = [column for column in args.other_prompts.values() if column != HIDDEN_STATE]
+    columns = {*args.other_prompts.values()} - {HIDDEN_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
         wrong = "is a column, which lacks what an environment or a `rollout_func` adds to the prompt"
-        remedy = "use 'hidden_state' of an environment, or remove it"
-        raise ValueError(f"The prompt {columns[0]!r} of the critic or the reference {wrong}; {remedy}.")
+        raise ValueError(f"The prompt {columns.pop()!r} of a role {wrong}; use 'hidden_state' of an environment.")
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
             needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"

@@ -173,7 +173,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
-    """Longest prompt with completion of a colocated vLLM. Default: the model's context, or what fits in its memory."""
+    """Longest prompt with completion of vLLM: a server's `--max-model-len`. Default: the context, or what memory fits."""
     vllm_enable_sleep_mode: bool = False
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool | None = None
@@ -523,6 +523,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError("`vllm_kwargs['overlap_rollouts']` needs `use_vllm=True, vllm_mode='server'`; set both.")
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = overlaps
+        idle = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"} & {*self.changed_fields}
+        if uses_vllm and idle and not self.vllm_importance_sampling_correction:
+            needed = "`vllm_importance_sampling_correction=True`, which is not the default here"
+            logger.warning("Without %s, these fields have no effect: %s.", needed, ", ".join(sorted(idle)))
         for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
             why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
