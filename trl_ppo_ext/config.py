@@ -173,7 +173,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
-    """Longest prompt with completion of vLLM: a server's `--max-model-len`. Default: the context, or what memory fits."""
+    """Longest prompt with completion; a server's `--max-model-len`. Default: the context, or what fits in memory."""
     vllm_enable_sleep_mode: bool = False
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool | None = None
@@ -445,19 +445,18 @@ class PPOConfig(TRLFields, TrainingArguments):
             if not compares:
                 needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
                 raise ValueError(f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn from all.")
-            also: dict[str, Any] = {"a KL in the reward": self.reward_kl, "`reference_prompt`": self.reference_prompt}
-            also |= {"`multi_objective_aggregation='normalize_then_sum'`": normalizes_each}
-            for name in (name for name, given in also.items() if given):
-                wrong = f"compares sums of scores, but {name} makes other differences to learn from"
-                raise ValueError(f"`drop_equal_groups=True` {wrong}; remove one of them.")
-        if normalizes_each:
-            needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}; "
-            needed += "set both, or `reward_weights` or `normalize_rewards` instead"
-            if estimator == "grpo":
-                needed = "rewards as they are; remove `normalize_rewards` and `missing_eos_penalty`, "
-                needed += "and for a KL set `kl_placement='loss'`, or `kl_coef=0`"
-            if estimator != "grpo" or self.reward_kl or self.normalize_rewards or self.missing_eos_penalty:
-                raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
+            if self.reward_kl or self.reference_prompt or normalizes_each:
+                also = (
+                    "a KL in the reward, `reference_prompt` and `multi_objective_aggregation` make other differences"
+                )
+                raise ValueError(f"`drop_equal_groups=True` compares sums of scores, but {also}; remove one of them.")
+        shapes = self.reward_kl or self.normalize_rewards or self.missing_eos_penalty
+        if normalizes_each and (estimator != "grpo" or shapes):
+            needed = (
+                f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}, and rewards as they are: no "
+            )
+            needed += "`normalize_rewards`, no `missing_eos_penalty`, and `kl_placement='loss'` or `kl_coef=0`"
+            raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
@@ -525,8 +524,8 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.vllm_importance_sampling_correction = overlaps
         idle = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"} & {*self.changed_fields}
         if uses_vllm and idle and not self.vllm_importance_sampling_correction:
-            needed = "`vllm_importance_sampling_correction=True`, which is not the default here"
-            logger.warning("Without %s, these fields have no effect: %s.", needed, ", ".join(sorted(idle)))
+            without = "Without `vllm_importance_sampling_correction=True`"
+            logger.warning("%s these fields have no effect: %s.", without, ", ".join(sorted(idle)))
         for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
             why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")

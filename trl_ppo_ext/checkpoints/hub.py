@@ -85,8 +85,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
 
     # 3. the card
     table = settings | {name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")}
-    if isinstance(table["target_modules"], set):  # a set has no order
-        table["target_modules"] = sorted(table["target_modules"])
+    table |= {name: sorted(x) for name, x in table.items() if isinstance(x, set)}  # which has no order
     card_data = ModelCardData(
         base_model=base_model if on_hub else None,
         datasets=datasets or None,

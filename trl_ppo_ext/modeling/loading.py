@@ -80,8 +80,7 @@ def check_model_arguments(
     if config.is_prompt_learning:
         raise ValueError(f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`.")
     if config.peft_type == PeftType.ADALORA or getattr(config, "layer_replication", None):
-        wrong = "must not be AdaLoRA, whose ranks no trainer here moves, nor have `layer_replication`"
-        raise ValueError(f"`peft_config` {wrong}, with which the critic would change the policy; use `LoraConfig`.")
+        raise ValueError("`peft_config` must not be AdaLoRA, nor have `layer_replication`; use another `LoraConfig`.")
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
     if (bias := getattr(config, "bias", "none")) != "none":

@@ -38,10 +38,14 @@ class Run:
     seconds: float  # of training, without repeated steps
 
     @property
+    def last_step(self) -> int:
+        """Last step with a metric."""
+        return max((int(curve.index[-1]) for curve in self.curves.values()), default=0)
+
+    @property
     def rollouts(self) -> int:
-        """Number of rollouts until the last step with a metric."""
-        last = max((int(curve.index[-1]) for curve in self.curves.values()), default=0)
-        return -(-last // self.start["plan"].get("optimizer_steps", 1))
+        """Number of rollouts until the last step."""
+        return -(-self.last_step // self.start["plan"].get("optimizer_steps", 1))
 
 
 def smooth(curve: Series) -> Series:
