@@ -446,16 +446,12 @@ class PPOConfig(TRLFields, TrainingArguments):
                 needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
                 raise ValueError(f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn from all.")
             if self.reward_kl or self.reference_prompt or normalizes_each:
-                also = (
-                    "a KL in the reward, `reference_prompt` and `multi_objective_aggregation` make other differences"
-                )
+                also = "a KL in the reward, `reference_prompt` and `multi_objective_aggregation` add differences"
                 raise ValueError(f"`drop_equal_groups=True` compares sums of scores, but {also}; remove one of them.")
-        shapes = self.reward_kl or self.normalize_rewards or self.missing_eos_penalty
-        if normalizes_each and (estimator != "grpo" or shapes):
-            needed = (
-                f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}, and rewards as they are: no "
-            )
-            needed += "`normalize_rewards`, no `missing_eos_penalty`, and `kl_placement='loss'` or `kl_coef=0`"
+        shaped = self.reward_kl or self.normalize_rewards or self.missing_eos_penalty
+        if normalizes_each and (shaped or estimator != "grpo"):
+            needed = f"`critic='none'` with `advantage_estimator='grpo'`, got {estimator!r}, and rewards as they are, "
+            needed += "without `normalize_rewards`, `missing_eos_penalty` or a KL, but that of `kl_placement='loss'`"
             raise ValueError(f"`multi_objective_aggregation='normalize_then_sum'` needs {needed}.")
 
     def check_values(self) -> None:
@@ -522,10 +518,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError("`vllm_kwargs['overlap_rollouts']` needs `use_vllm=True, vllm_mode='server'`; set both.")
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = overlaps
-        idle = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"} & {*self.changed_fields}
+        idle = sorted({"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"} & {*self.changed_fields})
         if uses_vllm and idle and not self.vllm_importance_sampling_correction:
-            without = "Without `vllm_importance_sampling_correction=True`"
-            logger.warning("%s these fields have no effect: %s.", without, ", ".join(sorted(idle)))
+            logger.warning("Without `vllm_importance_sampling_correction` these have no effect: %s.", ", ".join(idle))
         for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
             why = "which follows from the run or the clock; set the field of `PPOConfig` if it has one, else remove it"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")

@@ -57,7 +57,7 @@ def test_dropped_groups_need_groups(tmp_path, settings):
     ids=["each reward", "no reward", "KL"],
 )
 def test_dropped_groups_are_those_that_teach_nothing(tmp_path, settings):
-    with pytest.raises(ValueError, match=r"but .* make other differences; remove one of them"):
+    with pytest.raises(ValueError, match=r"but .* add differences; remove one of them"):
         config(tmp_path, drop_equal_groups=True, critic="none", num_generations=2, **settings)
 
 

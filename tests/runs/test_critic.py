@@ -527,10 +527,10 @@ NEED_A_CRITIC = {
 }
 GDPO = NONE | {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 2, "kl_coef": 0.0}
 REFUSED = [
-    (GDPO | {"critic": "side"}, "_sum'` needs `critic='none'` .*, got 'gae'; set both, or `reward_weights` or"),
+    (GDPO | {"critic": "side"}, "_sum'` needs `critic='none'` .*, got 'gae'"),
     (GDPO | {"advantage_estimator": "rloo"}, "_sum'` needs .* with `advantage_estimator='grpo'`, got 'rloo'"),
     *(
-        (GDPO | shaping, "_sum'` needs rewards as they are; .*`kl_placement='loss'`")
+        (GDPO | shaping, "_sum'` needs .* rewards as they are, .*`kl_placement='loss'`")
         for shaping in ({"kl_coef": 0.1}, {"normalize_rewards": True}, {"missing_eos_penalty": 1.0})
     ),
     ({"critic": "both"}, "`critic` must be one of .*'both'"),

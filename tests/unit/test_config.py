@@ -114,6 +114,11 @@ def test_keys_of_generation_kwargs_that_are_fields_set_them():
             "change nothing: ranks share a rollout",
         ),
         ({"dataloader_drop_last": True}, "and `dataloader_drop_last` change nothing"),
+        ({"vllm_mode": "server"}, "Without `use_vllm=True` these fields have no"),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            "Without `vllm_importance_sampling_correction` these have no effect: vllm_importance_sampling_mode",
+        ),
     ],
     ids=str,
 )
