@@ -130,6 +130,8 @@ def load_tokenizer(
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
     else:
         config, generation_config = model.config, model.generation_config
+    if model_id != model:  # that of an adapter is not in the base's repository
+        kwargs = {name: x for name, x in kwargs.items() if name not in ("revision", "subfolder")}
     tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
     text_config, stops = config.get_text_config(), args.stop_token_ids
     vocab_size = text_config.vocab_size
