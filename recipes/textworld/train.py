@@ -31,7 +31,7 @@ def main() -> None:
     args = PPOConfig(
         options.output_dir,
         seed=options.seed,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         max_steps=4 * options.rollouts,
         generation_batch_size=32,
         per_device_train_batch_size=8,
