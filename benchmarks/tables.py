@@ -14,6 +14,7 @@ import arena
 import optimum
 import real
 import textworld_games
+import told
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
@@ -85,6 +86,7 @@ TABLES = {
     "scaling.json": scaling,
     "step.json": step,
     "textworld_games.json": textworld_games.table,
+    "told.json": told.table,
 }
 
 

@@ -137,6 +137,8 @@ def table(runs: list[dict]) -> str:
     lines = ["| | rollouts 9 to 11 | last 3 | entropy at the end |", "|---|---:|---:|---:|"]
     for setting in SETTINGS:
         chosen = [run for run in runs if run["setting"] == setting]
+        if not chosen:
+            continue
         cells = []
         for part in (slice(8, 11), slice(-3, None)):
             ends = [100 * statistics.mean(run["found"][part]) for run in chosen]

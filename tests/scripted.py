@@ -28,11 +28,11 @@ class Script(Generator):
 
     def __init__(self, tokenizer, turns, end="<|im_end|>"):
         self.tokenizer, self.turns, self.end = tokenizer, turns, end
-        self.calls = []  # rows and budget of each call
+        self.calls = []  # rows and budgets of each call
 
     def generate(self, prompts, rooms=None):
         rooms = rooms or [1000] * len(prompts)
-        self.calls.append((len(prompts), max(rooms)))
+        self.calls.append((len(prompts), [*rooms]))
         written = []
         for ids, room in zip(prompts, rooms):
             text = self.tokenizer.decode(ids)

@@ -182,8 +182,7 @@ def read_prompts(
             return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
         if dataset is None:
             return None
-        if environments.has_instances:
-            dataset = with_prompts(dataset, tokenizer, rows)
+        dataset = with_prompts(dataset, tokenizer, rows) if environments.has_instances else dataset
         return environments.checked(tokenize_prompts(dataset, tokenizer, name, *settings))
 
     datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")

@@ -90,8 +90,9 @@ def read_key(api_key_env: str | None, url: str) -> str:
 def without_key(text: str, key: str) -> str:
     """Beginning of a server's text, unless it repeats six letters of a key: in any case, encoded, or split."""
     letters, secret = (re.sub(r"[^a-z\d]", "", unquote(x).lower()) for x in (text[:2000], key))
-    # a shorter key, such as `EMPTY`, protects nothing, and may be a word of the text
-    repeats = len(secret) >= 8 and any(secret[start : start + 6] in letters for start in range(len(secret) - 5))
+    repeats = any(secret[start : start + 6] in letters for start in range(len(secret) - 5))
+    if 0 < len(secret) < 8:  # such as `token`, which other words contain
+        repeats = re.search(rf"\b{re.escape(key)}\b", text) is not None
     return "*** (it repeats a part of the key)" if repeats else shortened(" ".join(text[:2000].split()))
 
 

@@ -163,7 +163,7 @@ class PPOTrainer(Trainer):
             distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
 
         # 2. Tokenize and check every prompt.
-        named = tokenizer_name(model_id, peft_config)
+        named = tokenizer_name(model_id, peft_config) if processing_class is None else model_id
         prompts = read_prompts(model, named, processing_class, args, environments, train_dataset, eval_dataset)
         tokenizer, context_length, template_kwargs, self._tokenize, train_dataset, eval_dataset = prompts
 

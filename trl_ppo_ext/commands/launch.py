@@ -221,8 +221,8 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
     """Load the splits of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
     train, test = script.dataset_train_split, script.dataset_test_split
     if script.dataset_name is None:
-        if script.environment_factory:  # which may write the prompts
-            return {}
+        if script.environment_factory and script.map_function is None and script.eval_rows is None:
+            return {}  # it may write the prompts
         raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
     if script.eval_rows is not None and test == train:
         raise ValueError(f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}.")
@@ -287,6 +287,8 @@ def trainer_arguments(
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
     if splits:
         kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
+    elif args.max_steps <= 0 or args.eval_strategy != "no":
+        raise ValueError("Without `dataset_name`, `max_steps` must be set, and `eval_strategy` 'no'; give a dataset.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
     return kwargs

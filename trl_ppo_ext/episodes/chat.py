@@ -1,6 +1,5 @@
 """Token ids of what an environment writes, and messages of what the policy sampled."""
 
-from collections.abc import Collection
 from contextlib import suppress
 from operator import eq
 from typing import Any
@@ -107,15 +106,14 @@ class ChatFormat:
             logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
         return after[end + (turn[-1] == after[end]) :]
 
-    def _end(self, before: list[int], start: int, after: list[int], stops: Collection[int] = ()) -> int | None:
+    def _end(self, before: list[int], start: int, after: list[int], stops: frozenset[int] = frozenset()) -> int | None:
         """Place of the token that ends a stand-in for a turn also when messages follow; `None` if they change it."""
         same = [*map(eq, before, after), False].index(False)
-        if self.tokenizer.decode(before[same:], skip_special_tokens=True).strip():
-            return None
         # its last delimiter, after which often a line break follows, or an end of the text, which no policy samples
         for delimiters in (self.special_ids, stops):
             if ends := [place for place in range(start, same) if before[place] in delimiters]:
-                return ends[-1]
+                left = before[ends[-1] + 1 :] if same < len(before) else []
+                return None if self.tokenizer.decode(left, skip_special_tokens=True).strip() else ends[-1]
         return len(before) if same == len(before) else None  # then the header of the next message ends it
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:

@@ -188,7 +188,7 @@ class Environments:
         kinds = self.kinds.values()
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
         self.rewards = [EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)]
-        if tools and all(isinstance(kind.pool[0], TextEnvironment) for kind in kinds):
+        if tools and kinds and all(isinstance(kind.pool[0], TextEnvironment) for kind in kinds):
             raise ValueError("`tools` have no effect with environments that have `step`; remove them.")
         self.has_instances = bool(factory)  # which reward functions receive
         self.timeout: float | None = None  # seconds

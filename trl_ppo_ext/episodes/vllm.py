@@ -134,8 +134,8 @@ class VLLMGenerator(Generator):
         return self._completions(prompts, self.engine.sample(str(self.version), requests))
 
     def _requests(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[Request]:
-        copies = Counter(map(tuple, prompts))
-        room = dict(zip(map(tuple, prompts), rooms or repeat(self.limit)))  # the same after the same ids
+        copies, pairs = Counter(map(tuple, prompts)), zip(map(tuple, prompts), rooms or repeat(self.limit))
+        room = dict(sorted(pairs, key=lambda pair: pair[1]))  # the largest, if there are several
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         self.engine.settings["temperature"] = self.temperature

@@ -234,13 +234,14 @@ def collect(
     if state.global_step == 0:
         check_scores_are_not_spread(roles, scored, completion_mask)
     log_groups(metrics, scored, group_size, gather)
+    if args.drop_equal_groups:
+        scores = scored.totals - (args.missing_eos_penalty or 0.0) * ~samples.stopped
+        differs = in_groups_that_differ(scores, usable, group_size, gather)[rank * len(rows) :][: len(rows)]
+        response_mask = policy_mask = policy_mask & differs[:, None]
 
     # 2. Rewards per token, in the unit of the scores or whitened.
     rewards, after = shaped_rewards(roles, samples, run)
     metrics.mean("objective", rewards.sum(1), usable)
-    if args.drop_equal_groups:  # after the shaping, which may make a difference
-        differs = in_groups_that_differ(rewards.sum(1), usable, group_size, gather)[rank * len(rows) :][: len(rows)]
-        response_mask = policy_mask = policy_mask & differs[:, None]
     reward_unit = 1.0
     if args.whiten_rewards:
         reward_unit = ppo_math.whitening_unit(rewards, response_mask, all_sum)

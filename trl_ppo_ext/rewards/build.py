@@ -113,8 +113,8 @@ def build_rewards(
             rewards.append(FunctionReward(cast(Callable, entry)))
     for index, reward in enumerate(rewards):
         names = {other.name for other in rewards[:index]}
-        if reward.name in names:
-            rewards[index] = reward = copy.copy(reward)  # which may be that of an earlier place
+        if any(reward is other for other in rewards[:index]):
+            rewards[index] = reward = copy.copy(reward)
         while reward.name in names:  # metrics need distinct names
             reward.name = f"{reward.name}_{index}"
     return rewards

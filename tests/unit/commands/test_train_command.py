@@ -87,8 +87,11 @@ def test_run_reads_the_tokenizer_of_the_adapter_that_it_starts_from(there, capsy
     saved.chat_template = "{% for m in messages %}w7 {{ m.content }}{% endfor %}"
     saved.save_pretrained("chats")
     save(there / "chats.jsonl", [{"prompt": [{"role": "user", "content": "w9"}]}] * 8)
-    assert run("--dry_run", adapter_name_or_path="chats", dataset_name="chats.jsonl") == 0
+    chats = {"adapter_name_or_path": "chats", "dataset_name": "chats.jsonl", "reward_funcs": "cli_rewards.length"}
+    assert run("--dry_run", **chats) == 0
     assert capsys.readouterr().out.rstrip().endswith("w7 w9")
+    assert run(**chats, max_steps=1, output_dir="chatted") == 0
+    assert AutoTokenizer.from_pretrained("chatted").chat_template == saved.chat_template
 
 
 def test_command_line_wins_over_the_file(there, capsys):
@@ -142,7 +145,7 @@ def test_environment_writes_missing_prompts(there):
 def test_environment_writes_all_prompts(there):
     settings = {"environment_factory": "cli_rewards.Walk", "reward_funcs": None, "dataset_name": None, "max_steps": 2}
     assert run("--dry_run", **settings) == 0
-    assert run(**settings) == 0
+    assert run(**settings, output_dir="walked") == 0
 
 
 def test_edited_map_function_maps_again(tmp_path):
@@ -253,6 +256,12 @@ WRONG = [
     ({"eval_strategy": False}, "`eval_strategy`", "False", "quote them"),
     ({"eval_strategy": "epoch"}, "`dataset_test_split`", "'test'", r"to one of \['train'\]"),
     ({"eval_rows": 0}, "`eval_rows`", "0", "at least 1"),
+    (
+        {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "reward_funcs": None, "max_steps": -1},
+        "`dataset_name`",
+        "`max_steps` must be set",
+        "give a dataset",
+    ),
     ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
     ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),

@@ -76,9 +76,12 @@ def test_template_may_end_a_conversation_with_more_than_its_last_turn():
     turn = tokenizer("north<|im_end|>")["input_ids"]
     ids = turn + chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
     assert tokenizer.decode(ids) == "north<|im_end|>\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content if loop.last }}")
-    with pytest.raises(PromptError, match="changes earlier messages"):
-        chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
+    plain, answer = tokenizer.chat_template, [{"role": "user", "content": "a wall"}]
+    ends = "<|im_start|>{{ m.content }}{{ '<|im_end|>' if loop.last else '<|im_start|>' }}"  # as gpt-oss has
+    for turn_of in ("{{ m.content if loop.last }}<|im_end|>", ends):
+        tokenizer.chat_template = plain.replace("{{ m.content }}<|im_end|>", turn_of)
+        with pytest.raises(PromptError, match="changes earlier messages"):
+            chat.following(turn, answer, chat.template_kwargs, STOPS, 1000)
 
 
 def test_turn_that_ends_in_another_way_is_closed_by_the_environment():

@@ -32,6 +32,16 @@ def no_engine(monkeypatch):
     monkeypatch.setattr(vllm, "ColocatedEngine", lambda *args: pytest.fail("vLLM was started"))
 
 
+def test_requests_have_the_room_of_their_prompts():
+    generator = SimpleNamespace(engine=SimpleNamespace(settings={}), temperature=1.0, limit=9)
+    for rooms, expected in ((None, [9, 9]), ([5, 2, 3], [5, 2])):
+        requests = vllm.VLLMGenerator._requests(generator, [[4], [6], [4]], rooms)
+        assert [(x.prompt_ids, x.copies, x.max_tokens) for x in requests] == [
+            ([4], 2, expected[0]),
+            ([6], 1, expected[1]),
+        ]
+
+
 def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch):
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):

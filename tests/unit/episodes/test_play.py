@@ -183,8 +183,18 @@ def test_turns_share_the_completion_length():
     episodes = played(player, rows)
     assert [len(episode.completion_ids) for episode in episodes] == [200, 200]
     assert [episode.ending for episode in episodes] == ["cut", "cut"]
-    used = player.generator.calls[1][1]
+    (used,) = player.generator.calls[1][1]
     assert 0 < used < 200 and {*episodes[0].sampled} == {0, 1, 2} and {*episodes[1].sampled} == {1}
+
+
+def test_each_episode_samples_within_its_own_room():
+    rows = rows_of("alpha", "beta")
+    turns = {"alpha": ["x" * 100 + call("add", a=1, b=1), "x"], "beta": [call("add", a=1, b=1), "y"]}
+    player = player_of(turns, rows, tools=[add], max_completion_length=500)
+    episodes = played(player, rows)
+    last = [episode.sampled[::-1].index(0) for episode in episodes]  # tokens of the last turn
+    left = [500 - len(episode.completion_ids) + length for episode, length in zip(episodes, last)]
+    assert player.generator.calls == [(2, [500, 500]), (2, left)] and left[0] == left[1] - 100
 
 
 def test_answer_that_does_not_fit_is_rolled_back():

@@ -235,6 +235,8 @@ def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
 
 def test_key_that_is_a_word_hides_no_error():
     assert without_key("max_tokens cannot be empty", "EMPTY") == "max_tokens cannot be empty"
+    assert without_key("max_tokens is wrong", "token") == "max_tokens is wrong"
+    assert without_key("the key s3cr3t7 is wrong", "s3cr3t7") == "*** (it repeats a part of the key)"
     assert without_key("max_tokens is wrong", "MaxTokens1") == "*** (it repeats a part of the key)"
 
 
