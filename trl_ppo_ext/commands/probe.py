@@ -136,8 +136,8 @@ def held_out_rollouts(
     A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
     """
     args, plan, accelerator = copy(trainer.args), trainer.plan, trainer.accelerator
-    # Monte Carlo returns: with another λ they would depend on the critic
-    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
+    # Monte Carlo returns: with another λ they would depend on the critic. A new critic is not fitted to them
+    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0), "critic_init": "as it is"} | changes)
     start = 0
 
     def play(rows: list[dict], *_: Any) -> list[Episode]:
