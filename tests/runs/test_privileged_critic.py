@@ -262,5 +262,5 @@ def test_column_of_another_role_with_an_environment_raises(tmp_path, settings):
         def step(self, text):
             return "w4", 1.0, True
 
-    with pytest.raises(ValueError, match=r"The prompt 'answer' of a role is a column, which lacks what"):
+    with pytest.raises(ValueError, match=r"The column 'answer' cannot be .*: it lacks what an environment"):
         trainer(tmp_path, dataset=secret_prompts(), environment_factory=Game, **settings)

@@ -106,7 +106,7 @@ def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: T
 
 
 def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
-    """Log the share of completions whose group all have the same reward."""
+    """Log the share of prompts whose completions all have the same reward."""
     if group_size > 1:
         differs = in_groups_that_differ(scored.totals, scored.usable, group_size, gather)
         any_usable = gather(scored.usable).view(-1, group_size).any(1)

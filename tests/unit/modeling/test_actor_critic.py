@@ -81,7 +81,9 @@ def test_capped_and_scaled_logits_score_as_the_plain_forward(tmp_path, family):
     wanted = torch.autograd.grad(sum(parts), trained)
     got = torch.autograd.grad(sum((a * x).sum() for a, x in zip(along, outputs)), trained)
     for name, x, y in zip(built.policy_parameters(), got, wanted):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=1e-5, atol=4e-6 * max(1, y.abs().max().item()), msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_values_are_of_the_state_in_which_each_token_was_sampled(tmp_path):
