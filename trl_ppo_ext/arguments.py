@@ -85,9 +85,7 @@ def check_trainer_arguments(
         raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
     columns = {*args.other_prompts.values()} - {HIDDEN_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
-        wrong = (
-            "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment or a `rollout_func` adds"
-        )
+        wrong = "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment adds to the prompt"
         raise ValueError(f"The column {columns.pop()!r} cannot be {wrong}; use 'hidden_state' of an environment.")
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
