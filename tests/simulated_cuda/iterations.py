@@ -19,6 +19,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.data import Rows
+from trl_ppo_ext.ppo.math import Moments
 
 
 def flash_attention(module, query, *args, **kwargs):
@@ -91,7 +92,9 @@ def iterations(trainer, gpu):
     trainer._collect = counted
     trainer.get_train_dataloader()
     rows = Rows(range(trainer.plan.completions_per_process))
-    for _ in range(2):
+    for iteration in range(2):
+        if iteration:  # a number read from the simulated GPU is 0, so the critic has seen no return
+            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0))
         gpu.waits.clear()
         rollout.clear()
         for micro_batch in range(1, trainer.plan.micro_steps + 1):

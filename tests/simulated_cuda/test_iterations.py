@@ -21,9 +21,9 @@ ROLLOUT = {
     "updates.py:start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
-# moments of the rewards and of the returns, in the first rollout before and after its values; unit of the advantages
-WITH_CRITIC = {"math.py:add": 3}
-PLAIN = {"advantages.py:whitened": 1, "math.py:add": 2}
+# moments of the rewards and of the returns; unit of the advantages
+WITH_CRITIC = {"math.py:add": 2}
+PLAIN = WITH_CRITIC | {"math.py:whitening_unit": 1}
 OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"model.py:score": 1}}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 
