@@ -180,12 +180,20 @@ class MemoryEstimate:
         if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
             return 0
         share = self.args.vllm_gpu_memory_utilization * memory * GIB
-        asleep = max(replace(self.base, quantization=None).bytes, self.phases["generate"].sum() + share - self.peak)
+        asleep = max(self.base_of_vllm, self.phases["generate"].sum() + share - self.peak)
         return min(asleep, share) if self.args.vllm_enable_sleep_mode else share
 
+    @property
+    def base_of_vllm(self) -> float:
+        """Bytes of the base that a colocated vLLM loads, which is not quantized unless vLLM does it."""
+        is_quantized = "quantization" in (self.args.generation_kwargs or {})
+        return self.base.bytes if is_quantized else replace(self.base, quantization=None).bytes
+
     def fits(self, memory: float) -> bool:
-        """Return `True` if the run fits in `memory` GiB."""
-        return self.needed + self.share_of_vllm(memory) <= memory * GIB
+        """Return `True` if the run fits in `memory` GiB, and the base in the share of a colocated vLLM."""
+        share = self.share_of_vllm(memory)
+        holds = not share or self.base_of_vllm <= self.args.vllm_gpu_memory_utilization * memory * GIB
+        return holds and self.needed + share <= memory * GIB
 
 
 def estimate_memory(

@@ -56,12 +56,16 @@ def _num_mini_batches(config: Any, steps: int) -> Settings:
     return {"num_mini_batches": steps // accumulation}
 
 
+def _of_clip(config: Any, settings: Settings) -> Settings:
+    """Settings that belong to GRPO's own clip, with the default of that."""
+    return settings if config.cliprange else settings | {"cliprange": 0.2}
+
+
 def _dual_clip(config: Any, delta: float) -> Settings:
-    clip = {} if config.cliprange else {"cliprange": 0.2}  # `delta` belongs to GRPO's own clip
     high = config.cliprange_high or config.cliprange or 0.2
     if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
         raise ValueError(f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it.")
-    return {"dual_clip": delta} | clip
+    return _of_clip(config, {"dual_clip": delta})
 
 
 def _forward_batch_size(_: Any, size: int) -> Settings:
@@ -72,12 +76,13 @@ ANY, NO_EFFECT = ..., "Already the case, or without effect."
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {"int | str": int | str}
 # of fields whose value determines the settings: functions from config and value
 _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
+    "epsilon_high": lambda config, high: _of_clip(config, {"cliprange_high": high}),
     "delta": _dual_clip,
     "num_iterations": lambda _, n: {} if n == 1 else {"num_ppo_epochs": n},  # 1 by default, in both
     "steps_per_generation": _num_mini_batches,
     "loss_type": _loss_type,
     "scale_rewards": _scale_rewards,
-    # GRPO weighs k3 by the ratio, which gives it the gradient of k1 in the reward
+    # GRPO weighs k3 by the ratio, which gives a token the gradient of its own k1 in the reward
     "use_bias_correction_kl": lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"},
     "use_vllm": lambda _, on: {"generation_backend": "vllm" if on else "transformers"},
     "local_rollout_forward_batch_size": _forward_batch_size,

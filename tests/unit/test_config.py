@@ -63,6 +63,7 @@ def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(tmp_path,
         ({"torch_compile_backend": "eager"}, "`torch_compile_backend='eager'` is not supported"),
         ({"adam_epsilon": 0}, "`adam_epsilon` must be above 0, got 0"),
         ({"generation_kwargs": {"max_time": 1.0}}, "holds `max_time`, which follows from the run or the clock"),
+        ({"use_vllm": True, "generation_kwargs": {"stop": ["."]}}, "holds `stop`, .* or samples otherwise"),
     ],
 )
 def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):

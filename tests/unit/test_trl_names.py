@@ -36,6 +36,7 @@ def test_every_field_of_grpo_is_a_field():
     [
         ({"beta": 0.04}, {"kl_coef": 0.04}),
         ({"epsilon": 0.1, "epsilon_high": 0.28}, {"cliprange": 0.1, "cliprange_high": 0.28}),
+        ({"epsilon_high": 0.28}, {"cliprange": 0.2, "cliprange_high": 0.28, "dual_clip": None}),
         ({"delta": 1.5}, {"dual_clip": 1.5, "cliprange": 0.2}),
         ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, {"num_mini_batches": 2}),
         # two rollouts per optimizer step, as one that is sampled in two parts

@@ -96,6 +96,9 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     if share := estimate.share_of_vllm(memory) / GIB:
         needed += share
         print(f"vLLM adds {share:.2f} GiB to the peak (`vllm_gpu_memory_utilization`)")
+        if (base := estimate.base_of_vllm / GIB) > (room := estimate.args.vllm_gpu_memory_utilization * memory):
+            print(f"does not fit: vLLM's share of {room:.1f} GiB does not hold its base of {base:.1f} GiB")
+            return False
     if estimate.fits(memory):
         print(f"fits in {memory:g} GiB, with {memory - needed:.1f} GiB to spare")
         return True

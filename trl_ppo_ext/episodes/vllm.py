@@ -237,8 +237,8 @@ class ColocatedEngine:
     ):
         if find_spec("vllm") is None:
             raise ImportError(
-                "`generation_backend='vllm'` needs vLLM, which is not installed; install it (`pip install vllm`), or "
-                "set `vllm_mode='server'` and run it in an environment of its own."
+                "`generation_backend='vllm'` needs vLLM, which is not installed; install it in a new environment (see "
+                "docs/generation.md), or set `vllm_mode='server'`, whose server may be elsewhere."
             )
         sleeps = args.vllm_enable_sleep_mode
         defaults: dict[str, Any] = {

@@ -93,6 +93,15 @@ def test_estimate_command_prints_and_exits(large, capsys):
     assert "fit" not in capsys.readouterr().out
 
 
+def test_share_of_vllm_must_hold_its_base(large, capsys):
+    """It is not quantized, whatever the policy's base is, unless vLLM does that itself."""
+    colocated = ("--memory", "24", "--use_vllm", "true", "--load_in_4bit", "true", "--vllm_gpu_memory_utilization")
+    assert run(large, *colocated, "0.1") == 0
+    assert run(large, *colocated, "0.004") == 1  # 0.1 GiB
+    assert "vLLM's share of 0.1 GiB does not hold its base of 0.1 GiB" in capsys.readouterr().out.splitlines()[-1]
+    assert run(large, *colocated, "0.004", "--generation_kwargs", '{"quantization": "bitsandbytes"}') == 0
+
+
 def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"
     told = {"model_name_or_path": str(large / "base"), "load_in_4bit": True, "critic": "adapter", "lora_r": 8}

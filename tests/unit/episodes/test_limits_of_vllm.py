@@ -44,7 +44,7 @@ def test_requests_have_the_room_of_their_prompts():
 
 def test_missing_vllm_is_an_error_with_both_remedies(tmp_path, base, monkeypatch):
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs vLLM, .*`pip install vllm`.*`vllm_mode='server'`"):
+    with pytest.raises(ImportError, match=r"needs vLLM, .*docs/generation.*`vllm_mode='server'`"):
         trainer(tmp_path / "run", base, use_vllm=True)
 
 
