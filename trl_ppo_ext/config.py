@@ -105,8 +105,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Compute in bfloat16; trained weights are float32. Default on GPUs except V100, T4."""
     logging_steps: float = number(10, at_least=0)
     """Optimizer steps between two logs."""
-    logging_nan_inf_filter: bool = False
-    """Filter NaN and inf from the logged loss, which waits for the GPU per micro-batch. If off, they count as 0."""
     logging_first_step: bool | None = None
     """Log after the first optimizer step, and so the first rollout. Default with `logging_steps` of 1 or more."""
     gradient_checkpointing: bool = True
@@ -368,8 +366,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.remove_unused_columns = False
         if self.logging_first_step is None:
             self.logging_first_step = self.logging_strategy == "steps" and self.logging_steps >= 1
-        # both are the case, in the trainer's own way
+        # all are the case, in the trainer's own way
         self.restore_callback_states_from_checkpoint, self.include_num_input_tokens_seen = False, "no"
+        self.logging_nan_inf_filter = False  # a loss that is not finite counts as 0
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time
             self.ddp_find_unused_parameters = False
@@ -473,8 +472,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             value, default = getattr(self, name, None), TrainingArguments.__dataclass_fields__[name].default
             if value not in (default, None, False):
                 raise ValueError(f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}.")
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise ValueError("`load_best_model_at_end=True` needs `metric_for_best_model`, e.g. 'eval_reward'.")
+        for name, reading in {"load_best_model_at_end": True, "lr_scheduler_type": "reduce_lr_on_plateau"}.items():
+            if getattr(self, name) == reading and self.metric_for_best_model is None:
+                raise ValueError(f"`{name}={reading}` needs `metric_for_best_model`, e.g. 'eval_reward'.")
 
         # 2. KL
         if self.kl_placement == "both" and self.kl_estimator != "exact":

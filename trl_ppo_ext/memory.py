@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from pandas import DataFrame
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import (
@@ -252,8 +252,8 @@ def estimate_memory(
             loaded_as = {None: None, "none": None, "int8": "int8"}.get(args.reward_quantization, "4bit double")
             classifier = on_meta(AutoConfig.from_pretrained(reward, **remote_code), True, **remote_code)
             rewards.append(model_sizes(classifier, width, loaded_as))
-        elif isinstance(reward, PreTrainedModel):
-            rewards.append(model_sizes(reward, reward.dtype.itemsize))
+        elif isinstance(reward, PreTrainedModel | PeftModel):  # which it refuses
+            rewards.append(model_sizes(cast(PreTrainedModel, reward), reward.dtype.itemsize))
     adapter = PeftConfig.from_pretrained(peft_config) if isinstance(peft_config, str) else peft_config
     quantization, quantized_to = quantization_config or getattr(config, "quantization_config", None), None
     if quantization is not None:

@@ -26,8 +26,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerState,
 )
 from transformers.integrations import apply_liger_kernel
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
@@ -225,7 +227,7 @@ class PPOTrainer(Trainer):
         self._skipped = 0  # optimizer steps in a row
         self.signals, self.preempted = resume.StopSignals(), False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
-        self._resumed: dict[str, Tensor] = {}  # run state of the checkpoint that training resumes from
+        self._resumed: tuple[str, dict[str, Tensor]] | None = None  # checkpoint to resume from, and its run state
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
         self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
 
@@ -424,6 +426,7 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
+        self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
@@ -469,7 +472,9 @@ class PPOTrainer(Trainer):
         if self.train_dataset is None:
             needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = {}, "", False, None, None
+        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = None, "", False, None, None
+        self._metrics["train"].load_state_dict({})  # of a training that failed
+        self._validity.clear()
         self._restore_process_state()
         check_callbacks(self.callback_handler.callbacks)
         set_seed(self.args.seed, device_specific=True)  # what was drawn since the constructor must not matter
@@ -478,12 +483,15 @@ class PPOTrainer(Trainer):
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
         with resume.locked(output_dir, is_writer):
             if source:
-                checkpoint, self._resumed = resume.find_checkpoint(self, source, output_dir, is_writer)
+                self._resumed = resume.find_checkpoint(self, source, output_dir, is_writer)
+                checkpoint = self._resumed[0]
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-            if not in_place:  # a second training must not be mixed with the first one's checkpoints either
+            if in_place:
+                resume.set_later_aside(cast(str, checkpoint), is_writer)
+            else:  # a second training must not be mixed with the first one's checkpoints either
                 resume.check_directory(output_dir, is_writer, begin_anew=source is False or self._begun)
-            if not in_place:  # answers to the episodes of an earlier run
+                # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
@@ -627,18 +635,20 @@ class _StepCallback(TrainerCallback):
         """Restore what the Trainer does not, after it has set up its own state."""
         trainer = self.trainer
         trainer._last_step = state.global_step
-        if not trainer._resumed:
+        if trainer._resumed is None:
             return
-        resume.load_run_state(trainer, trainer._resumed)
+        (checkpoint, tensors), trainer._resumed = trainer._resumed, None
+        resume.load_run_state(trainer, tensors)
         state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
-        trainer._resumed = {}
         # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
             for callback, saved in zip(callbacks, as_list(states)):
                 vars(callback).update(saved["attributes"])
-        if (best := state.best_model_checkpoint) and (here := Path(args.output_dir, Path(best).name)).is_dir():
-            state.best_model_checkpoint = str(here)  # the run may have been moved or copied
+        # the run may have been moved, and then the Trainer has dropped the path, or copied
+        best = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
+        if best and (here := Path(args.output_dir, Path(best).name)).is_dir():
+            state.best_model_checkpoint = str(here)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""

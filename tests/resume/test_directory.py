@@ -56,11 +56,27 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_moved_run_keeps_its_best_checkpoint(copy):
+def test_copied_run_keeps_its_best_checkpoint(copy):
     again = best_at_first(copy, max_steps=3, resume_with_changed_settings=True)
     again.train(resume_from_checkpoint=True)
     assert again.state.best_model_checkpoint == str(copy / "checkpoint-1")
     assert names(copy) == ["checkpoint-1"]  # as a run ends that loads the best one
+
+
+def test_moved_run_keeps_its_best_checkpoint(tmp_path):
+    """The Trainer forgets a path that is gone."""
+    best_at_first(tmp_path / "before", save_total_limit=2, load_best_model_at_end=False).train()
+    run = (tmp_path / "before").rename(tmp_path / "run")
+    again = best_at_first(run, max_steps=3, resume_with_changed_settings=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(run / "checkpoint-1") and names(run) == ["checkpoint-1"]
+
+
+def test_run_that_goes_on_from_an_earlier_step_moves_later_checkpoints_aside(copy):
+    """Otherwise the next resume, if it is killed before their step, would take the course that was left."""
+    again = best_at_first(copy, learning_rate=1e-5, save_steps=10, load_best_model_at_end=False)
+    again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    assert names(copy) == ["checkpoint-1"] and list(copy.glob(f"{EARLIER}*/checkpoint-2"))
 
 
 def test_run_in_another_directory_keeps_its_last_checkpoint(finished, tmp_path):

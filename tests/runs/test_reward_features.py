@@ -1,6 +1,7 @@
 """Rewards that are asynchronous, per-token, failing, normalized or monitored."""
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from trl_ppo_ext.rewards import FunctionReward, ScoringBatch, monitor, read_scor
 from trl_ppo_ext.rewards.scoring import collect_scores
 
 NAN = float("nan")
+SKIPS = {"reward_on_error": "skip"}
 ALONE = {"all_sum": lambda total: total, "device": torch.device("cpu")}
 
 
@@ -334,6 +336,36 @@ def test_too_many_failures_raise_the_first_cause():
     with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
         score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
     score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
+
+
+def test_failures_that_end_no_run_are_told(caplog):
+    score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
+    assert "row 1; 2 of 4 completions are skipped" in caplog.text
+    monitor([fails_for([3])], batch(4), ALONE["device"])
+    assert "Of the monitored rewards one failed: row 3" in caplog.text
+
+
+def test_failures_of_an_evaluation_do_not_end_it(tmp_path):
+    """Its batches may be small, so that one failure is all of a batch."""
+
+    def reward(completions, **kwargs):
+        return [RewardError("the judge is away") if next(calls) == 1 else 1.0 for _ in completions]
+
+    built = trainer(tmp_path, reward_funcs=reward, eval_dataset=prompts(4), per_device_eval_batch_size=1, **SKIPS)
+    calls = itertools.count()
+    measured = built.evaluate()
+    assert measured["eval_rewards/reward/failed"] == 1 and measured["eval_reward"] == 1
+
+
+def test_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path):
+    built = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=1)
+    measured, score = built.evaluate()["eval_reward"], built.roles.rewards[0].score
+    calls = itertools.count()
+    built.roles.rewards[0].score = lambda batch: [1e6] if next(calls) < 2 else [None, None]
+    with pytest.raises(RewardError, match="returned 2 scores"):
+        built.evaluate()
+    built.roles.rewards[0].score = score
+    assert built.evaluate()["eval_reward"] == measured
 
 
 def test_wrong_count_fails_all_completions_but_no_monitor():

@@ -5,8 +5,9 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,29 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
                 "use another directory, `resume_from_checkpoint=True` to continue that run, or "
                 "`resume_from_checkpoint=False` to begin anew and move them aside."
             )
-        if earlier:
-            aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
-            aside.mkdir()
-            for path in earlier:
-                os.rename(path, aside / path.name)
-            logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
+        move_aside(earlier)
 
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
+
+
+def set_later_aside(checkpoint: str, is_writer: bool) -> None:
+    """Move aside the checkpoints after one from which a run goes on, or its next resume would leave this course."""
+
+    def move() -> None:
+        found, name = checkpoints(Path(checkpoint).parent), Path(checkpoint).name
+        move_aside([] if name not in [x.name for x in found] else [*takewhile(lambda x: x.name != name, found)])
+
+    on_every_rank(move, *READ_ERRORS, runs=is_writer)
+
+
+def move_aside(earlier: Sequence[Path]) -> None:
+    """Move checkpoints of one directory to a new one in it."""
+    if earlier:
+        aside = Path(earlier[0].parent, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
+        aside.mkdir()
+        for path in earlier:
+            os.rename(path, aside / path.name)
+        logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
 
 
 def find_checkpoint(

@@ -106,7 +106,8 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     fits = False
     for setting, step in proposals(estimate, memory):
         fits, change = step.fits(memory), ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
-        print(f"  {step.needed / GIB:6.1f} GiB, {'fits' if fits else 'does not fit'}: {change}")
+        needed = (step.needed + step.share_of_vllm(memory)) / GIB
+        print(f"  {needed:6.1f} GiB, {'fits' if fits else 'does not fit'}: {change}")
     if not fits:
         print("All of them together do not fit: use a smaller model or shorter completions.")
     return False

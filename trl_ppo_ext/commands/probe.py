@@ -42,6 +42,8 @@ class ProbeConfig(PPOConfig):
     completions: int = HfArg(default=COMPLETIONS, help="Completions to sample.")
 
     def __post_init__(self):
+        if self.completions < 1:
+            raise ValueError(f"`completions` must be at least 1, got {self.completions}.")
         self.push_to_hub = False  # it would create the repository
         super().__post_init__()
 
@@ -74,6 +76,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
 
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
     changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False, "advantage_level": "token"}
+    changes["top_entropy_quantile"] = 1.0
     rollouts, sampled = zip(*held_out_rollouts(trainer, completions, size, **changes))
     rows = sum(map(len, rollouts)) // size * size  # of complete groups
     mask = _stack([x.response_mask for x in rollouts])[:rows]

@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
 from ..arguments import check_trainer_arguments, read_prompts, tokenizer_name
+from ..checkpoints.atomic import checkpoints
 from ..checkpoints.files import CheckpointError, check_target
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
@@ -50,10 +51,10 @@ def main(argv: Sequence[str]) -> None:
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
-        raise RuntimeError(  # shown with its traceback and its cause, unlike wrong arguments
-            f"The run failed after {trainer.state.global_step} optimizer steps. Once the cause is fixed, resume from "
-            "the last checkpoint with --resume_from_checkpoint true."
-        ) from error
+        remedy = " Resume from the last checkpoint with --resume_from_checkpoint true, once the cause is fixed."
+        # shown with its traceback and its cause, unlike wrong arguments
+        failed = f"The run failed after {trainer.state.global_step} optimizer steps."
+        raise RuntimeError(failed + (remedy if checkpoints(str(args.output_dir)) else "")) from error
     if args.push_to_hub:
         trainer.push_to_hub(datasets=[script.dataset_name])
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")

@@ -166,7 +166,7 @@ def sample(
     seed = hash((args.seed, state.global_step, rank)) % 2**31
     with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
-        failures = args.reward_on_error, args.max_reward_failures
+        failures = args.reward_on_error, args.max_reward_failures if training else 1.0  # its batches may be small
         scored = score_all(roles.rewards, batch, roles.reward_weights, *failures, all_sum, device)
         monitored = monitor(roles.monitors, batch, device) if roles.monitors else scored.rewards[:, :0]
     # a reward may log a metric on some ranks only, and in any order

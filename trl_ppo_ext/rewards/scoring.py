@@ -230,6 +230,8 @@ def score_all(
                 f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
                 f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
             ) from first
+        if first:
+            logger.warning("%s; %d of %d completions are skipped.", first, count, counts[-1])
 
     # 2. Sum the scores, and skip completions without any, or with a failed one.
     totals = torch.stack([scores.totals for scores in all_scores], 1)
@@ -244,7 +246,10 @@ def score_all(
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
     """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
-    return torch.stack([scores.totals for scores in collect_scores(monitors, batch)], 1).to(device, non_blocking=True)
+    all_scores = collect_scores(monitors, batch)
+    for first in [next(iter(scores.failures.values())) for scores in all_scores if scores.failures]:
+        logger.warning("Of the monitored rewards one failed: %s", first)
+    return torch.stack([scores.totals for scores in all_scores], 1).to(device, non_blocking=True)
 
 
 def capture_random_state(device: torch.device) -> Callable[[], None]:

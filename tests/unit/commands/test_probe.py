@@ -124,7 +124,7 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
     monkeypatch.setattr(module, "ridge_values", values_of)
     sketches = module.gradient_sketches
     monkeypatch.setattr(module, "gradient_sketches", lambda *given: captured.update(given[2]) or sketches(*given))
-    discount = {"gamma": 0.9, "lam": 0.5} if critic == "head" else {"num_generations": 4}
+    discount = {"gamma": 0.9, "lam": 0.5} if critic == "head" else {"num_generations": 4, "top_entropy_quantile": 0.5}
     sizes = {"per_device_train_batch_size": 12, "generation_batch_size": 12}
     run = task(tmp_path, reward, rows=7, critic=critic, **discount, **sizes)
     if critic == "head":
@@ -311,6 +311,12 @@ per_device_train_batch_size: 16
 num_mini_batches: 1
 max_completion_length: 4
 """
+
+
+def test_probe_of_nothing_is_refused(there, capsys):
+    (there / "run.yaml").write_text(RUN)
+    assert cli.main(["probe", "--config", "run.yaml", "--completions", "0"])
+    assert "`completions` must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_command_prints_table_and_verdict(there, tmp_path, capsys):

@@ -288,6 +288,12 @@ WRONG = [
     ({"adapter_name_or_path": "splits", "lora_r": 4}, "`lora_r", "=4", "remove one of the two"),
     ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant", "4 bits", "set `load_in_4bit`"),
     ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
+    (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+        "`lr_scheduler_type",
+        "reduce_lr_on_plateau",
+        "needs `metric_for_best_model`",
+    ),
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
     ({"max_steps": 2.5}, "max_steps", "2.5", "must be int"),
     ({"reward_label": 1}, "`reward_label=", "1", "needs a reward model"),
