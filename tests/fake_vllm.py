@@ -94,6 +94,8 @@ class FakeVLLM:
         """Completions that depend on adapter, seed and prompt, as those of the real server do in float32."""
         if body["model"] not in self.adapters:
             return self.recorded("not loaded", nowhere=body["model"])
+        if body["n"] > 1 and not body["temperature"]:
+            return PlainTextResponse("n must be 1 when using greedy sampling", 400)
         answer, choices = json.loads(self.recorded("completed").body), []
         adapter = Path(self.adapters[body["model"]], "adapter_model.safetensors").read_bytes()
         draw = random.Random(f"{body['seed']} {body['prompt']}".encode() + adapter)

@@ -60,7 +60,7 @@ class CriticOptions:
     """α of λ = 1 − 1/(α·length), which replaces `lam` for the policy."""
     bootstrap_truncated: bool = False
     """Whether the critic's value stands for what would have followed a completion that `max_completion_length` or
-    `max_tool_calling_iterations` truncated, as it does after episodes that their environment truncates."""
+    `max_tool_calling_iterations` of a plain environment truncated, as after episodes that this truncates itself."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Completions of a rollout, over all processes. Determines `num_mini_batches`, as in GRPO, or
     `gradient_accumulation_steps` if `num_mini_batches` is set."""
     per_device_generation_batch_size: int | None = number(None, at_least=1)
-    """Completions sampled at a time per process. Default: all."""
+    """Completions sampled at a time per process, for vLLM as it decides. Default: all."""
     max_completion_length: int = number(256, at_least=1)
     """Maximum length of a completion, in tokens."""
     stop_token_ids: list[int] | None = None

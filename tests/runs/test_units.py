@@ -60,13 +60,13 @@ def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
 
 
 def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
-    units, scale = [], ppo_math.scale_to_unit_variance
+    units, whiten = [], ppo_math.whiten
 
-    def recorded(x, mask, all_sum):
+    def recorded(x, mask, *given, **kwargs):
         units.append(x[mask].std().item())
-        return scale(x, mask, all_sum)
+        return whiten(x, mask, *given, **kwargs)
 
-    monkeypatch.setattr(ppo_math, "scale_to_unit_variance", recorded)
+    monkeypatch.setattr(ppo_math, "whiten", recorded)
     settings = {"kl_placement": "both", "kl_estimator": "exact", "kl_coef": 0.3, "whiten_rewards": True}
     settings |= {"normalize_values": False, "whiten_advantages": False, "num_ppo_epochs": 1, "num_mini_batches": 1}
     run = trainer(tmp_path, reward_funcs=letters(9, 0), max_steps=1, **settings)

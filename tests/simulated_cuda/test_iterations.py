@@ -23,7 +23,7 @@ ROLLOUT = {
 }
 # moments of the rewards and of the returns; unit of the advantages
 WITH_CRITIC = {"math.py:add": 2}
-PLAIN = WITH_CRITIC | {"math.py:whitening_unit": 1}
+PLAIN = WITH_CRITIC | {"math.py:whiten": 1}
 OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"model.py:score": 1}}
 UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
 

@@ -26,8 +26,8 @@ FUNCTIONS = {
     "gae with lambda by length": lambda x, y, m: ppo_math.gae(
         x, y, m, 1.0, ppo_math.length_adaptive_lambda(m, 0.5).double()
     )[0],
-    "whiten": lambda x, y, m: ppo_math.whiten(x, m),
-    "scale_to_unit_variance": lambda x, y, m: ppo_math.scale_to_unit_variance(x, m),
+    "whiten": lambda x, y, m: ppo_math.whiten(x, m)[0],
+    "whiten around the mean": lambda x, y, m: ppo_math.whiten(x, m, keeps_mean=True)[0],
     "masked_mean": lambda x, y, m: ppo_math.masked_mean(x, m),
     "masked_var": lambda x, y, m: ppo_math.masked_var(x, m),
     "masked_correlation": ppo_math.masked_correlation,
@@ -115,8 +115,8 @@ class Meeting:
     [
         lambda x, y, m, **k: ppo_math.masked_mean(x, m, **k),
         lambda x, y, m, **k: ppo_math.masked_var(x, m, **k),
-        lambda x, y, m, **k: ppo_math.whiten(x, m, **k),
-        lambda x, y, m, **k: ppo_math.scale_to_unit_variance(x, m, **k),
+        lambda x, y, m, **k: ppo_math.whiten(x, m, **k)[0],
+        lambda x, y, m, **k: ppo_math.whiten(x, m, keeps_mean=True, **k)[0],
         ppo_math.masked_correlation,
         ppo_math.explained_variance,
     ],
@@ -208,14 +208,24 @@ def test_whitening_removes_shift_and_scale(batch, shift, scale):
     x, mask = batch
     counted = x[mask.bool()]
     assume(len(counted) >= 2 and counted.std() > 0.01)
-    white = ppo_math.whiten(x, mask)
+    white, unit = ppo_math.whiten(x, mask)
+    assert unit == pytest.approx(float((counted.var() + 1e-8) ** 0.5))
     kept = white[mask.bool()]
     # 1e-8 is added to the variance
     expected = counted.var() / (counted.var() + 1e-8)
     close(kept.mean(), kept.new_zeros(()), atol=1e-7)
     close(kept.var(), expected, rtol=1e-6)
-    close(ppo_math.whiten(shift + scale * x, mask), white, rtol=1e-2, atol=1e-6)  # 1e-8 over 0.1² times 0.01²
-    close(ppo_math.scale_to_unit_variance(x, mask)[mask.bool()].mean(), counted.mean(), rtol=1e-6)
+    close(ppo_math.whiten(shift + scale * x, mask)[0], white, rtol=1e-2, atol=1e-6)  # 1e-8 over 0.1² times 0.01²
+    close(ppo_math.whiten(x, mask, keeps_mean=True)[0][mask.bool()].mean(), counted.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 100.7, 5000.3])
+def test_whitening_makes_nothing_of_the_rounding_of_equal_values(value):
+    mask = torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) < 0.7
+    white, unit = ppo_math.whiten(torch.full((64, 256), value), mask)
+    assert not white.any() and unit == 1
+    kept = ppo_math.whiten(torch.full((64, 256), value), mask, keeps_mean=True)[0][mask]
+    assert kept.sub(value).abs().max() <= 1e-6 * value
 
 
 @property_test

@@ -104,7 +104,7 @@ class ChatFormat:
         if end < len(before) and before[end] not in stop_token_ids:
             wrong = f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy does not stop"
             logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
-        return after[end + (turn[-1] == after[end]) :]
+        return after[end + (turn[-1] in (after[end], *before[end : end + 1])) :]
 
     def _end(self, before: list[int], start: int, after: list[int], stops: frozenset[int] = frozenset()) -> int | None:
         """Place of the token that ends a stand-in for a turn also when messages follow; `None` if they change it."""
@@ -113,7 +113,10 @@ class ChatFormat:
         for delimiters in (self.special_ids, stops):
             if ends := [place for place in range(start, same) if before[place] in delimiters]:
                 left = before[ends[-1] + 1 :] if same < len(before) else []
-                return None if self.tokenizer.decode(left, skip_special_tokens=True).strip() else ends[-1]
+                if not self.tokenizer.decode(left, skip_special_tokens=True).strip():
+                    return ends[-1]
+        if same == len(before) - 1 and {before[same], after[same]} <= self.special_ids:
+            return same  # the last turn ends with another delimiter than earlier ones
         return len(before) if same == len(before) else None  # then the header of the next message ends it
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:

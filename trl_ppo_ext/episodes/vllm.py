@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import count, repeat
+from itertools import count, cycle, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -139,10 +139,12 @@ class VLLMGenerator(Generator):
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         self.engine.settings["temperature"] = self.temperature
+        # vLLM refuses several greedy ones, which are equal
+        copies = copies if self.temperature else Counter([*copies])
         return [Request([*x], n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
 
     def _completions(self, prompts: list[list[int]], sampled: list[list[Sampled]]) -> list[list[int]]:
-        by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(iter, sampled)))
+        by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(cycle, sampled)))
         completions = [next(by_prompt[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]

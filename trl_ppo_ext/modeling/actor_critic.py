@@ -337,6 +337,17 @@ class ActorCritic(nn.Module):
             base.generation_config = own
             hook.remove()
 
+    def train(self, mode: bool = True) -> "ActorCritic":
+        """Set the mode; of the policy only layers that may be recomputed train, so that updates score as rollouts do.
+
+        Others would add dropout or the noise of a router, or take a kernel that rounds otherwise.
+        """
+        super().train(mode)
+        for module in self.policy.modules():
+            if not hasattr(module, "gradient_checkpointing"):
+                module.training = False
+        return self
+
     # ---- activation checkpointing, called by the Trainer ----
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs) -> None:

@@ -1,6 +1,7 @@
 """Loading: from the `model` argument to an actor-critic on a frozen base."""
 
 import os
+import re
 from collections.abc import Mapping
 from copy import copy
 from typing import Any, cast
@@ -31,8 +32,9 @@ from .critics import new_critic
 
 logger = logging.get_logger(__name__)
 
-ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")  # in training mode only
-MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # PEFT does not adapt their `out_proj`
+# linear layers that PEFT does not adapt, or of which only the weight is read
+NOT_ADAPTED = dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h", "bamba", "granitemoehybrid"), r".*\.out_proj")
+NOT_ADAPTED |= dict.fromkeys(("falcon_mamba", "mamba", "jamba"), r".*\.(out_proj|dt_proj)")
 
 
 def compute_dtype(args: PPOConfig) -> torch.dtype:
@@ -48,10 +50,14 @@ def default_peft_config() -> LoraConfig:
 
 
 def add_policy_adapter(model: Any, config: PeftConfig) -> PeftModel:
-    """Add a new adapter to a base; `"all-linear"` excludes what PEFT refuses."""
-    if getattr(config, "target_modules", None) == "all-linear" and model.config.model_type in MAMBA:
-        config = copy(config)
-        config.exclude_modules = config.exclude_modules or ["out_proj"]
+    """Add a new adapter to a base; `"all-linear"` excludes layers that text does not run through, or not as such."""
+    if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
+        config, decoder = copy(config), model.get_decoder()
+        read = {*decoder.modules(), model.get_output_embeddings()}
+        config.exclude_modules = NOT_ADAPTED.get(model.config.model_type)
+        if any(isinstance(x, nn.Linear) and x not in read for x in model.modules()):  # e.g. those of a vision tower
+            name = next(name for name, x in model.named_modules() if x is decoder)
+            config.exclude_modules = rf"(?!{re.escape(name)}\.).*"
     return get_peft_model(model, config)
 
 
@@ -157,19 +163,17 @@ def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
 
 
 def _prepare_modules(model: nn.Module) -> None:
-    """Disable dropout and the noise of routers, and keep 4-bit layers on the kernel that has a backward."""
+    """Disable dropout of layers that are recomputed, and keep 4-bit ones on the kernel that has a backward."""
     for module in model.modules():
         # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients,
         # and later training forwards lose their gradient without an error
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
         # functional dropout and layer dropout: the rate is an attribute, or read from the config
         config = getattr(module, "config", None)
         for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
             for name, x in list(vars(owner).items()):
-                if isinstance(x, float) and ("drop" in name or name in ROUTER_NOISE):
+                if isinstance(x, float) and "drop" in name:
                     setattr(owner, name, 0.0)
 
 

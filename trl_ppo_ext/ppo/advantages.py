@@ -108,8 +108,8 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
 
 def whitened(result: Advantages, mask: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
     """Shift and scale the advantages of a rollout to zero mean and unit variance."""
-    unit = ppo_math.whitening_unit(result.advantages, mask, all_sum)
-    return result._replace(advantages=ppo_math.whiten(result.advantages, mask, all_sum), unit=unit)
+    advantages, unit = ppo_math.whiten(result.advantages, mask, all_sum)
+    return result._replace(advantages=advantages, unit=unit)
 
 
 def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:

@@ -255,22 +255,17 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Ten
     return _moments(x, mask, all_sum)[1]
 
 
-def whiten(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
-    """Shift and scale `x` to zero mean and unit variance over the mask (Bessel-corrected)."""
-    mean, variance = _moments(x, mask, all_sum)
-    return _masked((x - mean) * torch.rsqrt(variance + 1e-8), mask)
+def whiten(
+    x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, keeps_mean: bool = False
+) -> tuple[Tensor, float]:
+    """Scale `x` to unit variance over the mask (Bessel-corrected), and to zero mean; return what it was divided by.
 
-
-def scale_to_unit_variance(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
-    """Scale `x` around its mean to unit variance over the mask; the mean stays."""
-    mean, variance = _moments(x, mask, all_sum)
-    return _masked((x - mean) * torch.rsqrt(variance + 1e-8) + mean, mask)
-
-
-def whitening_unit(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> float:
-    """What whitening divides `x` by; 1 if it varies by no more than its rounding, which tells nothing of its scale."""
+    If it varies by no more than its rounding, it becomes its mean, in a unit of 1: nothing is known of its scale.
+    """
     mean, variance = torch.stack(_moments(x, mask, all_sum)).tolist()
-    return math.sqrt(variance + 1e-8) if variance > (UNIT_FLOOR * mean) ** 2 else 1.0
+    varies = variance > 1e-12 * mean**2
+    unit = math.sqrt(variance + 1e-8) if varies else 1.0
+    return _masked((x - mean) * (varies / unit) + keeps_mean * mean, mask), unit
 
 
 def masked_correlation(x: Tensor, y: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:

@@ -244,8 +244,7 @@ def collect(
     metrics.mean("objective", rewards.sum(1), usable)
     reward_unit = 1.0
     if args.whiten_rewards:
-        reward_unit = ppo_math.whitening_unit(rewards, response_mask, all_sum)
-        rewards = ppo_math.scale_to_unit_variance(rewards, response_mask, all_sum)
+        rewards, reward_unit = ppo_math.whiten(rewards, response_mask, all_sum, keeps_mean=True)
 
     # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward and value are at
     #    its first token. γ and λ count one or the other.

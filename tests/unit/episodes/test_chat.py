@@ -77,11 +77,24 @@ def test_template_may_end_a_conversation_with_more_than_its_last_turn():
     ids = turn + chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
     assert tokenizer.decode(ids) == "north<|im_end|>\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
     plain, answer = tokenizer.chat_template, [{"role": "user", "content": "a wall"}]
-    ends = "<|im_start|>{{ m.content }}{{ '<|im_end|>' if loop.last else '<|im_start|>' }}"  # as gpt-oss has
-    for turn_of in ("{{ m.content if loop.last }}<|im_end|>", ends):
-        tokenizer.chat_template = plain.replace("{{ m.content }}<|im_end|>", turn_of)
-        with pytest.raises(PromptError, match="changes earlier messages"):
-            chat.following(turn, answer, chat.template_kwargs, STOPS, 1000)
+    tokenizer.chat_template = plain.replace("{{ m.content }}<|im_end|>", "{{ m.content if loop.last }}<|im_end|>")
+    with pytest.raises(PromptError, match="changes earlier messages"):
+        chat.following(turn, answer, chat.template_kwargs, STOPS, 1000)
+
+
+def test_last_turn_may_end_with_another_delimiter_than_earlier_ones():
+    """As in the template of gpt-oss: what was sampled stays."""
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}<|im_start|>{{ m.content }}{{ '<|im_end|>' if loop.last and "
+        "not add_generation_prompt else '<|endoftext|>' }}{% endfor %}"
+        "{{ '<|im_start|>assistant' if add_generation_prompt }}"
+    )
+    chat = ChatFormat(tokenizer, None, conversational=True, with_tools=False)
+    for end in ("<|im_end|>", "<|endoftext|>"):
+        turn = tokenizer(f"<|im_start|>north{end}")["input_ids"]
+        after = chat.following(turn, [{"role": "user", "content": "a wall"}], chat.template_kwargs, STOPS, 1000)
+        assert tokenizer.decode(after) == "<|im_start|>user<|im_start|>a wall<|endoftext|><|im_start|>assistant"
 
 
 def test_turn_that_ends_in_another_way_is_closed_by_the_environment():

@@ -371,6 +371,14 @@ def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(serve
     assert len(loaded) == 2 and used == [loaded[0]] * 200 + [loaded[1]] * 400
 
 
+def test_greedy_evaluation_asks_once_for_equal_prompts(server, tmp_path):
+    rows = [{"prompt": text} for text in ("w1", "w1", "w2", "w1")]
+    built = run(server, tmp_path, eval_dataset=rows, eval_temperature=0, num_generations_eval=2)
+    lengths = built.evaluate()["eval_completions/mean_length"]
+    asked = [body for path, body, _ in server.asked if path == "/v1/completions"]
+    assert len(asked) == 2 and {body["n"] for body in asked} == {1} and lengths > 0
+
+
 # ---- overlap ----
 
 OVERLAP = {"overlap_rollouts": True, "save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1}

@@ -6,13 +6,15 @@ from types import ModuleType
 import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from runs_of_tiny import trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     MambaConfig,
     MambaForCausalLM,
     MixtralConfig,
@@ -48,10 +50,15 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, router_jitter_noise=0.9, initializer_range=0.5))
 
 
-@pytest.mark.parametrize("make", [falcon, opt, mixtral])
-def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "adapter"),
+    [(falcon, None), (opt, None), (mixtral, None), (llama, LoHaConfig(rank_dropout=0.5, target_modules=["v_proj"]))],
+    ids=["falcon", "opt", "mixtral", "adapter"],
+)
+def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make, adapter):
     torch.manual_seed(0)
-    built = load_actor_critic(make(), config(tmp_path))
+    built = load_actor_critic(make(), config(tmp_path), peft_config=adapter)
+    torch.nn.init.normal_([*built.policy_parameters().values()][-1])  # or a new adapter would change nothing
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)
@@ -165,11 +172,21 @@ def test_reward_model_on_the_layers_of_the_policy_is_refused(tmp_path):
 
 def test_default_adapter_on_mamba_excludes_what_peft_refuses(tmp_path):
     policy = load_actor_critic(MambaForCausalLM(MambaConfig(vocab_size=32, **MAMBA)), config(tmp_path)).policy
-    assert {name.split(".")[-4] for name, _ in policy.named_parameters() if "lora_A" in name} == {
-        "in_proj",
-        "x_proj",
-        "dt_proj",
-    }
+    # of `dt_proj` only the weight is read
+    assert {name.split(".")[-4] for name, _ in policy.named_parameters() if "lora_A" in name} == {"in_proj", "x_proj"}
+
+
+def test_default_adapter_is_on_layers_that_text_runs_through(tmp_path):
+    """Not on a vision tower, which would have no gradient, an error of DDP."""
+    text = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    built = load_actor_critic(model, config(tmp_path))
+    sequences = Sequences.from_token_ids([[4, 5]], [[7, 8, 9]], 0, "cpu")
+    built(sequences).logprobs.sum().backward()
+    trained = built.policy_parameters().values()
+    assert len(trained) == 2 * 7 * 2 and all(x.grad is not None for x in trained)
 
 
 @pytest.mark.parametrize("kwargs", [None, {"ignore_mismatched_sizes": True}])
