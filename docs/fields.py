@@ -20,7 +20,7 @@ PARTS = {
     "shuffle_dataset": "Prompts and sampling",
     "reward_weights": "Rewards",
     "num_ppo_epochs": "Updates, KL and critic",
-    "offload_rewards": "Memory, failures and logs",
+    "resume_from_checkpoint": "Failures and logs",
 }
 HEAD = """# All fields of `PPOConfig`
 

@@ -260,8 +260,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Clip range above 1. Defaults to `cliprange`."""
     dual_clip: float | None = number(None, above=1)
     """Upper bound, above 1, of the ratio when the advantage is negative."""
-    importance_sampling_level: Literal["token", "turn", "sequence"] = "token"
-    """Ratio per `"token"`, `"turn"` of an episode or `"sequence"`, the latter two normalized by length."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio per `"token"` or `"sequence"`, the latter normalized by length."""
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO) or
     `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr. GRPO)."""
@@ -282,9 +282,6 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
     whiten_advantages: bool | None = None
     """Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without `normalize_values`."""
-
-    offload_rewards: bool = False
-    """Whether to keep idle reward models in CPU memory."""
 
     resume_from_checkpoint: str | None = None
     """Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or `False` to begin

@@ -112,7 +112,6 @@ class MemoryEstimate:
         tokens, scored = plan.micro_batch_size * length, plan.micro_batch_size * response
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
-        offloaded = args.offload_rewards and self.on_gpu
 
         # 1. In use all the time
         adapters, read = 1 + (critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
@@ -120,7 +119,7 @@ class MemoryEstimate:
         trained = adapters * self.adapter.parameters + heads.get(critic, base.hidden + 1)
         resident: dict[str, float] = {
             "base weights": base.bytes,
-            "reward models": 0 if offloaded else sum(model.bytes for model in models),
+            "reward models": sum(model.bytes for model in models),
             "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
             "policy adapter": 4 * self.adapter.parameters,
             "critic": 4 * (trained - self.adapter.parameters),
@@ -135,7 +134,7 @@ class MemoryEstimate:
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
         judged = min(args.per_device_reward_batch_size, completions) * length
-        scoring = [model.forward(judged) + (model.bytes if offloaded else 0) for model in models]
+        scoring = [model.forward(judged) for model in models]
         scoring += [base.forward(judged, 4) for _ in reward_adapters]
 
         # 4. Projections of a chunk to the vocabulary: product (in float32 the logits), logits, derivative, reference

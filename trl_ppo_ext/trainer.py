@@ -487,11 +487,10 @@ class PPOTrainer(Trainer):
                 checkpoint = self._resumed[0]
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-            if in_place:
-                resume.set_later_aside(cast(str, checkpoint), is_writer)
-            else:  # a second training must not be mixed with the first one's checkpoints either
-                resume.check_directory(output_dir, is_writer, begin_anew=source is False or self._begun)
-                # answers to the episodes of an earlier run
+            # a second training must not be mixed with the first one's checkpoints either
+            begins = source is False or self._begun
+            resume.check_directory(output_dir, is_writer, begins, goes_on_from=checkpoint if in_place else None)
+            if not in_place:  # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True

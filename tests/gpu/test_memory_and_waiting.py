@@ -1,9 +1,8 @@
-"""Peaks of the allocator beside what was estimated, what offloading frees, and where the host waits for the GPU."""
+"""Peaks of the allocator beside what was estimated, and where the host waits for the GPU."""
 
 import importlib
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,38 +57,6 @@ def test_no_update_takes_more_than_was_estimated(benchmark, tmp_path, kwargs):
     measured, said = both(benchmark, large(benchmark, **kwargs), tmp_path)
     assert measured["update"] <= 1.1 * said["update"]
     assert max(measured.values()) == pytest.approx(said.max(), rel=0.1)
-
-
-@pytest.mark.parametrize("classifier", ["bf16", "nf4"])
-def test_offloaded_rewards_leave_the_gpu(benchmark, tmp_path, classifier):
-    needs(classifier)
-    case = large(benchmark, classifier=classifier)
-    stays, _ = both(benchmark, case, tmp_path / "stays")
-    moves, said = both(benchmark, replace(case, fields={"offload_rewards": True}), tmp_path / "moves")
-    weights = (tmp_path / "stays" / "classifier" / "model.safetensors").stat().st_size
-    least = 0.9 * weights if classifier == "bf16" else 0.25 * weights
-    for phase in ("generate", "forward", "update"):
-        assert stays[phase] - moves[phase] > least, phase
-    assert moves["score"] <= 1.1 * said["score"]  # while it scores it is there
-
-
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_offloaded_rewards_score_as_those_that_stay(tmp_path, quantization):
-    needs(quantization)
-    llama(hidden_size=64).save_pretrained(tmp_path / "base")
-    llama(hidden_size=64, classifier=True, seed=1).save_pretrained(tmp_path / "reward")
-    for name in ("base", "reward"):
-        tokenizer().save_pretrained(tmp_path / name)
-    rewards = []
-    for offload in (False, True):
-        trainer = trainer_of(
-            tmp_path, str(tmp_path / "reward"), 8, offload_rewards=offload, reward_quantization=quantization
-        )
-        trainer.train()
-        rewards.append([log["reward"] for log in trainer.state.log_history if "reward" in log])
-        devices = {x.device.type for x in trainer.reward_funcs[0].parameters()}
-        assert devices == {"cpu" if offload else "cuda"}
-    assert rewards[0] == rewards[1] and len(rewards[0]) == 3  # moved to and fro
 
 
 def trainer_of(path, reward, response, **kwargs):

@@ -120,7 +120,7 @@ TRAINER_SETTINGS = CUT | TUNABLE | {"bf16", "data_seed", "fp16", "optim", "optim
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
     "chat_template_kwargs critic_init environment_timeout eval_temperature generation_batch_size log_completions "
-    "max_reward_failures model_init_kwargs num_completions_to_print num_generations_eval offload_rewards "
+    "max_reward_failures model_init_kwargs num_completions_to_print num_generations_eval "
     "per_device_reward_batch_size resume_with_changed_settings trust_remote_code "
     "vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url vllm_server_timeout".split()
 )

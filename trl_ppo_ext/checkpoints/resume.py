@@ -5,7 +5,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -106,41 +106,31 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         lock.release()
 
 
-def check_directory(output_dir: str, is_writer: bool, begin_anew: bool) -> None:
-    """Raise [`CheckpointError`] if a directory has checkpoints of an earlier run, or move them aside."""
+def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, goes_on_from: str | None) -> None:
+    """Move checkpoints of an earlier run aside, or raise [`CheckpointError`] if it may be meant to go on.
+
+    If the run goes on from a checkpoint, these are the later ones: its next resume must not take the course it left.
+    """
 
     def check() -> None:
         restore_replaced(output_dir)
         earlier = checkpoints(output_dir)
-        if not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
+        if goes_on_from is not None:
+            earlier = [*takewhile(lambda path: path.name != Path(goes_on_from).name, earlier)]
+        elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
             raise CheckpointError(
                 f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} in `{output_dir}`; "
                 "use another directory, `resume_from_checkpoint=True` to continue that run, or "
                 "`resume_from_checkpoint=False` to begin anew and move them aside."
             )
-        move_aside(earlier)
+        if earlier:
+            aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
+            aside.mkdir()
+            for path in earlier:
+                os.rename(path, aside / path.name)
+            logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
 
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
-
-
-def set_later_aside(checkpoint: str, is_writer: bool) -> None:
-    """Move aside the checkpoints after one from which a run goes on, or its next resume would leave this course."""
-
-    def move() -> None:
-        found, name = checkpoints(Path(checkpoint).parent), Path(checkpoint).name
-        move_aside([] if name not in [x.name for x in found] else [*takewhile(lambda x: x.name != name, found)])
-
-    on_every_rank(move, *READ_ERRORS, runs=is_writer)
-
-
-def move_aside(earlier: Sequence[Path]) -> None:
-    """Move checkpoints of one directory to a new one in it."""
-    if earlier:
-        aside = Path(earlier[0].parent, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
-        aside.mkdir()
-        for path in earlier:
-            os.rename(path, aside / path.name)
-        logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
 
 
 def find_checkpoint(

@@ -61,8 +61,6 @@ def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, A
     ]
     if estimate.base.quantization is None:
         changes.append([{"load_in_4bit": True, "use_bnb_nested_quant": True}])
-    if all(getattr(reward, "quantization", None) != "int8" for reward in estimate.rewards):  # which cannot be moved
-        changes.append([{"offload_rewards": True}])
     steps: list[tuple[dict[str, Any], MemoryEstimate]] = []
     while not estimate.fits(memory):
         tried = [[(change, changed(estimate, change)) for change in values] for values in changes]

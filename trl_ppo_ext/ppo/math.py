@@ -137,19 +137,6 @@ def sequence_logprobs(logprobs: Tensor, old_logprobs: Tensor, response_mask: Ten
     return old_logprobs + log_ratio.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
 
 
-def turn_logprobs(logprobs: Tensor, old_logprobs: Tensor, turns: Tensor) -> Tensor:
-    r"""Log-probs whose ratio to the old ones is the same for all tokens of a turn.
-
-    sₜ = log π_oldₜ + mean over the turn's tokens of (log π − log π_old): [`sequence_logprobs`] of each turn, which it
-    equals if a response is one turn.
-    """
-    _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, turns=turns)
-    counts, (_, first) = turns.bool(), turn_starts(turns)
-    log_ratio = (logprobs - old_logprobs).masked_fill(~counts, 0)
-    total, length = (torch.zeros_like(log_ratio).scatter_add(1, first, x) for x in (log_ratio, counts.to(log_ratio)))
-    return old_logprobs + (total / length.clamp(min=1)).gather(1, first)
-
-
 def sampler_weights(
     logprobs: Tensor,
     sampler_logprobs: Tensor,

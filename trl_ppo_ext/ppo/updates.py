@@ -61,7 +61,7 @@ def ppo_loss(
     cliprange: tuple[float, float],
     aggregation: ppo_math.Aggregation = "token",
     dual_clip: float | None = None,
-    ratio_level: Literal["token", "turn", "sequence"] = "token",
+    ratio_level: Literal["token", "sequence"] = "token",
     vf_coef: float = 0.0,
     cliprange_value: float | None = None,
     kl_estimator: ppo_math.KLEstimator | None = None,
@@ -73,12 +73,9 @@ def ppo_loss(
     """
     policy_logprobs, old_logprobs, advantages = scores.logprobs, rollout.old_logprobs, rollout.advantages
     aggregate = partial(ppo_math.aggregate_loss, mode=aggregation)
-    # 1. Clipped surrogate of the policy, with the ratio per token, turn or sequence.
+    # 1. Clipped surrogate of the policy, with the ratio per token or sequence.
     if ratio_level == "sequence":
         policy_logprobs = ppo_math.sequence_logprobs(policy_logprobs, old_logprobs, rollout.response_mask)
-    elif ratio_level == "turn":
-        turns = rollout.sequences.turns * rollout.response_mask
-        policy_logprobs = ppo_math.turn_logprobs(policy_logprobs, old_logprobs, turns)
     policy = ppo_math.clipped_policy_loss(policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip)
     loss, metrics = policy, {"loss/policy": policy}
 

@@ -95,16 +95,13 @@ def build_rewards(
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
     batch_size, label, trusted = args.per_device_reward_batch_size, args.reward_label, args.trust_remote_code
-    offloads, device = args.offload_rewards, args.device
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, args.reward_quantization, device, trusted)
+            entry = load_classifier(entry, actor_critic.dtype, args.reward_quantization, args.device, trusted)
         if isinstance(entry, PreTrainedModel | PeftModel):
-            if not (offloads or getattr(entry, "is_quantized", False)):
-                entry = entry.to(device)
-            place = device if offloads else None
-            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted, place))
+            entry = entry if getattr(entry, "is_quantized", False) else entry.to(args.device)
+            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted))
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
         elif _is_reward(entry):

@@ -132,7 +132,7 @@ def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
 
 
 class ClassifierReward(SequenceScorer):
-    """Sequence classifier. With `offload_from`, it is moved to that device only for scoring."""
+    """Sequence classifier."""
 
     def __init__(
         self,
@@ -141,7 +141,6 @@ class ClassifierReward(SequenceScorer):
         batch_size: int = 16,
         label: int | str | None = None,
         trust_remote_code: bool = False,
-        offload_from: torch.device | None = None,
     ):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
@@ -158,19 +157,6 @@ class ClassifierReward(SequenceScorer):
             # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
             if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False
-        self.offload_from = offload_from
-        if offload_from is not None:
-            self.model.to("cpu")
-
-    def score(self, batch: ScoringBatch) -> list[float | RewardError]:
-        """Score completions, on the device from which the model is offloaded."""
-        if self.offload_from is None:
-            return super().score(batch)
-        self.model.to(self.offload_from)
-        try:
-            return super().score(batch)
-        finally:
-            self.model.to("cpu")
 
     @torch.inference_mode()
     def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:

@@ -168,9 +168,6 @@ def test_rewards_count_by_how_they_are_loaded(large, tmp_path):
     for kind in (None, "none"):
         unquantized = config(tmp_path, bf16=True, reward_quantization=kind)
         assert parts(unquantized, reward_funcs=str(large / "reward"))["reward models"] == in_fp32 / 2
-    offloaded = config(tmp_path, bf16=True, offload_rewards=True)
-    assert "reward models" not in parts(offloaded, reward_funcs=reward)
-    assert parts(offloaded, "score", reward_funcs=reward)["activations"] > in_fp32
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
     trained = get_peft_model(reward, lora).peft_config["default"]
     trained.inference_mode = True  # as PEFT saves it

@@ -19,7 +19,6 @@ from trl_ppo_ext.ppo_math import (
     masked_mean,
     masked_var,
     sequence_logprobs,
-    turn_logprobs,
     turn_starts,
     whiten,
 )
@@ -175,17 +174,6 @@ def test_sequence_logprobs_without_change_equal_the_old_ones():
     assert torch.equal(sequence_logprobs(old_logprobs + 1, old_logprobs, 0 * MASK), old_logprobs)
 
 
-def test_turn_ratio_is_the_sequence_ratio_of_each_turn():
-    logprobs, old_logprobs = near_policies()
-    actual, counts = turn_logprobs(logprobs, old_logprobs, MASK), MASK.bool()
-    starts, first = turn_starts(MASK)
-    for row, start in starts.nonzero().tolist():
-        turn = counts & (first == start) & (torch.arange(len(MASK)) == row)[:, None]
-        close(actual[turn], sequence_logprobs(logprobs, old_logprobs, turn)[turn])
-    for rows, expected in (([0, 1, 2, 5], sequence_logprobs(logprobs, old_logprobs, MASK)), ([4, 5], logprobs)):
-        close(actual[rows][counts[rows]], expected[rows][counts[rows]])
-
-
 def test_turns_with_numbers_need_no_token_between_them():
     starts, first = turn_starts(torch.tensor([[1, 1, 2, 0, 3, 4], [0, 1, 2, 2, 0, 0]]))
     assert starts.long().tolist() == [[1, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
@@ -230,18 +218,6 @@ def test_sequence_ratios_have_their_closed_form_gradient(mode):
     ratio = (((logprobs.detach() - old_logprobs) * MASK).sum(1, keepdim=True) / lengths).exp()
     share = 1 / lengths.sum() if mode == "token" else 1 / (lengths * len(MASK))
     close(logprobs.grad, -ratio * of_sequence * share * MASK)
-
-
-def test_turn_ratios_do_not_read_masked_positions():
-    logprobs, old_logprobs = near_policies()
-    expected = turn_logprobs(logprobs, old_logprobs, MASK)[MASK.bool()]
-    for seed in (1, 2):
-        other = garbage(logprobs.detach(), MASK, seed).requires_grad_()
-        actual = turn_logprobs(other, garbage(old_logprobs, MASK, seed + 10), MASK)
-        assert torch.equal(actual[MASK.bool()], expected)
-        actual.sum().backward()
-        assert not other.grad[~MASK.bool()].any()
-        assert other.grad[MASK.bool()].all()
 
 
 # ---- policy loss ----
@@ -440,7 +416,6 @@ def test_aggregation_by_hand(mode, expected):
         (lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2), ["logprobs", "old_logprobs", "advantages"]),
         (lambda a, b: sequence_logprobs(a, b, a), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: sequence_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
-        (lambda a, b: turn_logprobs(a, a, b), ["logprobs", "old_logprobs", "turns"]),
         (lambda a, b: clipped_value_loss(a, b, a, 0.2), ["values", "old_values", "returns"]),
         (lambda a, b: kl_estimate(a, b, "k1"), ["logprobs", "ref_logprobs"]),
         (lambda a, b: masked_mean(a, b), ["x", "mask"]),
