@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
 
-# a test takes one core; those of a file share what they prepare; the longest files come first, as collected
+# a test takes one core; those of a file share what they prepare
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -638,8 +638,6 @@ def check_limits(config: Any, form: str = "{}") -> None:
         if value is None or all(_COMPARISONS[side](value, limit) for side, limit in limits.items()):
             continue
         needed = " and ".join(f"{side.replace('_', ' ')} {limit}" for side, limit in limits.items())
-        if limits.keys() == {"at_least", "at_most"}:
-            needed = f"between {limits['at_least']} and {limits['at_most']}"
         raise ValueError(f"`{name}` must be {needed}, got {value}.")
 
 

@@ -4,7 +4,6 @@ The trainer is watched from outside: a reward function sees what is sampled, cal
 """
 
 import copy
-import gc
 import json
 import math
 from dataclasses import fields, replace
@@ -45,14 +44,6 @@ SETTINGS = {
     "adam_epsilon": 1e-5,  # a smaller one amplifies the rounding of small gradients
 }
 NO_CRITIC = {"critic": "none", "num_generations": GROUP, "lam": None, "lam_critic": None}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_imports():
-    """Accelerate collects garbage before every run: a second less each."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # ---- a run and its record

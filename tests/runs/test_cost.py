@@ -43,7 +43,7 @@ class Largest(TorchDispatchMode):
 def step(tmp_path, monkeypatch):
     """Run one PPO step and count."""
 
-    def run(implementation="sdpa", **settings):
+    def run(implementation="sdpa", measures=True, **settings):
         monkeypatch.setitem(fused.CHUNK_LOGITS, "cpu", CHUNK * VOCABULARY)
         trainer = PPOTrainer(
             llama(VOCABULARY, attn_implementation=implementation),
@@ -53,7 +53,7 @@ def step(tmp_path, monkeypatch):
             processing_class=tokenizer([f"w{i}" for i in range(VOCABULARY - 4)]),
         )
         trainer.args.max_steps = trainer.plan.optimizer_steps
-        return Counted(trainer, monkeypatch)
+        return Counted(trainer, monkeypatch, measures)
 
     return run
 
@@ -61,7 +61,7 @@ def step(tmp_path, monkeypatch):
 class Counted:
     """A trainer whose one step has been run, with what was counted."""
 
-    def __init__(self, trainer, monkeypatch):
+    def __init__(self, trainer, monkeypatch, measures):
         self.forwards, self.computed, self.projected, self.logits = Counter(), Counter(), Counter(), []
         self.largest = Largest()
         self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
@@ -70,7 +70,7 @@ class Counted:
         trainer.actor_critic.check_logits = lambda: None
         self.rollouts, self.micro_batches = rollouts_of(trainer), micro_batches_of(trainer)
         self.count(trainer, monkeypatch)
-        with self.largest:
+        with self.largest if measures else nullcontext():
             trainer.train()
 
     def count(self, trainer, monkeypatch):
@@ -131,7 +131,8 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     Only sampled tokens reach the vocabulary: once each for policy and reference, and once per epoch; while sampling,
     only the newest position.
     """
-    counted = step(critic=critic, **{"num_generations": 4} | settings if critic == "none" else settings)
+    settings = {"num_generations": 4} | settings if critic == "none" else settings
+    counted = step(measures=False, critic=critic, **settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
     assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
@@ -144,7 +145,8 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
 def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
-    counted = step(kl_coef=0.0, kl_placement=placement, kl_estimator="exact" if placement == "both" else "k1")
+    estimator = "exact" if placement == "both" else "k1"
+    counted = step(measures=False, kl_coef=0.0, kl_placement=placement, kl_estimator=estimator)
     plan = counted.trainer.plan
     assert counted.forwards["score_tokens"] == counted.forwards["loss"] == plan.micro_steps
     assert not {"kl", "kl_per_completion", "loss/kl"} & counted.trainer.state.log_history[0].keys()

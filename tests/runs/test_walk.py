@@ -12,7 +12,7 @@ PACKAGE = Path(trl_ppo_ext.__file__).parent
 
 def test_default_iteration_runs_through_fifteen_files(tmp_path):
     """One of them ends all ranks together when one fails to sample."""
-    run, files = trainer(tmp_path, max_steps=8), set()
+    run, files = trainer(tmp_path, max_steps=4), set()
     training_step = run.training_step
 
     def note(frame, event, arg):

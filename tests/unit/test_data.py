@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, arrow_dataset, fingerprint
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
@@ -71,6 +71,7 @@ def test_formatted_datasets_give_plain_lists():
 
 
 def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
+    monkeypatch.setattr(arrow_dataset, "update_fingerprint", fingerprint.update_fingerprint)  # see conftest.py
     rows, words = dataset("w0 w1"), tokenizer()
 
     def cache_key(**others):

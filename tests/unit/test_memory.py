@@ -148,7 +148,7 @@ def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
             {"dtype": "bf16", "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
             marks=pytest.mark.slow,
         ),
-        {"dtype": "bf16", "fields": {"critic": "side"}},
+        pytest.param({"dtype": "bf16", "fields": {"critic": "side"}}, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16", "checkpointing", "side"],
 )

@@ -155,10 +155,7 @@ def find_checkpoint(
     try:
         # one rank of those that share a disk reads all of it
         path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
-        places = sorted({entry for entry in gather_object([path]) if entry is not None})
-        if len(places) > 1:  # with `save_on_each_node`
-            raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
-        directory = places[0]
+        directory = next(found for found in gather_object([path]) if found is not None)
         return directory, on_every_rank(read, *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error

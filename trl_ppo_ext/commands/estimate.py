@@ -22,9 +22,6 @@ class EstimateConfig(PPOConfig):
     num_processes: int = HfArg(default=1, help="World size of the run.")
 
     def __post_init__(self):
-        for name in ("memory", "prompt_length", "num_processes"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"`{name}` must be above 0, got {value}.")
         on_cpu: bool = self.use_cpu  # type: ignore[has-type]
         self.target = "cpu" if on_cpu else "cuda"
         self.bf16 = not on_cpu and not self.fp16 if self.bf16 is None else self.bf16

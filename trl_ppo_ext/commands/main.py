@@ -15,8 +15,7 @@ COMMANDS = {
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
-# each has a module in this folder: TRL's parser reads its arguments, and a config file
-LAUNCHERS = {"estimate", "probe", "train"}
+LAUNCHERS = COMMANDS.keys() - {"report"}  # TRL's parser reads their arguments, and a config file
 
 
 def parser() -> argparse.ArgumentParser:

@@ -42,8 +42,6 @@ class ProbeConfig(PPOConfig):
     completions: int = HfArg(default=COMPLETIONS, help="Completions to sample.")
 
     def __post_init__(self):
-        if self.completions < 1:
-            raise ValueError(f"`completions` must be at least 1, got {self.completions}.")
         self.push_to_hub = False  # it would create the repository
         super().__post_init__()
 

@@ -106,12 +106,6 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     return result._replace(advantages=share * result.advantages / seen.unit, unit=seen.unit)
 
 
-def whitened(result: Advantages, mask: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
-    """Shift and scale the advantages of a rollout to zero mean and unit variance."""
-    advantages, unit = ppo_math.whiten(result.advantages, mask, all_sum)
-    return result._replace(advantages=advantages, unit=unit)
-
-
 def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:
     """Whether the scores of a completion's group differ, at those of all ranks."""
     deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size).view(-1, group_size)

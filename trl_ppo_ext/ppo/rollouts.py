@@ -32,7 +32,6 @@ from .advantages import (
     of_groups,
     of_objectives,
     to_go,
-    whitened,
 )
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
@@ -283,7 +282,8 @@ def collect(
     advantages = result.advantages.gather(1, first) if level == "turn" else result.advantages
     result = result._replace(advantages=advantages * response_mask)
     if args.whiten_advantages:
-        result = whitened(result, policy_mask, all_sum)
+        advantages, unit = ppo_math.whiten(result.advantages, policy_mask, all_sum)
+        result = result._replace(advantages=advantages, unit=unit)
     elif args.normalize_values:
         result = in_units(result, after.returns, steps, all_sum)
 

@@ -316,7 +316,7 @@ max_completion_length: 4
 def test_probe_of_nothing_is_refused(there, capsys):
     (there / "run.yaml").write_text(RUN)
     assert cli.main(["probe", "--config", "run.yaml", "--completions", "0"])
-    assert "`completions` must be at least 1, got 0" in capsys.readouterr().err
+    assert "`completions` must be above 0, got 0" in capsys.readouterr().err
 
 
 def test_command_prints_table_and_verdict(there, tmp_path, capsys):

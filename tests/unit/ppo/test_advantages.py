@@ -16,7 +16,6 @@ from trl_ppo_ext.ppo.advantages import (
     of_groups,
     of_objectives,
     to_go,
-    whitened,
 )
 from trl_ppo_ext.ppo.math import Moments
 
@@ -192,13 +191,6 @@ def test_score_at_the_end_reaches_the_first_token_within_two_rollouts(length, la
     if length == 1024:  # what it was with one λ of 0.95 for both
         both, _ = of_critic(rewards, outputs * 0, steps, Moments(), True, lam=0.95, lam_critic=0.95)
         assert both.advantages[0, 0] < 1e-9
-
-
-def test_whitened_advantages_keep_their_unit():
-    result = whitened(Advantages(REWARDS), STEPS)
-    assert result.advantages[STEPS].mean() == pytest.approx(0, abs=1e-9)
-    assert result.unit == pytest.approx(REWARDS[STEPS].std().item(), rel=1e-6)
-    close(result.advantages[STEPS] * result.unit, REWARDS[STEPS] - REWARDS[STEPS].mean(), rtol=1e-6, atol=1e-8)
 
 
 def test_rewards_to_go_are_monte_carlo_returns():

@@ -21,7 +21,6 @@ VARIANTS = {
     "policy only": {},
     "dual clip": {"dual_clip": 1.5},
     "sequence ratio": {"ratio_level": "sequence"},
-    "turn ratio": {"ratio_level": "turn"},
     "values": {"vf_coef": 0.5},
     "clipped values": {"vf_coef": 0.5, "cliprange_value": 0.2},
     "k1": {"kl_estimator": "k1"},
@@ -55,8 +54,7 @@ def loss_by_hand(scores, rollout, settings, aggregation):
         places = [(row, t) for t in rollout.response_mask[row].nonzero()[:, 0].tolist()]
         log_ratios = [scores.logprobs[place] - rollout.old_logprobs[place] for place in places]
         level = settings.get("ratio_level", "token")
-        starts = [n for n, (_, t) in enumerate(places) if not n or t > places[n - 1][1] + 1]
-        starts = {"token": [*range(len(places))], "turn": starts, "sequence": [0]}[level]
+        starts = {"token": [*range(len(places))], "sequence": [0]}[level]
         spans = [log_ratios[start:end] for start, end in itertools.pairwise([*starts, len(places)])]
         log_ratios = [sum(span) / len(span) for span in spans for _ in span]
         losses = []
@@ -85,8 +83,6 @@ def loss_by_hand(scores, rollout, settings, aggregation):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradient_equal_those_by_hand(variant, aggregation):
     batch, settings = rollout(kl_coef=0.3), VARIANTS[variant]
-    if variant == "turn ratio":  # an environment wrote the third token
-        batch.response_mask[:, 2] = False
     scores, again = token_scores(batch), token_scores(batch)
     loss, _ = ppo_loss(scores, batch, **CLIP, **settings, aggregation=aggregation, entropy_coef=0.1)
     expected = loss_by_hand(again, batch, settings, aggregation)
