@@ -519,7 +519,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if uses_vllm and idle and not self.vllm_importance_sampling_correction:
             logger.warning("Without `vllm_importance_sampling_correction` these have no effect: %s.", ", ".join(idle))
         for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
-            why = "which follows from the run or the clock, or samples otherwise; set the field of `PPOConfig`"
+            why = "which follows from the run or the clock, or samples otherwise; remove it, or set a field"
             raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
         if not uses_vllm:
             for name in names - vars(GenerationConfig()).keys():

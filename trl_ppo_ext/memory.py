@@ -190,9 +190,8 @@ class MemoryEstimate:
 
     def fits(self, memory: float) -> bool:
         """Return `True` if the run fits in `memory` GiB, and the base in the share of a colocated vLLM."""
-        share = self.share_of_vllm(memory)
-        holds = not share or self.base_of_vllm <= self.args.vllm_gpu_memory_utilization * memory * GIB
-        return holds and self.needed + share <= memory * GIB
+        share, room = self.share_of_vllm(memory), self.args.vllm_gpu_memory_utilization * memory * GIB
+        return (not share or self.base_of_vllm <= room) and self.needed + share <= memory * GIB
 
 
 def estimate_memory(

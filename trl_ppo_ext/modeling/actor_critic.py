@@ -127,6 +127,7 @@ class ActorCritic(nn.Module):
         # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
         self._names = {name: {*adapter_parameters(policy, name)} for name in trained}
+        self.train()
 
     def __getattr__(self, name: str) -> Any:
         is_own = name.startswith("_") or name in HIDDEN or name in self._modules
@@ -196,6 +197,7 @@ class ActorCritic(nn.Module):
         name = add_adapter(self.policy, name, config)
         load_adapter_weights(self.policy, name, weights)
         self._layers = list(adapter_layers(self.policy))  # it may be on layers that had none
+        self.train(self.training)
         return name
 
     # ---- forwards ----
