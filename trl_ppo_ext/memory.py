@@ -184,9 +184,9 @@ class MemoryEstimate:
 
     @property
     def base_of_vllm(self) -> float:
-        """Bytes of the base that a colocated vLLM loads, which is not quantized unless vLLM does it."""
-        is_quantized = "quantization" in (self.args.generation_kwargs or {})
-        return self.base.bytes if is_quantized else replace(self.base, quantization=None).bytes
+        """Bytes of the base that a colocated vLLM loads, at most: it is not quantized unless vLLM does it."""
+        does_it = "quantization" in (self.args.generation_kwargs or {})
+        return replace(self.base, quantization=self.base.quantization if does_it else None).bytes
 
     def fits(self, memory: float) -> bool:
         """Return `True` if the run fits in `memory` GiB, and the base in the share of a colocated vLLM."""

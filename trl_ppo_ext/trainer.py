@@ -483,13 +483,12 @@ class PPOTrainer(Trainer):
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
         with resume.locked(output_dir, is_writer):
             if source:
-                self._resumed = resume.find_checkpoint(self, source, output_dir, is_writer)
-                checkpoint = self._resumed[0]
+                self._resumed = checkpoint, _ = resume.find_checkpoint(self, source, output_dir, is_writer)
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             # a second training must not be mixed with the first one's checkpoints either
-            begins = source is False or self._begun
-            resume.check_directory(output_dir, is_writer, begins, goes_on_from=checkpoint if in_place else None)
+            goes_on = checkpoint if in_place else None
+            resume.check_directory(output_dir, is_writer, source is False or self._begun, goes_on)
             if not in_place:  # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)

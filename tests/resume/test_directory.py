@@ -77,6 +77,9 @@ def test_run_that_goes_on_from_an_earlier_step_moves_later_checkpoints_aside(cop
     again = best_at_first(copy, learning_rate=1e-5, save_steps=10, load_best_model_at_end=False)
     again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert names(copy) == ["checkpoint-1"] and list(copy.glob(f"{EARLIER}*/checkpoint-2"))
+    (copy / "latest").symlink_to(copy / "checkpoint-1")
+    again.train(resume_from_checkpoint=str(copy / "latest"))
+    assert names(copy) == ["checkpoint-1"]
 
 
 def test_run_in_another_directory_keeps_its_last_checkpoint(finished, tmp_path):

@@ -82,7 +82,7 @@ def test_logprobs_of_episodes_are_those_of_a_plain_forward(tmp_path):
     assert not scores.logprobs[~sequences.completion_mask].any()
 
 
-@pytest.mark.parametrize(("critic", "ratio_level"), [("head", "token"), ("side", "token"), ("adapter", "sequence")])
+@pytest.mark.parametrize(("critic", "ratio_level"), [("head", "token"), ("side", "sequence"), ("adapter", "sequence")])
 def test_gradient_of_mixed_episodes_is_the_sum_of_each_alone(tmp_path, critic, ratio_level):
     built = moved(tmp_path, critic)
     together = gradient(built, episodes(), 12, ratio_level)

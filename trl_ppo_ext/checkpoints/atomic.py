@@ -111,9 +111,7 @@ def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Pat
     validity |= {path: find_damage(path) is None for path in candidates if path not in validity}
     kept = {latest.resolve(), Path(best or latest).resolve()}
     others = [path for path in candidates if path.resolve() not in kept]
-    # by time, not by step: a run resumed from an earlier step writes lower steps later. The sort is stable, so ties
-    # stay ordered by step.
-    others.sort(key=lambda path: (validity[path], path.stat().st_mtime), reverse=True)
+    others.sort(key=lambda path: validity[path], reverse=True)  # which keeps the order of steps
     for path in others[max(limit - (len(candidates) - len(others)), 0) :]:
         shutil.rmtree(path, ignore_errors=True)
         del validity[path]

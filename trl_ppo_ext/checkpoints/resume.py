@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,8 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, goes_on_
         restore_replaced(output_dir)
         earlier = checkpoints(output_dir)
         if goes_on_from is not None:
-            earlier = [*takewhile(lambda path: path.name != Path(goes_on_from).name, earlier)]
+            names, course = [path.name for path in earlier], Path(goes_on_from).resolve().name
+            earlier = earlier[: names.index(course)] if course in names else []
         elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
             raise CheckpointError(
                 f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} in `{output_dir}`; "
@@ -128,7 +128,7 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, goes_on_
             aside.mkdir()
             for path in earlier:
                 os.rename(path, aside / path.name)
-            logger.warning("Checkpoints of an earlier run were moved to `%s`.", aside)
+            logger.warning("Checkpoints that this run does not go on from were moved to `%s`.", aside)
 
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
@@ -155,7 +155,10 @@ def find_checkpoint(
     try:
         # one rank of those that share a disk reads all of it
         path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
-        directory = next(found for found in gather_object([path]) if found is not None)
+        places = sorted({entry for entry in gather_object([path]) if entry is not None})
+        if len(places) > 1:  # with `save_on_each_node`
+            raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
+        directory = places[0]
         return directory, on_every_rank(read, *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error

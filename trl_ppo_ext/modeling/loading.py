@@ -33,8 +33,8 @@ from .critics import new_critic
 logger = logging.get_logger(__name__)
 
 # linear layers that PEFT does not adapt, or of which only the weight is read
-NOT_ADAPTED = dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h", "bamba", "granitemoehybrid"), r".*\.out_proj")
-NOT_ADAPTED |= dict.fromkeys(("falcon_mamba", "mamba", "jamba"), r".*\.(out_proj|dt_proj)")
+NOT_ADAPTED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r".*\.(out_proj|dt_proj)")
+NOT_ADAPTED["jamba"] = r".*\.dt_proj"
 
 
 def compute_dtype(args: PPOConfig) -> torch.dtype:
@@ -55,9 +55,9 @@ def add_policy_adapter(model: Any, config: PeftConfig) -> PeftModel:
         config, decoder = copy(config), model.get_decoder()
         read = {*decoder.modules(), model.get_output_embeddings()}
         config.exclude_modules = NOT_ADAPTED.get(model.config.model_type)
-        if any(isinstance(x, nn.Linear) and x not in read for x in model.modules()):  # e.g. those of a vision tower
+        if isinstance(decoder, PreTrainedModel) and {x for x in model.modules() if isinstance(x, nn.Linear)} - read:
             name = next(name for name, x in model.named_modules() if x is decoder)
-            config.exclude_modules = rf"(?!{re.escape(name)}\.).*"
+            config.exclude_modules = rf"(?!{re.escape(name)}\.).*"  # e.g. a vision tower
     return get_peft_model(model, config)
 
 
