@@ -185,8 +185,8 @@ class MemoryEstimate:
     @property
     def base_of_vllm(self) -> float:
         """Bytes of the base that a colocated vLLM loads, at most: it is not quantized unless vLLM does it."""
-        does_it = "quantization" in (self.args.generation_kwargs or {})
-        return replace(self.base, quantization=self.base.quantization if does_it else None).bytes
+        quantizes = "quantization" in (self.args.generation_kwargs or {})
+        return replace(self.base, quantization=self.base.quantization if quantizes else None).bytes
 
     def fits(self, memory: float) -> bool:
         """Return `True` if the run fits in `memory` GiB, and the base in the share of a colocated vLLM."""
@@ -250,7 +250,7 @@ def estimate_memory(
             loaded_as = {None: None, "none": None, "int8": "int8"}.get(args.reward_quantization, "4bit double")
             classifier = on_meta(AutoConfig.from_pretrained(reward, **remote_code), True, **remote_code)
             rewards.append(model_sizes(classifier, width, loaded_as))
-        elif isinstance(reward, PreTrainedModel | PeftModel):  # which it refuses
+        elif isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
             rewards.append(model_sizes(cast(PreTrainedModel, reward), reward.dtype.itemsize))
     adapter = PeftConfig.from_pretrained(peft_config) if isinstance(peft_config, str) else peft_config
     quantization, quantized_to = quantization_config or getattr(config, "quantization_config", None), None

@@ -487,8 +487,8 @@ class PPOTrainer(Trainer):
             # a checkpoint of another directory begins a new run in this one
             in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
             # a second training must not be mixed with the first one's checkpoints either
-            goes_on = checkpoint if in_place else None
-            resume.check_directory(output_dir, is_writer, source is False or self._begun, goes_on)
+            resumed_from = checkpoint if in_place else None
+            resume.check_directory(output_dir, is_writer, source is False or self._begun, resumed_from)
             if not in_place:  # answers to the episodes of an earlier run
                 answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
                 distributed.on_every_rank(answers, runs=is_writer)

@@ -56,8 +56,8 @@ def _num_mini_batches(config: Any, steps: int) -> Settings:
     return {"num_mini_batches": steps // accumulation}
 
 
-def _of_clip(config: Any, settings: Settings) -> Settings:
-    """Settings that belong to GRPO's own clip, with the default of that."""
+def _with_clip(config: Any, settings: Settings) -> Settings:
+    """Settings of GRPO's clip, with GRPO's default of `epsilon` unless it is set."""
     return settings if config.cliprange else settings | {"cliprange": 0.2}
 
 
@@ -65,7 +65,7 @@ def _dual_clip(config: Any, delta: float) -> Settings:
     high = config.cliprange_high or config.cliprange or 0.2
     if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
         raise ValueError(f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it.")
-    return _of_clip(config, {"dual_clip": delta})
+    return _with_clip(config, {"dual_clip": delta})
 
 
 def _forward_batch_size(_: Any, size: int) -> Settings:
@@ -76,7 +76,7 @@ ANY, NO_EFFECT = ..., "Already the case, or without effect."
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {"int | str": int | str}
 # of fields whose value determines the settings: functions from config and value
 _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
-    "epsilon_high": lambda config, high: _of_clip(config, {"cliprange_high": high}),
+    "epsilon_high": lambda config, high: _with_clip(config, {"cliprange_high": high}),
     "delta": _dual_clip,
     "num_iterations": lambda _, n: {} if n == 1 else {"num_ppo_epochs": n},  # 1 by default, in both
     "steps_per_generation": _num_mini_batches,

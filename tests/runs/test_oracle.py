@@ -37,6 +37,7 @@ SIZES = {
 RUNS = {
     "default, seed 1": {"seed": 1},
     "default, seed 2": {"seed": 2},
+    "default, seed 4": {"seed": 4},
     "decoupled lambdas": {"lam": 0.7, "lam_critic": 0.98, "gamma": 0.97, "dual_clip": 1.2},
     "plain values": {"normalize_values": False, "max_grad_norm": 0.3, "weight_decay": 0.1, "kl_coef": 0.3},
     "head": {"critic": "head", "lam_critic": 1.0, "max_grad_norm": 0.3},

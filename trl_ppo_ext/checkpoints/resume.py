@@ -105,18 +105,18 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         lock.release()
 
 
-def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, goes_on_from: str | None) -> None:
-    """Move checkpoints of an earlier run aside, or raise [`CheckpointError`] if it may be meant to go on.
+def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, resumed_from: str | None) -> None:
+    """Move aside the checkpoints of an earlier run, or raise [`CheckpointError`] unless `begin_anew`.
 
-    If the run goes on from a checkpoint, these are the later ones: its next resume must not take the course it left.
+    With `resumed_from`, move only the later ones: the next resume must not return to the abandoned branch.
     """
 
     def check() -> None:
         restore_replaced(output_dir)
         earlier = checkpoints(output_dir)
-        if goes_on_from is not None:
-            names, course = [path.name for path in earlier], Path(goes_on_from).resolve().name
-            earlier = earlier[: names.index(course)] if course in names else []
+        if resumed_from is not None:
+            names, name = [path.name for path in earlier], Path(resumed_from).resolve().name
+            earlier = earlier[: names.index(name)] if name in names else []
         elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
             raise CheckpointError(
                 f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} in `{output_dir}`; "
@@ -128,7 +128,7 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, goes_on_
             aside.mkdir()
             for path in earlier:
                 os.rename(path, aside / path.name)
-            logger.warning("Checkpoints that this run does not go on from were moved to `%s`.", aside)
+            logger.warning("Checkpoints that do not belong to this run were moved to `%s`.", aside)
 
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 

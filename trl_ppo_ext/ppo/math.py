@@ -247,7 +247,7 @@ def whiten(
 ) -> tuple[Tensor, float]:
     """Scale `x` to unit variance over the mask (Bessel-corrected), and to zero mean; return what it was divided by.
 
-    If it varies by no more than its rounding, it becomes its mean, in a unit of 1: nothing is known of its scale.
+    If it varies by no more than its rounding, it becomes its mean, with a unit of 1, because its scale is unknown.
     """
     mean, variance = torch.stack(_moments(x, mask, all_sum)).tolist()
     varies = variance > 1e-12 * mean**2

@@ -1,4 +1,4 @@
-"""Metrics that add up exactly over micro-batches, rollouts and ranks, deviations over ranks only."""
+"""Metrics that add up exactly over micro-batches, rollouts and ranks; deviations over ranks only."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

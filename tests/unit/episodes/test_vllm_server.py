@@ -359,7 +359,7 @@ def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_p
 
 
 def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(server, tmp_path):
-    built = run(server, tmp_path, eval_dataset=prompts(40))
+    built = run(server, tmp_path, eval_dataset=prompts(200))
     built.evaluate()
     assert paths(server).count("/v1/load_lora_adapter") == 1  # by the constructor
     for x in built.actor_critic.policy_parameters().values():
@@ -368,7 +368,7 @@ def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(serve
         built.evaluate()
     loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
     used = [body["model"] for path, body, _ in server.asked if path == "/v1/completions"]
-    assert len(loaded) == 2 and used == [loaded[0]] * 40 + [loaded[1]] * 80
+    assert len(loaded) == 2 and used == [loaded[0]] * 200 + [loaded[1]] * 400
 
 
 def test_greedy_evaluation_asks_once_for_equal_prompts(server, tmp_path):

@@ -48,7 +48,7 @@ def test_outliers_are_bounded_and_unknown_units_give_zero():
     assert not rewards_so_far(rewards, mask, Units(), is_known=False).any()
 
 
-@pytest.mark.parametrize("size", [64, 576, 896, pytest.param(3584, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [64, 576, 896, 3584])
 def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
     """Returns of which a linear function of the states explains half, in five rollouts of four optimizer steps."""
     generator = torch.Generator().manual_seed(0)

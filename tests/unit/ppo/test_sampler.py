@@ -122,7 +122,7 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_p
         sampled = rounds[-1 - age] if age < len(rounds) else rounds[0]
         comparison.check_version(built, batch, now, sampled, batch.completion_mask, is_ahead and len(rounds) > 1)
 
-    for _ in range(20):
+    for _ in range(50):
         check(int(is_ahead))
         for x in built.policy_parameters().values():
             x.data += step * torch.randn_like(x)
