@@ -257,11 +257,11 @@ def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean success in training, for each rival with all seeds."""
+    """Mean success in training at the lower rate, for each rival with all seeds."""
     curves = [
         Curve(rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))])
-        for (rival, _), group in grouped(runs).items()
-        if len(group) == len(SEEDS)
+        for (rival, rate), group in grouped(runs).items()
+        if len(group) == len(SEEDS) and rate == RATES[0]
     ]
     return picture({"TextWorld, games won": curves}, ROLLOUT, "episodes")
 
