@@ -2,12 +2,11 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +20,15 @@ except ImportError as error:
     raise ImportError(f'A vLLM server needs an extra ({error}); run pip install "trl_ppo_ext[vllm]".') from error
 
 T = TypeVar("T")
-_tls = cache(httpx2.create_ssl_context)  # it reads a hundred certificates: once, not for each call
+TLS = httpx2.create_ssl_context()  # it reads a hundred certificates: once, not for each call
 KEY = "VLLM_API_KEY"
 CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 SLOWEST = 1.0  # seconds per token of a completion, for a server that runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
-ENGINE_DIED = "EngineCore encountered an issue"  # e.g. for want of memory; a 500, after which the server ends
+# the engine died, e.g. for want of memory; the server shuts down, and answers with the tokens so far
+ENDED = re.compile(r'"message":\s*"EngineCore encountered an issue|"finish_reason":\s*"abort"')
 
 
 class VLLMServer:
@@ -97,7 +97,7 @@ class VLLMServer:
                 answer = await self._answer(client, "POST", "/v1/completions", body)
 
         def read(body: Any) -> list[Sampled]:
-            choices = sorted(body["choices"], key=itemgetter("index"))
+            choices = sorted(body["choices"], key=lambda choice: choice["index"])
             sampled = [Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])]) for x in choices]
             fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]
             if fits != [True] * request.copies:
@@ -121,7 +121,7 @@ class VLLMServer:
                 headers={"Authorization": f"Bearer {key}"} if key else None,
                 timeout=httpx2.Timeout(None, connect=LIFE),
                 limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
-                verify=_tls(),
+                verify=TLS,
                 trust_env=not is_local(self.url),
             ) as client:
                 return await action(client)
@@ -149,7 +149,7 @@ class VLLMServer:
                 cause = _shown(answer)
                 if answer.status_code in (401, 403):
                     raise VLLMError(f"The server at {self.name} refuses {KEY} of the environment: {cause}.")
-                if answer.status_code not in UNAVAILABLE and ENGINE_DIED not in answer.text[:200]:
+                if answer.status_code not in UNAVAILABLE and not ENDED.search(answer.text):
                     return answer
             finally:
                 request.cancel()

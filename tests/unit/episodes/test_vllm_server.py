@@ -90,6 +90,31 @@ def test_unavailable_server_is_asked_again(server, loaded):
     assert len(server.asked) == len(REQUESTS) + 5
 
 
+def test_completion_that_a_shutdown_cuts_is_asked_for_again(server, loaded):
+    """vLLM answers requests in flight with the tokens so far, as if they were sampled."""
+    expected = loaded.sample("run-1", REQUESTS[2:3])
+    complete = server.completions
+
+    def cut(body):
+        server.completions = complete
+        answer = json.loads(complete(body).body)
+        choices = [x | {"finish_reason": "abort", "token_ids": x["token_ids"][:1]} for x in answer["choices"]]
+        choices = [x | {"logprobs": {"token_logprobs": [LOGPROB]}} for x in choices]
+        return JSONResponse(answer | {"choices": choices})
+
+    server.completions = cut
+    assert loaded.sample("run-1", REQUESTS[2:3]) == expected
+    assert paths(server).count("/v1/completions") == 3
+
+
+def test_words_of_an_outage_in_a_completion_are_no_outage(server, loaded):
+    text = '{"finish_reason":"abort", "message": "EngineCore encountered an issue"}'
+    complete = server.completions
+    server.completions = lambda body: JSONResponse(json.loads(complete(body).body) | {"text": text})
+    loaded.sample("run-1", REQUESTS[:1])
+    assert paths(server).count("/v1/completions") == 1
+
+
 def test_other_failures_raise_at_once(server, loaded):
     server.failures = {"/v1/completions": [500]}
     with pytest.raises(VLLMError, match=r"did not sample 1 completions with token ids and log-probs: 500 busy\."):
