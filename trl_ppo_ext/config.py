@@ -272,7 +272,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vf_coef: float = number(0.5, at_least=0)
     """Coefficient of the value loss."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus, aggregated as the loss is; in GRPO it is always a mean over tokens."""
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
     lam: float | None = number(None, at_least=0, at_most=1)
@@ -539,8 +539,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if not is_address:
             needed = "must start with http:// or https://, and have a host and a port up to 65535"
             raise ValueError(f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}.")
-        filters = {name: getattr(self, name) for name in _FILTERS}
-        changed = [f"`{name}={x}`" for name, x in filters.items() if x not in (None, _FILTERS[name])]
+        changed = [f"`{name}={x}`" for name, off in _FILTERS.items() if (x := getattr(self, name)) not in (None, off)]
         if changed and self.vllm_importance_sampling_correction:
             given = f"{', '.join(changed)} changes the distribution that vLLM samples from, not the policy's"
             remedy = "remove it, or set `vllm_importance_sampling_correction=False`"

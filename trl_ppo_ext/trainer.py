@@ -599,7 +599,6 @@ class PPOTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
-        os.makedirs(directory, exist_ok=True)
         files.save_actor_critic(self.actor_critic, directory, weights, self.run_state.critic)
         state = {"run": self.run_state.to_json(), "settings": files.run_settings(self.args) | self._inputs}
         Path(directory, files.STATE).write_text(json.dumps(state, indent=2))

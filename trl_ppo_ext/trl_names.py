@@ -68,10 +68,7 @@ def _dual_clip(config: Any, delta: float) -> Settings:
     return _with_clip(config, {"dual_clip": delta})
 
 
-def _forward_batch_size(_: Any, size: int) -> Settings:
-    return {"per_device_generation_batch_size": size, "per_device_reward_batch_size": size}
-
-
+_FORWARD_BATCH_SIZES = "per_device_generation_batch_size", "per_device_reward_batch_size"
 ANY, NO_EFFECT = ..., "Already the case, or without effect."
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {"int | str": int | str}
 # of fields whose value determines the settings: functions from config and value
@@ -85,7 +82,7 @@ _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
     # GRPO weighs k3 by the ratio, which gives a token the gradient of its own k1 in the reward
     "use_bias_correction_kl": lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"},
     "use_vllm": lambda _, on: {"generation_backend": "vllm" if on else "transformers"},
-    "local_rollout_forward_batch_size": _forward_batch_size,
+    "local_rollout_forward_batch_size": lambda _, n: dict.fromkeys(_FORWARD_BATCH_SIZES, n),
     "stop_token_id": lambda _, token: {"stop_token_ids": [token]},
 }
 TABLES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))

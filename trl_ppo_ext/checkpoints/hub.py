@@ -74,7 +74,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     # 1. datasets, under any name that the Trainer and TRL use
     fields = ("datasets", "dataset", "dataset_name", "dataset_tags")
     names = [name for field in fields for name in as_list(metadata.pop(field, None))]
-    datasets = [name for name in dict.fromkeys(names) if _is_hub_id(name)]
+    datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
     # 2. metrics of training and of each evaluation set, as they were logged last
     logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}

@@ -25,7 +25,7 @@ class EstimateConfig(PPOConfig):
         on_cpu: bool = self.use_cpu  # type: ignore[has-type]
         self.target = "cpu" if on_cpu else "cuda"
         self.bf16 = not on_cpu and not self.fp16 if self.bf16 is None else self.bf16
-        self.use_cpu = True  # of this process
+        self.use_cpu, self.tf32 = True, None  # of this process
         super().__post_init__()
 
     @property
@@ -53,7 +53,11 @@ def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, A
     # the least costly first, each with its values from the largest
     changes: list[list[dict[str, Any]]] = [
         [{"gradient_checkpointing": True}],
-        [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} for x in sizes],
+        [
+            {"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x}
+            | {"num_mini_batches": plan.num_mini_batches}  # which `steps_per_generation` would change
+            for x in sizes
+        ],
         [{"per_device_generation_batch_size": x} for x in samples],
     ]
     if estimate.base.quantization is None:

@@ -285,10 +285,12 @@ def trainer_arguments(
     factory, directory = script.environment_factory, script.directory
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
+    if args.max_steps <= 0 and (script.dataset_streaming or not splits):
+        raise ValueError("Without `dataset_name`, or with `dataset_streaming`, `max_steps` must be set.")
     if splits:
         kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
-    elif args.max_steps <= 0 or args.eval_strategy != "no":
-        raise ValueError("Without `dataset_name`, `max_steps` must be set, and `eval_strategy` 'no'; give a dataset.")
+    elif args.eval_strategy != "no":
+        raise ValueError("Without `dataset_name`, `eval_strategy` must be 'no'; give a dataset.")
     if args.eval_strategy != "no":
         kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
     return kwargs

@@ -29,15 +29,6 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def report(run_dir: str, output: str | None = None) -> str:
-    """Write the report of a run, and return its path and size."""
-    from ..tracking.reading import REPORT
-    from ..tracking.report import write_report
-
-    path = write_report(run_dir, output or os.path.join(run_dir, REPORT))
-    return f"{path} ({path.stat().st_size / 1e6:.1f} MB)"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -47,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(f"trl_ppo_ext.commands.{command}").main(argv[1:])
         else:
             options = parser().parse_args(argv)
-            print(report(options.run_dir, options.output))
+            from ..tracking.reading import REPORT
+            from ..tracking.report import write_report
+
+            path = write_report(options.run_dir, options.output or os.path.join(options.run_dir, REPORT))
+            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
         text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
         print(f"trl-ppo {command}: error: {printable(redacted(text))}", file=sys.stderr)

@@ -162,7 +162,7 @@ def judge(run: Run) -> Judgement:
         return match[0] if value is None else f"{match[0]} (now {value})"
 
     # 1. Rules from causes to consequences. The KL to a reference that sees more begins high, and teaches by itself.
-    silent = ("kl", "cut", "equal") if settings.get("reference_prompt") else ()
+    silent = ["kl", "cut", "equal"] + ["flat"] * curves.all_equal if settings.get("reference_prompt") else []
     for rule in RULES:
         for name in fnmatch.filter(run.curves, rule.curve):
             holds, step, curve = False, None, run.curves[name]
@@ -182,7 +182,7 @@ def judge(run: Run) -> Judgement:
     problems, outcome = [x.rule.cause for x in advice if x.is_problem], curves.outcome()
     if problems:
         return Judgement("problem", f"{problems[0]}. {outcome}.", advice)
-    if not curves.rises:
+    if not curves.rises and not ("flat" in silent and curves.is_long):
         logs = len(run.curves.get("reward", ()))
         few = f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} logs"
         return Judgement("early", f"Too early to judge: {few}.", advice)

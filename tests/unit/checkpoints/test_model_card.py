@@ -54,6 +54,8 @@ def test_card_has_metadata_and_the_last_metrics(run):
     metadata = {"dataset": "me/prompts", "license": "apache-2.0", "model_name": "mine", "tags": "math"}
     card = model_card(built, str(folder / "run"), **metadata)
     assert (card.data.datasets, card.data.license, card.data.library_name) == (["me/prompts"], "apache-2.0", "peft")
+    unnamed = model_card(built, str(folder / "run"), datasets=[None])  # its environment writes the prompts
+    assert unnamed.data.datasets is None
     assert "# mine" in card.text and {"trl_ppo_ext", "ppo", "lora", "math"} <= set(card.data.tags)
     logged = {name: value for entry in built.state.log_history for name, value in entry.items()}
     for name in ("reward", "kl", "entropy", "rewards/length_reward/mean", "completions/mean_length"):

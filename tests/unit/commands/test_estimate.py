@@ -33,12 +33,13 @@ def large(tmp_path_factory):
 
 
 def settings(**changes):
-    return {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_completion_length": 128} | changes
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_mini_batches": 1}
+    return sizes | {"max_completion_length": 128} | changes
 
 
 def estimate_of(large, tmp_path, **changes):
     kwargs = {key: changes.pop(key) for key in ("quantization_config",) if key in changes}
-    args = config(tmp_path, num_mini_batches=1, bf16=True, **settings(**changes))
+    args = config(tmp_path, bf16=True, **settings(**changes))
     return estimate_memory(str(large / "base"), args, reward_funcs=str(large / "reward"), **kwargs)
 
 
@@ -58,6 +59,17 @@ def test_proposals_need_what_runs_with_them_need(large, tmp_path, share):
         assert again.needed == pytest.approx(step.needed)
         assert again.args.plan(1).completions == estimate.args.plan(1).completions
     assert step.fits(memory)
+
+
+def test_proposal_keeps_the_rollout_that_steps_per_generation_would_change(large, tmp_path):
+    given = {"steps_per_generation": 8, "num_mini_batches": None}
+    estimate = estimate_of(large, tmp_path, **given)
+    (change,) = [x for x, _ in proposals(estimate, estimate.needed / GIB * 0.45) if "num_mini_batches" in x]
+    assert change["num_mini_batches"] == 4
+    with pytest.raises(ValueError, match=r"steps_per_generation.*num_mini_batches"):
+        estimate_of(large, tmp_path, **given | change)
+    again = estimate_of(large, tmp_path, **change)
+    assert again.args.plan(1).completions == estimate.args.plan(1).completions == 64
 
 
 def test_proposals_omit_what_cannot_help(large, tmp_path):
@@ -89,7 +101,7 @@ def test_estimate_command_prints_and_exits(large, capsys):
     assert shown.count("GiB, fits: ") == 1 and "GiB, fits: " in shown.splitlines()[-1]
     assert run(large, "--memory", "0.001") == 1
     assert "All of them together do not fit" in capsys.readouterr().out
-    assert run(large) == 0  # no device, no verdict
+    assert run(large, "--tf32", "true") == 0  # of another machine; no device, no verdict
     assert "fit" not in capsys.readouterr().out
 
 

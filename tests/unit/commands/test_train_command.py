@@ -259,7 +259,14 @@ WRONG = [
     (
         {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "reward_funcs": None, "max_steps": -1},
         "`dataset_name`",
+        "with `dataset_streaming`",
         "`max_steps` must be set",
+    ),
+    ({"dataset_streaming": True, "max_steps": -1}, "`dataset_streaming`", "`dataset_name`", "`max_steps` must be set"),
+    (
+        {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "eval_strategy": "epoch"},
+        "`dataset_name`",
+        "`eval_strategy` must be 'no'",
         "give a dataset",
     ),
     ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),

@@ -1,6 +1,7 @@
 """The verdict and advice of a run: synthetic curves, and logs of real tiny runs."""
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -298,6 +299,14 @@ def test_reference_that_sees_more_may_be_far_and_needs_no_reward(name, cause):
     assert cause in [item.rule.name for item in judge(run).advice]
     run.start["config"]["reference_prompt"] = "answer"
     assert cause not in [item.rule.name for item in judge(run).advice]
+
+
+def test_distillation_without_a_reward_is_no_problem():
+    run = synthetic(GOOD | PROVOKED["all equal"][0] | {"kl_per_completion": 20 - 15 * LEARNS})
+    run.start["config"]["reference_prompt"] = "answer"
+    assert judge(run).kind == "good" and judge(run).verdict.startswith("The reward stays at 0 at a KL of ")
+    few = {name: curve[:8] for name, curve in run.curves.items()}
+    assert judge(replace(run, curves=few)).kind == "early"
 
 
 def test_rules_are_named_once_and_explain_only_later_ones():
