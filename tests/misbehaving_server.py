@@ -116,6 +116,9 @@ class Misbehaving(BaseHTTPRequestHandler):
     def cut_off(self):
         self.reply(self.answer("Of 10 points,", finish_reason="length"))
 
+    def shuts_down(self):
+        self.reply(self.answer("First, 2 + 2 = 4, and", finish_reason="abort"))
+
     def far_off(self):
         self.reply(self.answer("Score: 99999"))
 

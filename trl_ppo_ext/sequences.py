@@ -110,9 +110,7 @@ class Sequences:
         return self._after(self.reference_prompt_ids, self.reference_prompt_lengths)
 
     def _after(self, ids: Tensor | None, lengths: Tensor | None) -> "Sequences":
-        if ids is None or lengths is None:
-            return self
-        return replace(self, prompt_ids=ids, prompt_lengths=lengths)
+        return self if ids is None or lengths is None else replace(self, prompt_ids=ids, prompt_lengths=lengths)
 
     @property
     def lengths(self) -> Tensor:
@@ -201,7 +199,5 @@ class Sequences:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         selected = {name: x[index if name in ON_CPU else on_device] for name, x in tensors.items()}
         width = int(selected["completion_lengths"].max())
-        trimmed = {
-            name: x[:, :width] for name, x in selected.items() if name in ("completion_ids", "earned", "sampled")
-        }
+        trimmed = {x: selected[x][:, :width] for x in {"completion_ids", "earned", "sampled"} & selected.keys()}
         return Sequences(**selected | trimmed)

@@ -1,5 +1,6 @@
 """Runs with a failing judge: they stop with the cause and a usable checkpoint, or skip with exact counts."""
 
+import math
 import time
 
 import pytest
@@ -74,6 +75,22 @@ def test_skip_continues_with_exact_counts(tmp_path, port, make):
     failed = [sum(max(ids) >= first_x for ids in samples.batch.completion_ids) for _, samples in rollouts]
     logged = [e[f"rewards/{reward.name}/failed"] for e in built.state.log_history if "reward_std" in e]
     assert logged == failed and 0 < sum(failed) < 16
+
+
+def test_evaluation_whose_scores_all_fail_is_never_the_best(tmp_path):
+    def reward(completion_ids, trainer_state, split=None, **kwargs):
+        if split and trainer_state.global_step != 4:
+            raise ConnectionError("the judge is down")
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = prompts(4).add_column("split", ["eval"] * 4)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_reward", "max_steps": 6}
+    settings |= {"save_strategy": "best", "reward_on_error": "skip"}
+    built = trainer(tmp_path, reward_funcs=reward, eval_dataset=rows, **settings)
+    built.train()
+    evaluated = [entry["eval_reward"] for entry in built.state.log_history if "eval_reward" in entry]
+    assert [math.isnan(x) for x in evaluated] == [True, False, True]
+    assert built.state.best_global_step == 4
 
 
 def test_too_many_failures_end_the_run_with_the_first_cause(tmp_path, port):

@@ -574,6 +574,18 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     ]  # fmt: skip
 
 
+def test_rollout_function_needs_no_template_that_continues(tmp_path):
+    """As templates that drop the thoughts of earlier turns do not."""
+    forgetful = byte_tokenizer()
+    forgetful.chat_template = (
+        "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '') + '<|im_end|>' }}{% endfor %}"
+    )
+    kwargs = {"processing_class": forgetful, "dataset": QUESTIONS, "max_completion_length": 400}
+    output = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8]] * 4}
+    model = llama(vocab_size=259, max_position_embeddings=2048)
+    trainer(tmp_path, model, zeros, rollout_func=lambda *_: output, num_mini_batches=1, max_steps=1, **kwargs).train()
+
+
 def zeros(completions, **kwargs):
     return [0.0] * len(completions)
 

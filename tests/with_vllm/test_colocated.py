@@ -153,6 +153,18 @@ def random_states():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
+def test_memory_that_is_too_small_for_a_completion_is_an_error(tmp_path, base):
+    """Left to itself, vLLM cuts completions at what fits."""
+    small = {"max_completion_length": 100, "generation_kwargs": {"kv_cache_memory_bytes": 3 * 2**17}}
+    generator = served_trainer(tmp_path, base, **small).roles.player.generator
+    fits = generator.engine.llm.llm_engine.model_config.max_model_len
+    assert 100 < fits < CONTEXT
+    with generator.awake():
+        assert generator.generate([[4] * (fits - 100)])
+        with pytest.raises(VLLMError, match=rf"memory for {fits} tokens of a prompt and its .* not {fits + 1}; raise"):
+            generator.generate([[4] * (fits - 99)])
+
+
 def test_engine_leaves_the_process_as_it_was(run):
     def process():
         return dict(os.environ), torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()

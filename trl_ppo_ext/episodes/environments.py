@@ -191,7 +191,6 @@ class Environments:
         if tools and kinds and all(isinstance(kind.pool[0], TextEnvironment) for kind in kinds):
             raise ValueError("`tools` have no effect with environments that have `step`; remove them.")
         self.has_instances = bool(factory)  # which reward functions receive
-        self.timeout: float | None = None  # seconds
         self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
 
     def __bool__(self) -> bool:
@@ -221,7 +220,7 @@ class Environments:
         timeout: float | None = None,
     ) -> tuple[Any, dict | None]:
         """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
-        if not (self or self.rollout_func):
+        if not self:
             return dataset, template_kwargs
         if dataset is None and self.by_name and rows:
             needed = "a `train_dataset` whose column `environment` names one of them"

@@ -52,7 +52,6 @@ class VLLMGenerator(Generator):
         self.actor_critic, self.args, self.limit = actor_critic, args, args.max_completion_length
         stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
-        self.sampled_logprobs: list[list[float]] = []
         settings = {name: x for name in SAMPLING if (x := getattr(args, name)) is not None}
         settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
         base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
@@ -246,7 +245,7 @@ class ColocatedEngine:
         defaults: dict[str, Any] = {
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_len": args.vllm_max_model_length or -1,  # what fits
+            "max_model_len": args.vllm_max_model_length or -1,  # the model's context, or what fits
             "trust_remote_code": args.trust_remote_code,
             "enable_sleep_mode": sleeps,
         }
@@ -302,6 +301,12 @@ class ColocatedEngine:
         """Sample the completions of each request."""
         params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens, **self.settings) for x in requests]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
+        longest = max((len(x.prompt_ids) + x.max_tokens for x in requests), default=0)
+        if longest > (fits := self.llm.llm_engine.model_config.max_model_len):  # vLLM would cut completions in silence
+            remedy = "raise `vllm_gpu_memory_utilization`, or lower `max_completion_length` or `max_prompt_length`"
+            raise VLLMError(
+                f"vLLM has memory for {fits} tokens of a prompt and its completion, not {longest}; {remedy}."
+            )
         restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
         outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)
         restore()

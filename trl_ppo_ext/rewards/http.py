@@ -70,7 +70,7 @@ class HttpReward:
                         return self._read(answer.json())
                     except (LookupError, TypeError, AttributeError, JSONDecodeError):
                         raise ValueError(f"it answered in an unknown form: {answer.text}") from None
-                except (openai.OpenAIError, ValueError, TimeoutError) as error:
+                except Exception as error:  # also of a chat template, for which a sampled call is wrong
                     detail = error.response.text if isinstance(error, openai.APIStatusError) else error.__cause__
                     cause = f"{type(error).__name__}: {without_key(f'{error} {detail or str()}', key)}"
                     if isinstance(error, openai.APIConnectionError | TimeoutError):  # also after a timeout
@@ -139,8 +139,9 @@ class Judge(HttpReward):
     def _read(self, answer: Any) -> float:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")
-        if reason in ("length", "content_filter"):  # the last number of a truncated answer is meaningless
-            raise ValueError(f'its answer was truncated (finish_reason="{reason}"); raise `max_tokens`: {text!r}')
+        if reason in ("length", "content_filter", "abort", "error"):  # e.g. of a server that shuts down
+            remedy = "; raise `max_tokens`" if reason == "length" else ""  # the last number of a part is meaningless
+            raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {text!r}')
         if not (matches := list(re.finditer(self.pattern, text))):
             raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {text!r}")
         score = float(next(filter(None, matches[-1].groups()), matches[-1][0]))

@@ -23,6 +23,7 @@ from ..data import encode_marked, prefill, protected, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
+from ..redaction import shortened
 from .scoring import RewardError, ScoringBatch
 
 
@@ -66,8 +67,8 @@ def load_classifier(
 
 def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens that a reward model takes; RoBERTa counts two positions more."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions - 2 * ("roberta" in config.model_type), tokenizer.model_max_length)
 
 
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
@@ -102,17 +103,21 @@ class SequenceScorer:
         return [encode_marked(text, self.tokenizer, special) for text in texts]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
-        """Score completions in batches of similar length; one that is too long for the model fails."""
-        rows = self.encode(batch.prompts, batch.completions)
-        scores: dict[int, float | RewardError] = {
-            index: RewardError(
-                f"Completion {index} with its prompt has {len(row)} tokens; the reward model `{self.name}` takes "
-                f"{self.context_length}. Lower `max_completion_length`, or drop long prompts."
-            )
-            for index, row in enumerate(rows)
-            if len(row) > self.context_length
-        }
-        by_length = sorted((i for i in range(len(rows)) if i not in scores), key=lambda i: len(rows[i]))
+        """Score completions in batches of similar length; one that is too long for the model fails, by itself."""
+        rows, scores = dict[int, list[int]](), dict[int, float | RewardError]()
+        for index, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
+            try:
+                (row,) = self.encode([prompt], [completion])
+                if len(row) > self.context_length:
+                    remedy = "lower `max_completion_length`, or drop long prompts"
+                    raise ValueError(f"with its prompt it has {len(row)} tokens of {self.context_length}; {remedy}")
+                rows[index] = row
+            except Exception as error:  # also of a chat template, for which a sampled call is wrong
+                cause = f"{type(error).__name__}: {shortened(error)}"
+                scores[index] = RewardError(
+                    f"The reward model `{self.name}` cannot score completion {index}: {cause}."
+                )
+        by_length = sorted(rows, key=lambda index: len(rows[index]))
         parts = []
         for start in range(0, len(by_length), self.batch_size):
             index = by_length[start : start + self.batch_size]
@@ -120,7 +125,7 @@ class SequenceScorer:
             parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
         if parts:
             scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
-        return [scores[index] for index in range(len(rows))]
+        return [scores[index] for index in range(len(batch))]
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ JUDGED = {
     "numberless": (1, "ValueError: its answer has no match of `pattern` .*: 'I would rather not say.'"),
     "nan": (1, "ValueError: its answer's score nan is outside `score_range`"),
     "cut_off": (1, "ValueError: its answer was truncated .*; raise `max_tokens`"),
+    "shuts_down": (1, "ValueError: its answer was truncated .*abort"),
     "far_off": (1, "ValueError: its answer's score 99999 is outside `score_range`"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, length_reward, llama, tokenizer
 from torch import nn
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.rewards import (
@@ -349,11 +349,45 @@ def test_label_of_a_classifier_is_chosen_by_its_name():
 def test_text_that_is_too_long_fails_only_itself():
     model = llama(classifier=True)
     model.config.max_position_embeddings, own = 10, tokenizer()
-    own.model_max_length = 8  # as of RoBERTa, which counts two positions more
+    own.model_max_length = 8
     reward = ClassifierReward(model, own)
     scores = reward.score(batch(("w1", " w2"), ("w1 " * 9, "w2"), ("w3", " w4 w5")))
     assert scores[0] == pytest.approx(reward.score(batch(("w1", " w2")))[0], abs=1e-5) and isinstance(scores[2], float)
-    assert re.search(r"Completion 1 with its prompt has \d+ tokens; .* takes 8\. Lower", str(scores[1]))
+    assert re.search(r"cannot score completion 1: .* it has \d+ tokens of 8; lower `max_", str(scores[1]))
+
+
+def test_roberta_counts_two_positions_more():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = RobertaConfig(**sizes, vocab_size=32, max_position_embeddings=10, num_labels=1, pad_token_id=0)
+    reward = ClassifierReward(RobertaForSequenceClassification(config), tokenizer())
+    assert reward.context_length == 8
+    texts = [("w1", " w2" * count) for count in range(1, 10)]
+    lengths = [len(*reward.encode([prompt], [completion])) for prompt, completion in texts]
+    assert {8, 9} <= {*lengths}
+    assert [isinstance(score, float) for score in reward.score(batch(*texts))] == [x <= 8 for x in lengths]
+
+
+@pytest.mark.parametrize(
+    "template, calls", [("llama3_1", [{"x": 1}, {"x": 2}]), ("qwen3_5_nothink", ["abc"]), ("qwen3", [{"x": "\ud83d"}])]
+)
+def test_call_that_a_chat_template_refuses_fails_only_itself(template, calls):
+    """Such as a second call in one turn, or arguments that are no object: a policy may sample them."""
+
+    def episode(*arguments):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": x}} for x in arguments]
+        turns = [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "name": "f", "content": "1"},
+        ]
+        return [*turns, {"role": "assistant", "content": "done"}]
+
+    model = llama(vocab_size=300, classifier=True, max_position_embeddings=4096)
+    episodes = [episode({"x": 1}), episode(*calls), episode({"x": 1})]
+    questions = [[{"role": "user", "content": "q"}]] * 3
+    good, bad, again = ClassifierReward(model, byte_tokenizer(template)).score(
+        ScoringBatch(questions, episodes, [[1, 2]] * 3)
+    )
+    assert good == pytest.approx(again) and isinstance(bad, RewardError) and "cannot score completion 1" in str(bad)
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
