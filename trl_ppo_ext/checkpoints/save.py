@@ -62,9 +62,8 @@ def write_checkpoint(trainer: Any) -> Path | None:
                 torch.save(optimizer, staged / OPTIMIZER_NAME)
             if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
                 torch.save(trainer.lr_scheduler.state_dict(), staged / SCHEDULER_NAME)
-            callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-            stateful = TrainerState(stateful_callbacks=[x for x in callbacks if isinstance(x, ExportableState)])
-            state.stateful_callbacks = stateful.stateful_callbacks
+            stateful = [x for x in trainer.callback_handler.callbacks if isinstance(x, ExportableState)]
+            state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
             state.save_to_json(str(staged / TRAINER_STATE_NAME))
         trainer._save_scaler(str(staged))
         trainer._save_rng_state(str(staged))

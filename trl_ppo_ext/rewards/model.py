@@ -105,27 +105,24 @@ class SequenceScorer:
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that is too long for the model fails, by itself."""
         rows, scores = dict[int, list[int]](), dict[int, float | RewardError]()
-        for index, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
+        for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
-                (row,) = self.encode([prompt], [completion])
-                if len(row) > self.context_length:
+                (rows[row],) = self.encode([prompt], [completion])
+                if (length := len(rows[row])) > self.context_length:
                     remedy = "lower `max_completion_length`, or drop long prompts"
-                    raise ValueError(f"with its prompt it has {len(row)} tokens of {self.context_length}; {remedy}")
-                rows[index] = row
+                    raise ValueError(f"with its prompt it has {length} tokens of {self.context_length}; {remedy}")
             except Exception as error:  # also of a chat template, for which a sampled call is wrong
-                cause = f"{type(error).__name__}: {shortened(error)}"
-                scores[index] = RewardError(
-                    f"The reward model `{self.name}` cannot score completion {index}: {cause}."
-                )
-        by_length = sorted(rows, key=lambda index: len(rows[index]))
+                cause = f"completion {row}: {type(error).__name__}: {shortened(error)}"
+                scores[row] = RewardError(f"The reward model `{self.name}` cannot score {cause}.")
+        by_length = sorted(rows.keys() - scores.keys(), key=lambda row: (len(rows[row]), row))
         parts = []
         for start in range(0, len(by_length), self.batch_size):
-            index = by_length[start : start + self.batch_size]
-            inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in index]}, padding=True, return_tensors="pt")
+            ids = [rows[row] for row in by_length[start : start + self.batch_size]]
+            inputs = self.tokenizer.pad({"input_ids": ids}, padding=True, return_tensors="pt")
             parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
         if parts:
             scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
-        return [scores[index] for index in range(len(batch))]
+        return [scores[row] for row in range(len(batch))]
 
 
 def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
