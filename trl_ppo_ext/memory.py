@@ -108,7 +108,8 @@ class MemoryEstimate:
         args, base, width = self.args, self.base, self.base.width
         plan, critic, response = args.plan(self.processes), args.critic, args.max_completion_length
         completions, prompt, length = plan.completions_per_process, self.prompt_length, self.prompt_length + response
-        sampled = min(args.per_device_generation_batch_size or completions, completions)
+        most = completions if args.eval_strategy == "no" else max(completions, args.per_device_eval_batch_size or 0)
+        sampled = min(args.per_device_generation_batch_size or most, most)
         tokens, scored = plan.micro_batch_size * length, plan.micro_batch_size * response
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]

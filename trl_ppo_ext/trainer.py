@@ -344,8 +344,7 @@ class PPOTrainer(Trainer):
                 self._metrics["train"].mean("value/grad_norm", norm)
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
             finite = math.isfinite(float(total))
-            skipped = float(not finite and self.is_world_process_zero())
-            self._metrics["train"].total("skipped_steps", skipped)
+            self._metrics["train"].total("skipped_steps", float(not finite and self.is_world_process_zero()))
             self._skipped = count_skipped(self._skipped, finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)

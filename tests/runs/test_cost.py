@@ -143,6 +143,15 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
 
 
+def test_exact_kl_in_the_reward_reads_the_reference_once(step):
+    counted = step(measures=False, critic="head", kl_estimator="exact")
+    tokens, micro_batches = int(counted.sequences.completion_lengths.sum()), counted.trainer.plan
+    assert counted.forwards["score_tokens"] == 2 * micro_batches.num_mini_batches
+    reference = counted.trainer.actor_critic.reference_logprobs(counted.sequences)
+    assert counted.rollouts[0][0].sequences.completion_mask.sum() == tokens
+    torch.testing.assert_close(counted.rollouts[0][0].old_logprobs, reference, atol=1e-5, rtol=0)  # a new adapter's
+
+
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
 def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
     estimator = "exact" if placement == "both" else "k1"

@@ -438,6 +438,22 @@ def test_saved_critic_replaces_one_of_another_kind(base, starts, tmp_path):
 # ---- what a critic starts from
 
 
+def test_critic_init_reads_rewards_so_far_in_the_units_of_the_saved_run(tmp_path):
+    """Also if it predicts in the unit of the rewards."""
+
+    def per_token(completion_ids, **kwargs):
+        return [[float(x) for x in ids] for ids in completion_ids]
+
+    llama().save_pretrained(tmp_path / "base")
+    settings = {"model": str(tmp_path / "base"), "critic": "side", "normalize_values": False, "max_steps": 4}
+    first = trainer(tmp_path / "first", reward_funcs=per_token, **settings)
+    first.train()
+    first.save_model()
+    again = trainer(tmp_path / "second", reward_funcs=per_token, **settings, critic_init=str(tmp_path / "first"))
+    assert again.run_state.rewards == pytest.approx(first.run_state.rewards) and again.run_state.rewards.weight > 0
+    assert not again.actor_critic.value_head.is_normalized and again.run_state.returns.weight == 0
+
+
 def test_critic_init_restores_the_critic_of_a_checkpoint(base, starts, tmp_path):
     for settings in (HEAD, SIDE, ADAPTER):
         source, kind = actor_critic(tmp_path, settings, base), settings["critic"]

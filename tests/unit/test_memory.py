@@ -199,6 +199,7 @@ def part(run, phase, name):
         ({"base": replace(BASE, quantization="int8")}, {}),
         ({"optimizer": OPTIMIZERS["adamw_8bit"]}, {}),
         ({"on_gpu": False}, {}),
+        ({}, {"eval_strategy": "steps", "per_device_eval_batch_size": 256}),
         (
             {"gradient_accumulation_steps": 128, "per_device_generation_batch_size": 128},
             {"gradient_accumulation_steps": 128},

@@ -140,7 +140,8 @@ class ActorCritic(nn.Module):
     @property
     def trunk(self) -> nn.Module:
         """Base model without its output projection."""
-        return self.policy.get_base_model().base_model
+        base = self.policy.get_base_model()
+        return base.model if base.base_model is base else base.base_model  # Llama 4's names another attribute
 
     # ---- parameters ----
 
@@ -227,6 +228,8 @@ class ActorCritic(nn.Module):
         side = self.value_head if with_values and isinstance(self.value_head, SideCritic) else None
         hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
         scores = self._project(hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden)
+        if ref_hidden is not None and not torch.is_grad_enabled():
+            scores = scores._replace(ref_logprobs=self._project(ref_hidden, sequences, temperature).logprobs)
         if with_values and self.value_head is not None:
             if self.critic_adapter is not None:
                 with self.adapter(self.critic_adapter):
@@ -265,14 +268,14 @@ class ActorCritic(nn.Module):
         kept = bool(layers) and (layers if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
+        read = [x[0] if x.dim() == 4 else x for x in read]  # Gemma 3n has streams, of which the first is active
         return [(x[0] if self._packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
-        tokens = sequences.pick(sequences.completion_ids)
+        tokens, scaled = sequences.pick(sequences.completion_ids), temperature / self._logit_scale
         with gathered([head.weight, head.bias]):
-            kwargs |= {"bias": head.bias, "cap": self._logit_cap}
-            return token_logprobs(hidden, head.weight, tokens, temperature / self._logit_scale, **kwargs)
+            return token_logprobs(hidden, head.weight, tokens, scaled, bias=head.bias, cap=self._logit_cap, **kwargs)
 
     @torch.no_grad()
     def check_logits(self) -> None:

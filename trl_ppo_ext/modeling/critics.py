@@ -79,9 +79,9 @@ class ValueHead(nn.Linear):
         return Units.of(returns) if self.is_normalized else Units()
 
     def load_saved(self, saved: dict[str, Tensor]) -> None:
-        """Load a saved critic, and keep its moments aside; one without any predicts in the unit of rewards."""
+        """Load a saved critic, and keep its moments aside; without those of returns it predicts rewards."""
         self.saved_moments = {name: saved[name] for name in MOMENTS if name in saved}
-        self.is_normalized = bool(self.saved_moments)
+        self.is_normalized = "returns" in self.saved_moments
         tensors = self.state_dict(keep_vars=True)
         weights = {name: x for name, x in saved.items() if name not in MOMENTS}
         check_fit(tensors, weights)

@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 # linear layers that PEFT does not adapt, or of which only the weight is read
 NOT_ADAPTED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r".*\.(out_proj|dt_proj)")
-NOT_ADAPTED["jamba"] = r".*\.dt_proj"
+NOT_ADAPTED |= {"jamba": r".*\.dt_proj", "phimoe": r".*\.router", "llama4_text": r".*\.router"}
 
 
 def compute_dtype(args: PPOConfig) -> torch.dtype:
@@ -196,7 +196,9 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         kind = policy.active_peft_config.peft_type
         raise ValueError(f"{kind} saves other tensors than its trained weights; use `LoraConfig`.") from error
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
-        remedy = "remove `lm_head` from `target_modules` and `modules_to_save`"
+        remedy = (
+            "remove `lm_head` from `target_modules` and `modules_to_save`, or `trainable_token_indices` of tied ones"
+        )
         raise ValueError(f"The adapter must not be on the output projection; {remedy}.")
     return policy, is_trained
 

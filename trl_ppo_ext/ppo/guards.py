@@ -58,17 +58,15 @@ def stand_ins(sequences: Sequences, excluded: Tensor, gather: Reduction) -> Sequ
     # a rank without a finite sequence takes another's
     offered = gather(torch.cat([ids, (~excluded[row])[None].long()])[None])
     first, second, _ = offered[offered[:, 2].argmax()]
-    prompt_ids, completion_ids = sequences.prompt_ids.clone(), sequences.completion_ids.clone()
-    prompt_ids[excluded], completion_ids[excluded] = first, second
     replaced = excluded.to(sequences.prompt_lengths.device)
-    stand_ins: dict[str, Tensor] = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    stand_ins = {"completion_ids": sequences.completion_ids.masked_fill(excluded[:, None], second)}
     for name in LENGTHS:
         if (lengths := getattr(sequences, name)) is not None:
             stand_ins[name] = lengths.masked_fill(replaced, 1)
     if sequences.sampled is not None:
-        first_only = torch.arange(completion_ids.shape[1]) == 0
+        first_only = torch.arange(sequences.sampled.shape[1]) == 0
         stand_ins["sampled"] = torch.where(replaced[:, None], first_only, sequences.sampled)
-    for name in (f"{role}_prompt_ids" for role in ROLES):
+    for name in ("prompt_ids", *(f"{role}_prompt_ids" for role in ROLES)):
         if (others := getattr(sequences, name)) is not None:
             stand_ins[name] = others.masked_fill(excluded[:, None], first)
     return replace(sequences, **stand_ins)

@@ -393,21 +393,17 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
     temperature, index = args.temperature, micro_batches(args, sequences)
     quiet = args.disable_tqdm or not roles.accelerator.is_main_process
     outputs: dict[str, Tensor] = {}
-    start = 0
     with roles.accelerator.autocast():
         for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
             part = sequences.rows(rows)
             scores = actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
-            if with_reference:
+            if with_reference and not exact_kl:
                 scores = scores._replace(ref_logprobs=actor_critic.reference_logprobs(part, temperature))
             for name, x in scores._asdict().items():
                 if x is not None:
                     out = outputs.setdefault(name, x.new_zeros(sequences.completion_ids.shape))
-                    out[start : start + len(x), : x.shape[1]] = x
-            start += len(rows)
-    # rows in the order of the micro-batches until here
-    order = torch.cat(index).argsort().to(sequences.completion_ids.device, non_blocking=True)
-    return TokenScores(**outputs).map(lambda x: x[order])
+                    out[rows.to(x.device, non_blocking=True), : x.shape[1]] = x
+    return TokenScores(**outputs)
 
 
 def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState) -> Sequences:

@@ -20,6 +20,8 @@ def test_critic_predicts_in_the_units_that_its_file_has(has_moments):
     moments = {"returns": torch.tensor([4.0, 2.0, 16.0])} if has_moments else {}
     head.load_saved(dict(head.state_dict()) | moments)
     assert head.is_normalized is has_moments and head.saved_moments.keys() == moments.keys()
+    head.load_saved(dict(head.state_dict()) | moments | {"rewards": torch.tensor([4.0, 1.0, 1.0])})
+    assert head.is_normalized is has_moments and "rewards" in head.saved_moments
     assert head.units(Moments(1.0, 2.0, 9.0)) == (Units(2.0, 3.0) if has_moments else Units())
 
 

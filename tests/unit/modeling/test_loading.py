@@ -7,9 +7,10 @@ import peft
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, get_peft_model
-from runs_of_tiny import trainer, weights
+from runs_of_tiny import plain_logprobs, trainer, weights
 from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
@@ -62,6 +63,34 @@ def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make, adapter):
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)
+
+
+SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+STREAMS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32, "num_kv_shared_layers": 2}
+STREAMS |= {"laurel_rank": 4, "altup_num_inputs": 2, "intermediate_size": 64, "activation_sparsity_pattern": [0.0] * 4}
+STREAMS |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("phimoe", SPARSE),  # its router returns several tensors, and is a linear layer
+        ("llama4_text", SPARSE | {"head_dim": 8, "intermediate_size_mlp": 64}),  # so is this one; its trunk is unnamed
+        ("gemma3n_text", STREAMS | {"num_key_value_heads": 2}),  # its layers' states have four axes
+    ],
+)
+def test_models_of_unusual_parts_score_what_they_sample(tmp_path, kind, sizes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes, pad_token_id=0))
+    run = trainer(tmp_path, model, max_steps=2, num_ppo_epochs=1)
+    run.train()
+    first = run.state.log_history[0]
+    assert (first["ratio/max"], first["kl"]) == (1, 0)
+    prompt, completion = [4, 5, 6], [7, 8, 9]
+    scores = run.actor_critic.eval()(Sequences.from_token_ids([prompt], [completion], 0, "cpu"))
+    torch.testing.assert_close(
+        scores.logprobs[0], plain_logprobs(run.actor_critic.policy, prompt, completion), atol=1e-4, rtol=0
+    )
 
 
 # ---- adapters that a model brings ----
