@@ -97,7 +97,7 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
     When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
-    scaled down to what recent returns' mean errs. A KL in the loss keeps its unit, so that it acts on.
+    scaled down to those of the recent mean. A KL in the loss keeps its unit, so that it acts on.
     """
     error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
     spread = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
