@@ -242,7 +242,7 @@ def key(run: dict) -> str:
 
 
 def interval(values: list[float]) -> str:
-    """Mean in percent with its 95 % interval, if there are three seeds."""
+    """Mean in percent with its 95 % interval, from three seeds on."""
     count, mean = len(values), f"{100 * statistics.mean(values):.0f} %"
     return mean if count < 3 else f"{mean} ± {100 * STUDENT[count] * statistics.stdev(values) / count**0.5:.0f}"
 

@@ -371,7 +371,7 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
         sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
     if s.normalize_values:
         advantages, unit = [x for sample in samples for x in sample.advantages], units.end_rollout(outcomes)
-        # a critic that is worse than a constant one has its errors scaled down to what that one errs
+        # a critic that is worse than a constant one has its errors scaled down to those of the recent mean
         spread = statistics.mean((x - units.mean) ** 2 for x in outcomes)
         share = min(1.0, math.sqrt(spread / statistics.mean(x**2 for x in advantages)))
         for sample in samples:

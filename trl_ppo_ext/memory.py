@@ -108,8 +108,8 @@ class MemoryEstimate:
         args, base, width = self.args, self.base, self.base.width
         plan, critic, response = args.plan(self.processes), args.critic, args.max_completion_length
         completions, prompt, length = plan.completions_per_process, self.prompt_length, self.prompt_length + response
-        most = completions if args.eval_strategy == "no" else max(completions, args.per_device_eval_batch_size or 0)
-        sampled = min(args.per_device_generation_batch_size or most, most)
+        batch = completions if args.eval_strategy == "no" else max(completions, args.per_device_eval_batch_size or 0)
+        sampled = min(args.per_device_generation_batch_size or batch, batch)
         tokens, scored = plan.micro_batch_size * length, plan.micro_batch_size * response
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
@@ -134,7 +134,7 @@ class MemoryEstimate:
         last = {"KV cache": cache, "sampling": sampled * base.vocabulary * (width + 24)}
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
-        judged = min(args.per_device_reward_batch_size, completions) * length
+        judged = min(args.per_device_reward_batch_size, batch) * length
         scoring = [model.forward(judged) for model in models]
         scoring += [base.forward(judged, 4) for _ in reward_adapters]
 

@@ -428,7 +428,7 @@ class PPOTrainer(Trainer):
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = {"reward": math.nan} | self._compute_metrics("eval")  # if all fail: no best checkpoint, no error
+        metrics = {"reward": math.nan} | self._compute_metrics("eval")  # NaN, never the best, if all fail
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.modeling import logprobs as fused
+from trl_ppo_ext.ppo.rollouts import score_tokens
 
 VOCABULARY = 2048  # so that anything over the vocabulary is larger than anything else
 CHUNK = 5  # rows of logits at a time
@@ -145,11 +146,15 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
 
 def test_exact_kl_in_the_reward_reads_the_reference_once(step):
     counted = step(measures=False, critic="head", kl_estimator="exact")
-    tokens, micro_batches = int(counted.sequences.completion_lengths.sum()), counted.trainer.plan
-    assert counted.forwards["score_tokens"] == 2 * micro_batches.num_mini_batches
-    reference = counted.trainer.actor_critic.reference_logprobs(counted.sequences)
-    assert counted.rollouts[0][0].sequences.completion_mask.sum() == tokens
-    torch.testing.assert_close(counted.rollouts[0][0].old_logprobs, reference, atol=1e-5, rtol=0)  # a new adapter's
+    roles, sequences = counted.trainer.roles, counted.sequences
+    assert counted.forwards["score_tokens"] == 2 * counted.trainer.plan.num_mini_batches
+    for weight in roles.actor_critic.policy_parameters().values():
+        torch.nn.init.normal_(weight, std=0.1)  # no longer its reference
+    scores = score_tokens(roles, sequences)
+    assert (scores.logprobs - scores.ref_logprobs).abs().max() > 0.01
+    torch.testing.assert_close(
+        scores.ref_logprobs, roles.actor_critic.reference_logprobs(sequences), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])

@@ -575,7 +575,7 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
 
 
 def test_rollout_function_needs_no_template_that_continues(tmp_path):
-    """As templates that drop the thoughts of earlier turns do not."""
+    """Its own may drop the thoughts of earlier turns."""
     forgetful = byte_tokenizer()
     forgetful.chat_template = (
         "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '') + '<|im_end|>' }}{% endfor %}"

@@ -77,7 +77,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
     # 2. metrics of training and of each evaluation set, as they were logged last
-    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    logged = {name: x for entry in trainer.state.log_history for name, x in entry.items() if x == x}  # not NaN
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
     prefixes = ["", "eval_", *(f"eval_{name}_" for name in sets)]
     names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]

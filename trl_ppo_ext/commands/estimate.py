@@ -50,14 +50,11 @@ def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, A
     plan = estimate.args.plan(estimate.processes)
     minibatch, completions = plan.mini_batch_size, plan.completions_per_process
     sizes, samples = ([x for x in range(n, 0, -1) if n % x == 0] for n in (minibatch, completions))
+    kept = {"num_mini_batches": plan.num_mini_batches}  # which `steps_per_generation` would change
     # the least costly first, each with its values from the largest
     changes: list[list[dict[str, Any]]] = [
         [{"gradient_checkpointing": True}],
-        [
-            {"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x}
-            | {"num_mini_batches": plan.num_mini_batches}  # which `steps_per_generation` would change
-            for x in sizes
-        ],
+        [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} | kept for x in sizes],
         [{"per_device_generation_batch_size": x} for x in samples],
     ]
     if estimate.base.quantization is None:

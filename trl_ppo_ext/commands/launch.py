@@ -286,7 +286,7 @@ def trainer_arguments(
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
     if args.max_steps <= 0 and (script.dataset_streaming or not splits):
-        raise ValueError("Without `dataset_name`, or with `dataset_streaming`, `max_steps` must be set.")
+        raise ValueError("`max_steps` must be set without `dataset_name` or with `dataset_streaming`; give a number.")
     if splits:
         kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
     elif args.eval_strategy != "no":

@@ -27,7 +27,7 @@ PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 SLOWEST = 1.0  # seconds per token of a completion, for a server that runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
-# the engine died, e.g. for want of memory; the server shuts down, and answers with the tokens so far
+# the engine died, e.g. for want of memory, or the server shuts down and answers with the tokens so far
 ENDED = re.compile(r'"message":\s*"EngineCore encountered an issue|"finish_reason":\s*"abort"')
 
 

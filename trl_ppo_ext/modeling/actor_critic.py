@@ -219,7 +219,7 @@ class ActorCritic(nn.Module):
     ) -> TokenScores:
         """Score the response tokens; entropies, exact KLs from the reference, and values are computed if asked for.
 
-        Gradients flow through everything that is computed.
+        Gradients flow through everything that is computed. Without, an exact KL comes with the reference's log-probs.
         """
         ref_hidden = None
         if with_kl:
@@ -268,7 +268,7 @@ class ActorCritic(nn.Module):
         kept = bool(layers) and (layers if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
-        read = [x[0] if x.dim() == 4 else x for x in read]  # Gemma 3n has streams, of which the first is active
+        read = [x[0] if x.dim() == 4 else x for x in read]  # the active stream of Gemma 3n
         return [(x[0] if self._packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:

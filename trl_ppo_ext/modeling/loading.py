@@ -32,7 +32,7 @@ from .critics import new_critic
 
 logger = logging.get_logger(__name__)
 
-# linear layers that PEFT does not adapt, or of which only the weight is read
+# linear layers that PEFT does not adapt, of which only the weight is read, or that return several tensors
 NOT_ADAPTED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r".*\.(out_proj|dt_proj)")
 NOT_ADAPTED |= {"jamba": r".*\.dt_proj", "phimoe": r".*\.router", "llama4_text": r".*\.router"}
 

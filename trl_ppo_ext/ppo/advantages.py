@@ -75,8 +75,9 @@ def of_critic(
         return ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1]
 
     # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
-    begun = seen if seen.weight or not is_normalized else seen.add(outcomes(), steps, all_sum, DECAY)
-    units = Units.of(begun) if is_normalized else Units()
+    units = Units()
+    if is_normalized:
+        units = Units.of(seen if seen.weight else seen.add(outcomes(), steps, all_sum, DECAY))
     values, after = units.values(outputs) * steps, None
     if outputs_after is not None and is_cut is not None:
         after = units.values(outputs_after) * is_cut
@@ -99,9 +100,9 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
     scaled down to those of the recent mean. A KL in the loss keeps its unit, so that it acts on.
     """
-    error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
-    spread = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
-    share = (spread / error.clamp(min=torch.finfo(error.dtype).tiny)).sqrt().clamp(max=1)
+    of_critic = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
+    of_mean = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
+    share = (of_mean / of_critic.clamp(min=torch.finfo(of_critic.dtype).tiny)).sqrt().clamp(max=1)
     return result._replace(advantages=share * result.advantages / seen.unit, unit=seen.unit)
 
 

@@ -395,14 +395,14 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
     outputs: dict[str, Tensor] = {}
     with roles.accelerator.autocast():
         for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
-            part = sequences.rows(rows)
+            part, on_device = sequences.rows(rows), rows.to(sequences.prompt_ids.device, non_blocking=True)
             scores = actor_critic(part, temperature, with_entropy=True, with_kl=exact_kl)
             if with_reference and not exact_kl:
                 scores = scores._replace(ref_logprobs=actor_critic.reference_logprobs(part, temperature))
             for name, x in scores._asdict().items():
                 if x is not None:
                     out = outputs.setdefault(name, x.new_zeros(sequences.completion_ids.shape))
-                    out[rows.to(x.device, non_blocking=True), : x.shape[1]] = x
+                    out[on_device, : x.shape[1]] = x
     return TokenScores(**outputs)
 
 

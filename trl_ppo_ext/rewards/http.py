@@ -57,6 +57,7 @@ class HttpReward:
         options: Any = {"headers": {"Authorization": f"Bearer {key}" if key else openai.Omit()}}
 
         async def post(row: int) -> float | RewardError:
+            body = None
             async with slots:  # held during retries, so that a failing server gets no further requests
                 try:
                     if len(failures) >= max(8, self.concurrency):
@@ -70,12 +71,12 @@ class HttpReward:
                         return self._read(answer.json())
                     except (LookupError, TypeError, AttributeError, JSONDecodeError):
                         raise ValueError(f"it answered in an unknown form: {answer.text}") from None
-                except Exception as error:  # also of a chat template, for which a sampled call is wrong
+                except Exception as error:  # e.g. a chat template rejects a sampled call
                     detail = error.response.text if isinstance(error, openai.APIStatusError) else error.__cause__
                     cause = f"{type(error).__name__}: {without_key(f'{error} {detail or str()}', key)}"
                     if isinstance(error, openai.APIConnectionError | TimeoutError):  # also after a timeout
                         cause += f" Check that the server runs, or raise timeout={self.timeout:g}."
-                    failures.append(cause)
+                    failures.extend([cause] if body else [])
                 return RewardError(f"The reward `{self.name}` at {self.url} failed with {cause}")
 
         async with openai.AsyncOpenAI(
@@ -139,8 +140,8 @@ class Judge(HttpReward):
     def _read(self, answer: Any) -> float:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")
-        if reason in ("length", "content_filter", "abort", "error"):  # e.g. of a server that shuts down
-            remedy = "; raise `max_tokens`" if reason == "length" else ""  # the last number of a part is meaningless
+        if reason in ("length", "content_filter", "abort", "error"):  # the last number of a part is meaningless
+            remedy = "; raise `max_tokens`" if reason == "length" else ""
             raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {text!r}')
         if not (matches := list(re.finditer(self.pattern, text))):
             raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {text!r}")

@@ -1,5 +1,6 @@
 """Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's base."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_ad
 from ..modeling.loading import check_loaded
 from ..redaction import shortened
 from .scoring import RewardError, ScoringBatch
+
+_ROBERTA = re.compile("roberta|camembert|data2vec-text|ibert|longformer|luke|mpnet|xmod")
 
 
 def checked_label(name: str, num_labels: int, label: int | str | None, config: Any = None) -> int:
@@ -66,9 +69,9 @@ def load_classifier(
 
 
 def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that a reward model takes; RoBERTa counts two positions more."""
+    """Tokens that a reward model takes; RoBERTa and its kin count two positions more."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min(positions - 2 * ("roberta" in config.model_type), tokenizer.model_max_length)
+    return min(positions - 2 * bool(_ROBERTA.search(config.model_type)), tokenizer.model_max_length)
 
 
 def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
@@ -103,7 +106,7 @@ class SequenceScorer:
         return [encode_marked(text, self.tokenizer, special) for text in texts]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
-        """Score completions in batches of similar length; one that is too long for the model fails, by itself."""
+        """Score completions in batches of similar length; one that the model cannot read fails by itself."""
         rows, scores = dict[int, list[int]](), dict[int, float | RewardError]()
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
@@ -111,9 +114,9 @@ class SequenceScorer:
                 if (length := len(rows[row])) > self.context_length:
                     remedy = "lower `max_completion_length`, or drop long prompts"
                     raise ValueError(f"with its prompt it has {length} tokens of {self.context_length}; {remedy}")
-            except Exception as error:  # also of a chat template, for which a sampled call is wrong
-                cause = f"completion {row}: {type(error).__name__}: {shortened(error)}"
-                scores[row] = RewardError(f"The reward model `{self.name}` cannot score {cause}.")
+            except Exception as error:  # e.g. its chat template rejects a sampled call
+                cause = f"{type(error).__name__}: {shortened(error)}"
+                scores[row] = RewardError(f"The reward model `{self.name}` cannot score completion {row}: {cause}.")
         by_length = sorted(rows.keys() - scores.keys(), key=lambda row: (len(rows[row]), row))
         parts = []
         for start in range(0, len(by_length), self.batch_size):

@@ -123,14 +123,17 @@ def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, s
         assert other.unit == pytest.approx(scale * plain.unit)
 
 
-def test_errors_of_a_lagging_critic_are_scaled_to_the_spread_of_the_returns():
+def test_errors_of_a_lagging_critic_are_scaled_to_those_of_the_recent_mean():
     outcomes = torch.randn(4, 8, dtype=torch.float64)
-    seen = Moments().add(outcomes, torch.ones_like(outcomes), torch.clone)
+    steps = torch.ones_like(outcomes).bool()
+    seen = Moments(32.0, 3.0, 32.0).add(outcomes, steps, torch.clone)  # whose mean is about 1.5
+    of_mean = ((outcomes - seen.mean) ** 2).mean().sqrt().item()
+    assert of_mean > 1.2 * outcomes.std().item()
     for error in (0.1, 10.0):
         result = Advantages(error * torch.randn(4, 8, dtype=torch.float64), outcomes=outcomes)
-        scaled = in_units(result, seen, torch.ones(4, 8, dtype=torch.bool))
+        scaled = in_units(result, seen, steps)
         size, given = ((x.advantages**2).mean().sqrt().item() for x in (scaled, result))
-        assert size * seen.unit == pytest.approx(min(given, outcomes.std(correction=0).item()), rel=1e-6)
+        assert size * seen.unit == pytest.approx(min(given, of_mean), rel=1e-6)
         assert scaled.unit == seen.unit
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
+from tiny import byte_tokenizer
 
 from trl_ppo_ext.redaction import without_key
 from trl_ppo_ext.rewards import FunctionReward, RewardError, ScoringBatch, http
@@ -142,6 +143,17 @@ def test_misbehaving_server_fails_in_time_with_the_cause(port, make, mode):
         with pytest.raises(RewardError, match=f"The reward `{asked.name}` at {asked.url} failed with {cause}"):
             raise error
     assert attempts(asked) == 2 * tries  # of two requests
+
+
+def test_call_that_a_chat_template_refuses_fails_only_itself(port):
+    """However many there are: the server has not failed."""
+    asked = remote(port, "ok", concurrency=2)
+    asked.tokenizer = byte_tokenizer("llama3_1")  # one call in a turn
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [[{"role": "assistant", "content": "", "tool_calls": [call] * count}] for count in [2] * 12 + [1, 1]]
+    scores = scored(asked, ScoringBatch([[{"role": "user", "content": "q"}]] * 14, turns, [[1]] * 14))
+    assert all("failed with TemplateError" in str(x) for x in scores[:12])
+    assert not any(isinstance(x, RewardError) for x in scores[12:])
 
 
 def test_answer_that_drips_is_a_failure(port, monkeypatch):

@@ -358,9 +358,10 @@ def test_text_that_is_too_long_fails_only_itself():
 
 def test_roberta_counts_two_positions_more():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = RobertaConfig(**sizes, vocab_size=32, max_position_embeddings=10, num_labels=1, pad_token_id=0)
-    reward = ClassifierReward(RobertaForSequenceClassification(config), tokenizer())
-    assert reward.context_length == 8
+    config = RobertaConfig(**sizes, vocab_size=32, max_position_embeddings=10, num_labels=1, pad_token_id=1)
+    model = RobertaForSequenceClassification(config)
+    reward, positions = ClassifierReward(model, tokenizer()), model.roberta.embeddings.position_embeddings
+    assert reward.context_length == positions.num_embeddings - (positions.padding_idx + 1) == 8
     texts = [("w1", " w2" * count) for count in range(1, 10)]
     lengths = [len(*reward.encode([prompt], [completion])) for prompt, completion in texts]
     assert {8, 9} <= {*lengths}
