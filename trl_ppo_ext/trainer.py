@@ -428,7 +428,9 @@ class PPOTrainer(Trainer):
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = {"reward": math.nan} | self._compute_metrics("eval")  # NaN, never the best, if all fail
+        metrics = self._compute_metrics("eval")
+        if "reward" not in metrics and (best := self.args.metric_for_best_model):  # all fail: NaN, never the best
+            metrics[f"eval_{best.removeprefix('eval_')}".removeprefix(f"{metric_key_prefix}_")] = math.nan
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 

@@ -77,18 +77,20 @@ def test_skip_continues_with_exact_counts(tmp_path, port, make):
     assert logged == failed and 0 < sum(failed) < 16
 
 
-def test_evaluation_whose_scores_all_fail_is_never_the_best(tmp_path):
+@pytest.mark.parametrize("metric", ["reward", "eval_rewards/reward/mean"])
+def test_evaluation_whose_scores_all_fail_is_never_the_best(tmp_path, metric):
     def reward(completion_ids, trainer_state, split=None, **kwargs):
         if split and trainer_state.global_step != 4:
             raise ConnectionError("the judge is down")
         return [float(len(ids)) for ids in completion_ids]
 
     rows = prompts(4).add_column("split", ["eval"] * 4)
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_reward", "max_steps": 6}
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": metric, "max_steps": 6}
     settings |= {"save_strategy": "best", "reward_on_error": "skip"}
     built = trainer(tmp_path, reward_funcs=reward, eval_dataset=rows, **settings)
     built.train()
-    evaluated = [entry["eval_reward"] for entry in built.state.log_history if "eval_reward" in entry]
+    name = f"eval_{metric.removeprefix('eval_')}"
+    evaluated = [entry[name] for entry in built.state.log_history if name in entry]
     assert [math.isnan(x) for x in evaluated] == [True, False, True]
     assert built.state.best_global_step == 4
 

@@ -65,8 +65,7 @@ def save_critic(
     if head is not None:
         os.makedirs(output_dir, exist_ok=True)
         parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
-        kept = {name: x for name, x in moments.items() if head.is_normalized or name == "rewards"}
-        units = {name: tensor([*x], dtype=float64) for name, x in kept.items()}
+        units = {x: tensor([*moments[x]], dtype=float64) for x in moments if head.is_normalized or x == "rewards"}
         write_weights(dict(head.named_buffers()) | parameters | units, os.path.join(output_dir, VALUE_HEAD))
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
