@@ -100,9 +100,9 @@ def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reductio
     When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
     scaled down to those of the recent mean. A KL in the loss keeps its unit, so that it acts on.
     """
-    of_critic = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
-    of_mean = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
-    share = (of_mean / of_critic.clamp(min=torch.finfo(of_critic.dtype).tiny)).sqrt().clamp(max=1)
+    critic_error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
+    baseline_error = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
+    share = (baseline_error / critic_error.clamp(min=torch.finfo(critic_error.dtype).tiny)).sqrt().clamp(max=1)
     return result._replace(advantages=share * result.advantages / seen.unit, unit=seen.unit)
 
 

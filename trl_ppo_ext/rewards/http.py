@@ -140,7 +140,7 @@ class Judge(HttpReward):
     def _read(self, answer: Any) -> float:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")
-        if reason in ("length", "content_filter", "abort", "error"):  # the last number of a part is meaningless
+        if reason in ("length", "content_filter", "abort", "error"):  # its last number is meaningless
             remedy = "; raise `max_tokens`" if reason == "length" else ""
             raise ValueError(f'its answer was truncated (finish_reason="{reason}"){remedy}: {text!r}')
         if not (matches := list(re.finditer(self.pattern, text))):

@@ -127,13 +127,13 @@ def test_errors_of_a_lagging_critic_are_scaled_to_those_of_the_recent_mean():
     outcomes = torch.randn(4, 8, dtype=torch.float64)
     steps = torch.ones_like(outcomes).bool()
     seen = Moments(32.0, 3.0, 32.0).add(outcomes, steps, torch.clone)  # whose mean is about 1.5
-    of_mean = ((outcomes - seen.mean) ** 2).mean().sqrt().item()
-    assert of_mean > 1.2 * outcomes.std().item()
+    baseline_error = ((outcomes - seen.mean) ** 2).mean().sqrt().item()
+    assert baseline_error > 1.2 * outcomes.std().item()
     for error in (0.1, 10.0):
         result = Advantages(error * torch.randn(4, 8, dtype=torch.float64), outcomes=outcomes)
         scaled = in_units(result, seen, steps)
         size, given = ((x.advantages**2).mean().sqrt().item() for x in (scaled, result))
-        assert size * seen.unit == pytest.approx(min(given, of_mean), rel=1e-6)
+        assert size * seen.unit == pytest.approx(min(given, baseline_error), rel=1e-6)
         assert scaled.unit == seen.unit
 
 
