@@ -52,7 +52,10 @@ def test_card_has_metadata_and_the_last_metrics(run):
     built, folder, _ = run
     built.evaluate()
     metadata = {"dataset": "me/prompts", "license": "apache-2.0", "model_name": "mine", "tags": "math"}
+    failed = {"eval_reward": float("nan"), "step": built.state.global_step}  # an evaluation without any score
+    built.state.log_history.append(failed)
     card = model_card(built, str(folder / "run"), **metadata)
+    built.state.log_history.remove(failed)
     assert (card.data.datasets, card.data.license, card.data.library_name) == (["me/prompts"], "apache-2.0", "peft")
     unnamed = model_card(built, str(folder / "run"), datasets=[None])  # its environment writes the prompts
     assert unnamed.data.datasets is None
