@@ -1,7 +1,5 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
-from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -119,20 +117,6 @@ def of_groups(
     scores = rewards.sum(1)
     advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
-
-
-def of_objectives(
-    rewards: Tensor, weights: Sequence[float] | None, usable: Tensor, group_size: int, gather: Reduction, rank: int
-) -> Advantages:
-    """GDPO: each of `[batch, rewards]` (NaN is skipped) within its group, then their weighted sum over the batch.
-
-    Source: https://huggingface.co/papers/2601.05242
-    """
-    columns, counts = gather(rewards).unbind(1), gather(usable)
-    each = [ppo_math.grpo_advantages(x, counts & ~x.isnan(), group_size) for x in columns]
-    total = torch.stack([weight * x for weight, x in zip(weights or repeat(1.0), each)]).sum(0)
-    advantages = ppo_math.grpo_advantages(total, counts, len(counts))
-    return Advantages(advantages[rank * len(rewards) : (rank + 1) * len(rewards), None])
 
 
 def to_go(rewards: Tensor, steps: Tensor, gamma: float) -> Advantages:

@@ -23,16 +23,7 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import (
-    DECAY,
-    default_lambda,
-    in_groups_that_differ,
-    in_units,
-    of_critic,
-    of_groups,
-    of_objectives,
-    to_go,
-)
+from .advantages import DECAY, default_lambda, in_groups_that_differ, in_units, of_critic, of_groups, to_go
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
 from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
@@ -275,8 +266,6 @@ def collect(
         metrics.mean("value/explained_variance", explained)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
-    elif args.multi_objective_aggregation == "normalize_then_sum":
-        result = of_objectives(scored.rewards, roles.reward_weights, usable, group_size, gather, rank)
     else:
         result = of_groups(cast(str, args.advantage_estimator), rewards, usable, group_size, gather, rank)
     advantages = result.advantages.gather(1, first) if level == "turn" else result.advantages
