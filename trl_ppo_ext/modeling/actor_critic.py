@@ -18,7 +18,7 @@ from transformers.utils import output_capturing
 
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Packed, Sequences
-from .adapters import adapter_parameters, add_adapter, load_adapter_weights
+from .adapters import adapter_parameters, add_adapter, fused, load_adapter_weights
 from .critics import SideCritic, ValueHead
 from .logprobs import TokenScores, logit_scale_and_cap, token_logprobs
 
@@ -337,7 +337,9 @@ class ActorCritic(nn.Module):
         # torch would copy the projection for each row of last states, which are a slice of the prompts' states
         hook = base.get_output_embeddings().register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
-            return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
+            # a static cache is compiled on a GPU, anew for new forwards
+            with nullcontext() if config.cache_implementation else fused(self.policy, self.policy_adapter):
+                return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
         finally:
             base.generation_config = own
             hook.remove()

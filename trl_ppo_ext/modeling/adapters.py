@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -12,6 +14,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners import lora
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, uint8
@@ -24,6 +27,7 @@ VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 SAMPLED_WEIGHTS = 16  # per tensor, in a digest
+PLAIN_LORA = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}  # PEFT has the second with bitsandbytes only
 SCORE_HEADS = ("score", "classifier")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 
@@ -59,6 +63,34 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     """Parameters of an adapter by their names in the model."""
     parameters = {id(x): (key, x) for key, x in policy.named_parameters()}
     return dict(parameters[id(x)] for x in adapter_weights(policy, name).values())
+
+
+@contextmanager
+def fused(policy: PeftModel, name: str) -> Iterator[None]:
+    """Let layers of plain LoRA do three operations instead of PEFT's many, which take half the time of short ones."""
+    changed = []
+    for x in policy.modules():
+        if type(x) not in PLAIN_LORA or name not in x.lora_A or "forward" in vars(x):  # replaced by a hook
+            continue
+        if name not in x.lora_variant and not x.lora_bias[name]:
+            weights = x.lora_A[name].weight, x.lora_B[name].weight
+            x.forward = partial(_add_product, x.base_layer, *weights, x.scaling[name], {})
+            changed.append(x)
+    try:
+        yield
+    finally:
+        for x in changed:
+            del x.forward
+
+
+def _add_product(base: nn.Module, down: Tensor, up: Tensor, scale: float, cast: dict, inputs: Tensor) -> Tensor:
+    """Output of a layer with LoRA; autocast ignores operations in place."""
+    outputs = base(inputs)
+    dtype = outputs.dtype
+    down, up = cast.get(dtype) or cast.setdefault(dtype, (down.to(dtype), up.to(dtype).T))
+    narrow = nn.functional.linear(inputs.to(dtype), down).flatten(0, -2)
+    outputs.view(-1, outputs.shape[-1]).addmm_(narrow.to(dtype), up, alpha=scale)
+    return outputs
 
 
 def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:

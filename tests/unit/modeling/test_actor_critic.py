@@ -6,7 +6,9 @@ import itertools
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences
 from tiny import LOGIT_MAPS, config, llama, qwen2, tokenizer, with_mapped_logits
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +21,7 @@ from transformers import (
     BloomConfig,
     GenerationConfig,
     GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -26,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from trl_ppo_ext.modeling import actor_critic as actor_critic_module
+from trl_ppo_ext.modeling.adapters import fused
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
 
@@ -269,6 +273,68 @@ def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(
     with Products():
         built.sample(prompts, torch.ones_like(prompts), GenerationConfig(max_new_tokens=3, do_sample=True))
     assert not expanded
+
+
+def gpt2_conv1d():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("make", [llama, qwen2, gpt2_conv1d])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"use_rslora": True}, {"rank_pattern": {"o_proj|c_proj": 3}}])
+def test_fused_lora_computes_the_products_of_peft(tmp_path, kwargs, autocast, make, quantized):
+    if quantized and make is gpt2_conv1d:
+        pytest.skip("bitsandbytes quantizes no Conv1D")
+    make().save_pretrained(tmp_path / "base")
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=make is gpt2_conv1d, **kwargs)
+    built = actor_critic(
+        tmp_path, str(tmp_path / "base"), peft_config=lora, quantization_config=nf4 if quantized else None
+    ).eval()
+    ids = torch.tensor([[3, 5, 7, 11], [4, 6, 8, 10]])
+
+    def logits():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return built.policy(ids).logits.float()
+
+    expected = logits()
+    with built.reference():
+        base = logits()
+    with fused(built.policy, built.policy_adapter):
+        replaced = [module for module in built.modules() if "forward" in vars(module)]
+        actual = logits()
+    assert len(replaced) == sum(isinstance(module, LoraLayer) for module in built.modules()) > 0
+    assert (expected - base).abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=(0.05 if autocast else 1e-5) * expected.abs().max())
+    assert torch.equal(logits(), expected)  # and nothing is left of it
+
+
+@pytest.mark.parametrize("kwargs", [{"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}, None])
+def test_adapters_other_than_plain_lora_are_computed_by_peft(tmp_path, kwargs):
+    ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **kwargs) if kwargs else ia3
+    built = actor_critic(tmp_path, peft_config=lora, moved=False)
+    with fused(built.policy, built.policy_adapter):
+        replaced = [module for module in built.modules() if "forward" in vars(module)]
+    assert bool(replaced) == ("init_lora_weights" in (kwargs or {}))
+
+
+def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
+    built, settings = actor_critic(tmp_path), GenerationConfig(max_new_tokens=3, do_sample=True, pad_token_id=0)
+    ids = torch.tensor([[3, 5, 7]])
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("slow")
+
+    monkeypatch.setattr(LoraLinear, "forward", failing)
+    assert built.sample(ids, torch.ones_like(ids), settings).shape == (1, 6)
+    with pytest.raises(RuntimeError, match="slow"):
+        built.policy(ids)
+    settings.cache_implementation = "static"  # compiled on a GPU, which would see new forwards at each call
+    with pytest.raises(RuntimeError, match="slow"):
+        built.sample(ids, torch.ones_like(ids), settings)
 
 
 def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
